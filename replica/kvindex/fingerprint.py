@@ -1,0 +1,44 @@
+"""Equal prefixes have equal fingerprints: token ids -> one chained 64-bit hash a full block."""
+
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+Fingerprint = NewType("Fingerprint", int)
+
+FINGERPRINT_VERSION = "kvroute/1"
+
+
+def root(
+    *, model: str, revision: str = "", block_size: int, lora: str = "", namespace: str = ""
+) -> Fingerprint:
+    """The parent of every first block; two roots differ when their caches cannot be shared."""
+    name = f"{FINGERPRINT_VERSION}|{model}|{revision}|{block_size}|{lora}|{namespace}"
+    return Fingerprint(xxh3_64_intdigest(name.encode()))
+
+
+def fingerprints(
+    token_ids: NDArray[np.uint32], *, block_size: int, parent: Fingerprint
+) -> list[Fingerprint]:
+    """One fingerprint for each full block: `xxh3_64(block as little-endian u32, seed=parent's)`.
+
+    token_ids: shape (n,); the n % block_size ids at the end belong to no full block.
+    """
+    full_blocks = len(token_ids) // block_size
+    width = 4 * block_size  # bytes in a block
+    packed = np.ascontiguousarray(token_ids, dtype="<u4").tobytes()
+    chain = [Fingerprint(0)] * full_blocks
+    previous = parent
+    for i in range(full_blocks):
+        previous = Fingerprint(
+            xxh3_64_intdigest(packed[i * width : (i + 1) * width], seed=previous)
+        )
+        chain[i] = previous
+    return chain
+
+
+def reusable_blocks(prompt_tokens: int, block_size: int) -> int:
+    """The most blocks a prompt can take from a cache: its last token is always computed."""
+    return max(0, (prompt_tokens - 1) // block_size)

@@ -1,0 +1,112 @@
+"""What every engine does, and the values that cross between a router and a replica."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replica.events import KVEvent
+
+TokenIds = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters under vLLM's names; the defaults are OpenAI's."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: every token
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = 1  # choices, generated from one shared prompt
+    logprobs: int | None = None  # alternatives reported for each generated token; None: no logprobs
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    request_id: str
+    token_ids: TokenIds  # the prompt, shape (n,)
+    sampling: Sampling
+    namespace: str = ""  # cache salt: prefixes are shared within one namespace only
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    token: str
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    chosen: Alternative
+    top: tuple[Alternative, ...] = ()  # likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some more tokens of one choice; under load several tokens share a chunk."""
+
+    index: int  # which of the n choices
+    text: str  # may be empty: a character can need more tokens, a stop string is held back
+    token_ids: tuple[int, ...]
+    cached_tokens: int  # prompt tokens served from the KV cache; the same in all of a request's chunks
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None  # "stop" | "length" on a choice's last chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine is doing now."""
+
+    running: int = 0  # requests in the batch
+    waiting: int = 0  # requests queued in the engine
+    used_blocks: int = 0  # KV blocks that running requests hold
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What is true of an engine for as long as it lives."""
+
+    block_size: int  # tokens
+    capacity_blocks: int  # KV blocks in all
+    max_model_len: int  # tokens, prompt and output together
+    prefill_tokens_per_s: float  # a first guess; the router learns the real speed
+    prefix_caching: bool = True
+    engine: str = field(default="vllm")  # "vllm" | "simulated"
+
+
+class EngineDeadError(RuntimeError):
+    """The engine cannot answer any more; the replica must be replaced."""
+
+
+class Engine(Protocol):
+    facts: EngineFacts
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Chunks as they are made. Closing the iterator, or cancelling its task, aborts the request."""
+        ...
+
+    def events(self) -> AsyncIterator[list[KVEvent]]:
+        """KV cache changes in the order in which they happened; for one reader."""
+        ...
+
+    def load(self) -> Load: ...
+
+    async def check(self) -> None:
+        """Raises EngineDeadError when the engine cannot go on."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets every cached block; False, and nothing is forgotten, while requests hold blocks."""
+        ...
+
+    async def close(self) -> None: ...
