@@ -35,3 +35,100 @@ class EventsLost:
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost
+
+
+@dataclass(slots=True)
+class Changes:
+    """A difference between two moments of a replica's set: `cleared` comes first."""
+
+    cleared: bool = False
+    added: set[Fingerprint] = field(default_factory=set)
+    removed: set[Fingerprint] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return self.cleared or bool(self.added) or bool(self.removed)
+
+    def add(self, fingerprint: Fingerprint) -> None:
+        self.removed.discard(fingerprint)
+        self.added.add(fingerprint)
+
+    def remove(self, fingerprint: Fingerprint) -> None:
+        self.added.discard(fingerprint)
+        self.removed.add(fingerprint)
+
+    def clear(self) -> None:
+        self.cleared = True
+        self.added.clear()
+        self.removed.clear()
+
+
+class BlockTable:
+    """The fingerprints that a replica holds, kept right by the engine's events in their order."""
+
+    def __init__(self, *, model: str, revision: str, block_size: int) -> None:
+        self._model = model
+        self._revision = revision
+        self._block_size = block_size
+        self._fingerprints: dict[BlockHash, Fingerprint] = {}
+        # vLLM does not deduplicate blocks: one hash can name several, and each is removed by itself.
+        self._copies: dict[BlockHash, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._fingerprints)
+
+    def held(self) -> list[Fingerprint]:
+        return list(self._fingerprints.values())
+
+    def apply(self, events: Iterable[KVEvent], changes: Changes) -> None:
+        """Takes the events in, and notes in `changes` what they change."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(event, changes)
+                case BlockRemoved():
+                    self._remove(event, changes)
+                case AllBlocksCleared() | EventsLost():
+                    # After a loss, forgetting is the safe side: a block we do not know of costs a hit,
+                    # one that we believe in wrongly costs a misrouted request each time.
+                    self._clear(changes)
+
+    def _store(self, event: BlockStored, changes: Changes) -> None:
+        parent = self._parent_of(event)
+        if parent is None:
+            return  # its beginning was forgotten with lost events, so nobody could match it
+        chain = fingerprints(
+            np.asarray(event.token_ids, dtype=np.uint32),
+            block_size=self._block_size,
+            parent=parent,
+        )
+        for block_hash, fingerprint in zip(event.block_hashes, chain, strict=True):
+            copies = self._copies.get(block_hash, 0)
+            self._copies[block_hash] = copies + 1
+            if copies == 0:
+                self._fingerprints[block_hash] = fingerprint
+                changes.add(fingerprint)
+
+    def _parent_of(self, event: BlockStored) -> Fingerprint | None:
+        if event.parent is not None:
+            return self._fingerprints.get(event.parent)
+        return root(
+            model=self._model,
+            revision=self._revision,
+            block_size=self._block_size,
+            lora=event.lora,
+            namespace=event.namespace,
+        )
+
+    def _remove(self, event: BlockRemoved, changes: Changes) -> None:
+        for block_hash in event.block_hashes:
+            copies = self._copies.get(block_hash, 0)
+            if copies > 1:
+                self._copies[block_hash] = copies - 1
+            elif copies == 1:
+                del self._copies[block_hash]
+                changes.remove(self._fingerprints.pop(block_hash))
+
+    def _clear(self, changes: Changes) -> None:
+        self._fingerprints.clear()
+        self._copies.clear()
+        changes.clear()

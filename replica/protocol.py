@@ -1,6 +1,6 @@
 """What every engine does, and the values that cross between a router and a replica."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,7 +79,8 @@ class EngineFacts:
     block_size: int  # tokens
     capacity_blocks: int  # KV blocks in all
     max_model_len: int  # tokens, prompt and output together
-    prefill_tokens_per_s: float  # a first guess; the router learns the real speed
+    prefill_tokens_per_s: float  # at a prompt's start; a guess: the router learns the real speed
+    attention_tokens: float = 32_768.0  # context at which a token's prefill costs twice as much
     prefix_caching: bool = True
     engine: str = field(default="vllm")  # "vllm" | "simulated"
 
@@ -91,7 +92,7 @@ class EngineDeadError(RuntimeError):
 class Engine(Protocol):
     facts: EngineFacts
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Chunks as they are made. Closing the iterator, or cancelling its task, aborts the request."""
         ...
 

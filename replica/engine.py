@@ -1,0 +1,242 @@
+"""vLLM as an Engine: with scheduler.py, the only file that imports it."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.config import KVEventsConfig
+from vllm.distributed import kv_events
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from replica.cores import Cores
+from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsLost, KVEvent
+from replica.protocol import (
+    Alternative,
+    Chunk,
+    EngineDeadError,
+    EngineFacts,
+    GenerateRequest,
+    Load,
+    Sampling,
+    TokenLogprob,
+)
+from replica.settings import ReplicaSettings
+
+# First guesses of the prefill speed, at a prompt's start and where attention doubles a token's cost.
+CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
+GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
+
+
+class VllmEngine:
+    """One AsyncLLM with prefix caching, its KV events and its statistics."""
+
+    def __init__(
+        self, llm: AsyncLLM, facts: EngineFacts, subscriber: zmq.asyncio.Socket, stats: "_Stats"
+    ) -> None:
+        self.facts = facts
+        self._llm = llm
+        self._subscriber = subscriber
+        self._stats = stats
+
+    @classmethod
+    async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
+        """Loads the model (a folder or a hub name); the engine's process is bound to `cores`."""
+        # We bind and the engine connects: no port is guessed, and no early event is missed.
+        subscriber = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.setsockopt(zmq.RCVHWM, 0)
+        port = subscriber.bind_to_random_port("tcp://127.0.0.1")
+        stats = _Stats()
+        llm = await asyncio.to_thread(
+            _load, engine_args(settings, model, f"tcp://127.0.0.1:{port}"), stats, cores
+        )
+        return cls(llm, _facts(llm, settings), subscriber, stats)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
+        try:
+            async for output in self._llm.generate(
+                prompt, sampling_params(request.sampling), request.request_id
+            ):
+                for chunk in _chunks(output):
+                    yield chunk
+        except VllmDeadError as error:
+            raise EngineDeadError(str(error)) from error
+
+    async def events(self) -> AsyncIterator[list[KVEvent]]:
+        decoder = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
+        expected = 0
+        while True:
+            _, number, payload = await self._subscriber.recv_multipart()
+            seq = int.from_bytes(number, "big")
+            lost: list[KVEvent] = [EventsLost()] if seq != expected else []
+            expected = seq + 1
+            yield [*lost, *map(_event, decoder.decode(payload).events)]
+
+    def load(self) -> Load:
+        return Load(
+            running=self._stats.running,
+            waiting=self._stats.waiting,
+            used_blocks=round(self._stats.kv_usage * self.facts.capacity_blocks),
+        )
+
+    async def check(self) -> None:
+        try:
+            await self._llm.check_health()
+        except VllmDeadError as error:
+            raise EngineDeadError(str(error)) from error
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._llm.reset_prefix_cache())
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown)
+        self._subscriber.close(linger=0)
+
+
+def engine_args(settings: ReplicaSettings, model: str, events_endpoint: str) -> AsyncEngineArgs:
+    """vLLM's arguments for our settings; what is left out is vLLM's own default."""
+    on_cpu = current_platform.is_cpu()
+    optional: dict[str, Any] = {
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "revision": settings.revision or None,
+    }
+    if on_cpu:
+        optional["kv_cache_memory_bytes"] = settings.kv_cache_memory_mb << 20
+        optional["enforce_eager"] = True
+    scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
+    return AsyncEngineArgs(
+        model=model,
+        served_model_name=settings.served_model_name,
+        block_size=settings.block_size,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        enable_prefix_caching=settings.prefix_caching,
+        scheduler_cls=f"replica.scheduler.{scheduler}",
+        kv_events_config=KVEventsConfig(
+            enable_kv_cache_events=settings.prefix_caching,
+            publisher="zmq" if settings.prefix_caching else "null",
+            endpoint=events_endpoint,
+        ),
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+
+
+def sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=list(sampling.stop),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        n=sampling.n,
+        logprobs=sampling.logprobs,
+        ignore_eos=sampling.ignore_eos,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+class _Stats(StatLoggerBase):
+    """The scheduler's numbers of its last step; vLLM calls `record` in our process."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.waiting = 0
+        self.kv_usage = 0.0  # share of the KV blocks that requests hold
+
+    def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        if scheduler_stats is None:
+            return
+        self.running = scheduler_stats.num_running_reqs
+        self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self.kv_usage = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> AsyncLLM:
+    """Runs in a thread of its own: the engine's process inherits that thread's cores."""
+    if current_platform.is_cpu():
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no worker beside the engine
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first logprobs would compile for 14 s
+        os.environ["OMP_NUM_THREADS"] = str(len(cores) or 1)
+    with cores.bound():
+        return AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
+
+
+def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:
+    config = llm.vllm_config
+    speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
+    return EngineFacts(
+        block_size=config.cache_config.block_size,
+        capacity_blocks=config.cache_config.num_gpu_blocks - 1,  # one is vLLM's null block
+        max_model_len=config.model_config.max_model_len,
+        prefix_caching=settings.prefix_caching,
+        engine="vllm",
+        **speed,
+    )
+
+
+def _chunks(output: RequestOutput) -> Iterator[Chunk]:
+    cached_tokens = output.num_cached_tokens or 0
+    for choice in output.outputs:
+        yield Chunk(
+            index=choice.index,
+            text=choice.text,
+            token_ids=tuple(choice.token_ids),
+            cached_tokens=cached_tokens,
+            logprobs=tuple(_logprobs(choice)),
+            finish_reason=choice.finish_reason,
+        )
+
+
+def _logprobs(choice: CompletionOutput) -> Iterator[TokenLogprob]:
+    for token_id, found in zip(choice.token_ids, choice.logprobs or (), strict=False):
+        ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)
+        alternatives = {
+            id_: Alternative(logprob.decoded_token or "", id_, logprob.logprob)
+            for id_, logprob in ranked
+        }
+        # vLLM adds the chosen token to the likeliest ones when it is not among them.
+        yield TokenLogprob(alternatives[token_id], tuple(alternatives.values()))
+
+
+def _event(event: kv_events.KVCacheEvent) -> KVEvent:
+    match event:
+        case kv_events.BlockStored():
+            return BlockStored(
+                event.block_hashes,
+                event.parent_block_hash,
+                event.token_ids,
+                namespace=_salt(event),
+                lora=event.lora_name or "",
+            )
+        case kv_events.BlockRemoved():
+            return BlockRemoved(event.block_hashes)
+        case kv_events.AllBlocksCleared():
+            return AllBlocksCleared()
+        case _:
+            raise TypeError(f"unknown KV event {event!r}: this vLLM is not the pinned version")
+
+
+def _salt(event: kv_events.BlockStored) -> str:
+    """The cache salt stands, untagged and last, among the extra keys of a prompt's first block."""
+    first = event.extra_keys[0] if event.extra_keys and event.parent_block_hash is None else None
+    keys = [key for key in first or () if isinstance(key, str) and key != event.lora_name]
+    return keys[-1] if keys else ""

@@ -1,0 +1,298 @@
+"""Which replica holds which blocks, in Redis: the only module that knows a key or a wire byte.
+
+All keys of one model share a hash tag, so they live on one node of a Redis Cluster:
+
+    kvroute:{model}:replicas              set     ids that ever registered and were not pruned
+    kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load; expires with the lease
+    kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; expires with the lease
+    kvroute:{model}:changes               stream  r, i, s and one of j (joined), c (cleared), a and d
+
+A replica's changes are numbered from its registration (seq 0) on. Every write is one script that
+first checks the incarnation in the record, so a writer that was replaced or lost its lease changes
+nothing.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NewType
+
+import numpy as np
+import redis.asyncio as redis
+
+from replica.kvindex.fingerprint import Fingerprint
+
+Position = NewType("Position", str)  # a place in the stream of changes
+
+BATCH_BLOCKS = 5000  # the most fingerprints in one change: bounds one script's time in Redis
+STREAM_CHANGES = 50_000  # changes kept, roughly; a reader further behind reloads replicas
+
+_FENCED = b"fenced"
+
+# KEYS record, blocks, replicas, changes; ARGV incarnation, lease_ms, id, facts, load
+_REGISTER = """
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'seq', 0, 'facts', ARGV[4], 'load', ARGV[5])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('SADD', KEYS[3], ARGV[3])
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', 'r', ARGV[3], 'i', ARGV[1], 's', 0, 'j', 1)
+return 'ok'
+"""
+
+# KEYS as above; ARGV incarnation, lease_ms, id, cleared ('1' or ''), added, removed, stream length
+_CHANGE = """
+if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return 'fenced' end
+local seq = redis.call('HINCRBY', KEYS[1], 'seq', 1)
+local function each(command, packed)
+  local batch = {}
+  for i = 1, #packed, 8 do
+    batch[#batch + 1] = packed:sub(i, i + 7)
+    if #batch == 1000 then redis.call(command, KEYS[2], unpack(batch)) batch = {} end
+  end
+  if #batch > 0 then redis.call(command, KEYS[2], unpack(batch)) end
+end
+if ARGV[4] == '1' then redis.call('DEL', KEYS[2]) end
+each('SADD', ARGV[5])
+each('SREM', ARGV[6])
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[7], '*',
+  'r', ARGV[3], 'i', ARGV[1], 's', seq, 'c', ARGV[4], 'a', ARGV[5], 'd', ARGV[6])
+return 'ok'
+"""
+
+# KEYS as above; ARGV incarnation, lease_ms, id, load
+_RENEW = """
+if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return 'fenced' end
+redis.call('HSET', KEYS[1], 'load', ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+redis.call('SADD', KEYS[3], ARGV[3])
+return 'ok'
+"""
+
+# KEYS as above; ARGV incarnation, id
+_LEAVE = """
+if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return 'fenced' end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('SREM', KEYS[3], ARGV[2])
+return 'ok'
+"""
+
+
+def connect(url: str) -> "redis.Redis":
+    """A client for `Index`; connects at its first use. Raises ValueError for a URL it cannot read."""
+    return redis.from_url(
+        url,
+        protocol=2,  # one shape of answers, whatever the server speaks
+        socket_connect_timeout=2,
+        socket_timeout=5,
+    )
+
+
+class FencedError(Exception):
+    """The lease ran out or the replica was replaced: register again before writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    id: str
+    incarnation: str  # new at every engine start
+    seq: int  # changes since the registration
+    facts: Mapping[str, Any]  # what stays true while the incarnation lives
+    load: Mapping[str, int]  # running, waiting (requests), used_blocks, held_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One entry of the stream."""
+
+    replica_id: str
+    incarnation: str
+    seq: int
+    joined: bool = False  # the replica (re)registered and holds nothing yet
+    cleared: bool = False  # everything before `added` is forgotten
+    added: tuple[Fingerprint, ...] = ()
+    removed: tuple[Fingerprint, ...] = ()
+
+
+def pack(fingerprints: Iterable[Fingerprint]) -> bytes:
+    """Eight little-endian bytes for each fingerprint."""
+    return np.fromiter(fingerprints, dtype="<u8").tobytes()
+
+
+def unpack(packed: bytes) -> tuple[Fingerprint, ...]:
+    return tuple(np.frombuffer(packed, dtype="<u8").tolist())
+
+
+class Index:
+    """The index of one model. Any method raises redis.exceptions.RedisError when Redis is away."""
+
+    def __init__(self, client: "redis.Redis", model: str) -> None:
+        self._redis = client
+        tag = model.replace("{", "(").replace("}", ")")
+        self._prefix = f"kvroute:{{{tag}}}"
+        self._changes = f"{self._prefix}:changes"
+        self._replicas = f"{self._prefix}:replicas"
+        self._register = client.register_script(_REGISTER)
+        self._change = client.register_script(_CHANGE)
+        self._renew = client.register_script(_RENEW)
+        self._leave = client.register_script(_LEAVE)
+
+    # The write path: one replica's verbs.
+
+    async def register(
+        self,
+        replica_id: str,
+        incarnation: str,
+        *,
+        facts: Mapping[str, Any],
+        load: Mapping[str, int],
+        lease_s: float,
+    ) -> None:
+        """The replica is known and holds nothing; a writer of an older incarnation is fenced."""
+        await self._register(
+            keys=self._keys(replica_id, incarnation),
+            args=[
+                incarnation,
+                _milliseconds(lease_s),
+                replica_id,
+                json.dumps(facts),
+                json.dumps(load),
+                STREAM_CHANGES,
+            ],
+        )
+
+    async def change(
+        self,
+        replica_id: str,
+        incarnation: str,
+        *,
+        cleared: bool = False,
+        added: Iterable[Fingerprint] = (),
+        removed: Iterable[Fingerprint] = (),
+        lease_s: float,
+    ) -> None:
+        """Set and stream change together, or FencedError and neither does."""
+        outcome = await self._change(
+            keys=self._keys(replica_id, incarnation),
+            args=[
+                incarnation,
+                _milliseconds(lease_s),
+                replica_id,
+                "1" if cleared else "",
+                pack(added),
+                pack(removed),
+                STREAM_CHANGES,
+            ],
+        )
+        _raise_if_fenced(outcome, replica_id, incarnation)
+
+    async def renew(
+        self, replica_id: str, incarnation: str, *, load: Mapping[str, int], lease_s: float
+    ) -> None:
+        outcome = await self._renew(
+            keys=self._keys(replica_id, incarnation),
+            args=[incarnation, _milliseconds(lease_s), replica_id, json.dumps(load)],
+        )
+        _raise_if_fenced(outcome, replica_id, incarnation)
+
+    async def leave(self, replica_id: str, incarnation: str) -> None:
+        """Nothing of this incarnation is left, whether or not it still had its lease."""
+        await self._leave(
+            keys=self._keys(replica_id, incarnation), args=[incarnation, replica_id]
+        )
+
+    # The read path: a router's verbs.
+
+    async def position(self) -> Position:
+        """The stream's end: `follow` from here misses nothing that is written later."""
+        last = await self._redis.xrevrange(self._changes, count=1)
+        return Position(last[0][0].decode() if last else "0-0")
+
+    async def records(self) -> list[ReplicaRecord]:
+        """The replicas whose lease runs; the names of all others are pruned."""
+        ids = sorted(member.decode() for member in await self._redis.smembers(self._replicas))
+        if not ids:
+            return []
+        pipeline = self._redis.pipeline(transaction=False)
+        for replica_id in ids:
+            pipeline.hgetall(self._record_key(replica_id))
+        found = dict(zip(ids, await pipeline.execute(), strict=True))
+        gone = [replica_id for replica_id, fields in found.items() if not fields]
+        if gone:
+            await self._redis.srem(self._replicas, *gone)  # a renewal puts a wrongly pruned one back
+        return [_record(replica_id, fields) for replica_id, fields in found.items() if fields]
+
+    async def census(self) -> tuple[list[ReplicaRecord], dict[str, int]]:
+        """The living replicas, and how many blocks each one has in the index."""
+        records = await self.records()
+        pipeline = self._redis.pipeline(transaction=False)
+        for record in records:
+            pipeline.scard(self._blocks_key(record.id, record.incarnation))
+        counts = await pipeline.execute()
+        return records, {record.id: n for record, n in zip(records, counts, strict=True)}
+
+    async def record(self, replica_id: str) -> ReplicaRecord | None:
+        fields = await self._redis.hgetall(self._record_key(replica_id))
+        return _record(replica_id, fields) if fields else None
+
+    async def blocks(self, record: ReplicaRecord) -> tuple[int, tuple[Fingerprint, ...]]:
+        """A replica's set and the sequence number it stands at, of one moment."""
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hmget(self._record_key(record.id), "incarnation", "seq")
+        pipeline.smembers(self._blocks_key(record.id, record.incarnation))
+        (incarnation, seq), members = await pipeline.execute()
+        if incarnation is None or incarnation.decode() != record.incarnation:
+            raise FencedError(f"replica {record.id} is no longer incarnation {record.incarnation}")
+        return int(seq), unpack(b"".join(members))
+
+    async def follow(self, position: Position, *, block_ms: int) -> list[tuple[Position, Change]]:
+        """Changes after `position`, oldest first; waits up to block_ms for the first."""
+        answer = await self._redis.xread({self._changes: position}, count=500, block=block_ms)
+        entries = answer[0][1] if answer else []
+        return [(Position(at.decode()), _change(fields)) for at, fields in entries]
+
+    def _keys(self, replica_id: str, incarnation: str) -> list[str]:
+        return [
+            self._record_key(replica_id),
+            self._blocks_key(replica_id, incarnation),
+            self._replicas,
+            self._changes,
+        ]
+
+    def _record_key(self, replica_id: str) -> str:
+        return f"{self._prefix}:replica:{replica_id}"
+
+    def _blocks_key(self, replica_id: str, incarnation: str) -> str:
+        return f"{self._prefix}:blocks:{replica_id}:{incarnation}"
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _raise_if_fenced(outcome: bytes, replica_id: str, incarnation: str) -> None:
+    if outcome == _FENCED:
+        raise FencedError(f"incarnation {incarnation} of replica {replica_id} has no lease")
+
+
+def _record(replica_id: str, fields: Mapping[bytes, bytes]) -> ReplicaRecord:
+    return ReplicaRecord(
+        id=replica_id,
+        incarnation=fields[b"incarnation"].decode(),
+        seq=int(fields[b"seq"]),
+        facts=json.loads(fields[b"facts"]),
+        load=json.loads(fields[b"load"]),
+    )
+
+
+def _change(fields: Mapping[bytes, bytes]) -> Change:
+    return Change(
+        replica_id=fields[b"r"].decode(),
+        incarnation=fields[b"i"].decode(),
+        seq=int(fields[b"s"]),
+        joined=b"j" in fields,
+        cleared=fields.get(b"c") == b"1",
+        added=unpack(fields.get(b"a", b"")),
+        removed=unpack(fields.get(b"d", b"")),
+    )

@@ -1,0 +1,374 @@
+"""An engine without a model: vLLM's scheduling and block accounting, with modelled time."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from replica.blocks import BlockPool, Table
+from replica.events import EventsLost, KVEvent
+from replica.protocol import (
+    Chunk,
+    Engine,
+    EngineDeadError,
+    EngineFacts,
+    GenerateRequest,
+    Load,
+    TokenLogprob,
+)
+from replica.speech import StopText, Vocabulary, Voice, salt
+
+MAX_WAITING_EVENTS = 100_000
+INSTANT_TOKENS_PER_S = 1e6  # what an engine without delays claims as its prefill speed
+SHORTEST_SLEEP_S = 0.001  # less is owed until it adds up
+LONGEST_LAG_S = 0.05  # time lost beyond this is not made up for
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedConfig:
+    """An engine's shape and speed. The default speed is about an 8B model's on one large GPU."""
+
+    block_size: int = 32  # tokens
+    capacity_blocks: int = 4096
+    max_model_len: int = 8192  # tokens, prompt and output together
+    prefill_tokens_per_s: float = 10_000.0  # at a prompt's beginning; 0: prefill takes no time
+    attention_tokens: float = 32768.0  # at this position a prefill token takes twice as long
+    decode_step_s: float = 0.008  # what every step takes; 0: no time
+    decode_per_seq_s: float = 0.00005  # what each decoding sequence adds to it
+    max_running: int = 128  # sequences in the batch
+    max_batched_tokens: int = 2048  # in one step
+    prefix_caching: bool = True
+    vocabulary: Sequence[int] = range(1000, 1512)  # token ids it may say; unused with a tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request in the engine."""
+
+    request: GenerateRequest
+    max_tokens: int  # for each choice
+    unfinished: int  # choices
+    cached_tokens: int | None = None  # what its first admission found
+    chunks: asyncio.Queue[Chunk | None] = field(default_factory=asyncio.Queue)  # None: no more
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """One of a job's sequences, waiting or in the batch."""
+
+    job: _Job
+    index: int
+    table: Table
+    voice: Voice
+    text: StopText
+    computed: int = 0  # leading tokens whose KV is there
+    generated: int = 0  # tokens
+
+    @property
+    def missing(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.table.token_ids) - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.generated > 0 and self.missing == 1
+
+
+Batch = list[tuple[_Choice, int]]  # tokens that a step computes for each choice
+
+
+class SimulatedEngine(Engine):
+    """Says words in no order that means anything.
+
+    tokenizer: a folder with a tokenizer.json to take the words from; without one, they are numbers.
+    """
+
+    def __init__(self, config: SimulatedConfig, *, tokenizer: str | None = None) -> None:
+        self.config = config
+        self.facts = EngineFacts(
+            block_size=config.block_size,
+            capacity_blocks=config.capacity_blocks,
+            max_model_len=config.max_model_len,
+            prefill_tokens_per_s=config.prefill_tokens_per_s or INSTANT_TOKENS_PER_S,
+            attention_tokens=config.attention_tokens,
+            prefix_caching=config.prefix_caching,
+            engine="simulated",
+        )
+        self._vocabulary = (
+            Vocabulary.of_tokenizer(tokenizer)
+            if tokenizer
+            else Vocabulary.of_numbers(config.vocabulary)
+        )
+        self._pool = BlockPool(
+            block_size=config.block_size,
+            capacity_blocks=config.capacity_blocks,
+            prefix_caching=config.prefix_caching,
+        )
+        self._jobs: set[_Job] = set()
+        self._waiting: deque[_Choice] = deque()
+        self._running: list[_Choice] = []  # the latest admitted last
+        self._events: list[KVEvent] = []
+        self._has_events = asyncio.Event()
+        self._has_work = asyncio.Event()
+        self._pace = _Pace()
+        self._scheduler: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._is_closed = False
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Raises ValueError for a request that could never run here."""
+        prompt_tokens = len(request.token_ids)
+        longest = self.config.max_model_len - 1
+        if not 1 <= prompt_tokens <= longest:
+            raise ValueError(f"the prompt has {prompt_tokens} tokens; expected 1 to {longest}")
+        max_tokens = min(request.sampling.max_tokens, self.config.max_model_len - prompt_tokens)
+        # The last token's KV is never computed.
+        blocks = -(-(prompt_tokens + max_tokens - 1) // self.config.block_size)
+        if blocks > self.config.capacity_blocks:
+            raise ValueError(
+                f"prompt and answer need {blocks} KV blocks of {self.config.capacity_blocks}; "
+                "send a shorter prompt or a smaller max_tokens"
+            )
+        return self._stream(_Job(request, max_tokens, unfinished=request.sampling.n))
+
+    async def events(self) -> AsyncGenerator[list[KVEvent], None]:
+        while not self._is_closed:
+            await self._has_events.wait()
+            self._has_events.clear()
+            batch, self._events = self._events, []
+            if batch:
+                yield batch
+
+    def load(self) -> Load:
+        return Load(len(self._running), len(self._waiting), self._pool.used_blocks)
+
+    async def check(self) -> None:
+        has_ended = self._scheduler is not None and self._scheduler.done()
+        if self._is_closed or has_ended:
+            raise EngineDeadError("the simulated engine has stopped") from self._failure
+
+    async def reset_prefix_cache(self) -> bool:
+        is_forgotten = self._pool.reset()
+        self._publish()
+        return is_forgotten
+
+    async def close(self) -> None:
+        """Open streams end with EngineDeadError."""
+        self._is_closed = True
+        self._has_events.set()
+        if self._scheduler is not None:
+            self._scheduler.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._scheduler
+
+    async def _stream(self, job: _Job) -> AsyncGenerator[Chunk, None]:
+        await self.check()
+        self._submit(job)
+        open_choices = job.unfinished
+        try:
+            while open_choices:
+                chunk = await job.chunks.get()
+                if chunk is None:
+                    raise EngineDeadError("the simulated engine has stopped") from self._failure
+                open_choices -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self._jobs.discard(job)
+            self._abort(job)
+
+    def _submit(self, job: _Job) -> None:
+        if self._scheduler is None:
+            self._scheduler = asyncio.create_task(self._run())
+            self._scheduler.add_done_callback(self._end_streams)
+        self._jobs.add(job)
+        self._waiting.append(self._choice(job, 0))
+        self._has_work.set()
+
+    def _end_streams(self, scheduler: asyncio.Task[None]) -> None:
+        self._failure = None if scheduler.cancelled() else scheduler.exception()
+        for job in self._jobs:
+            job.chunks.put_nowait(None)
+
+    def _choice(self, job: _Job, index: int) -> _Choice:
+        request = job.request
+        return _Choice(
+            job,
+            index,
+            self._pool.table(request.token_ids, request.namespace),
+            Voice(self._vocabulary, request.token_ids, salt=salt(request.sampling, index)),
+            StopText(request.sampling.stop),
+        )
+
+    def _abort(self, job: _Job) -> None:
+        """Nothing of the job is left in the engine."""
+        if not job.unfinished:
+            return
+        job.unfinished = 0
+        self._waiting = deque(choice for choice in self._waiting if choice.job is not job)
+        for choice in [choice for choice in self._running if choice.job is job]:
+            self._leave(choice)
+
+    def _leave(self, choice: _Choice) -> None:
+        self._running.remove(choice)
+        self._pool.free(choice.table)
+
+    async def _run(self) -> None:
+        self._pace.restart()
+        while True:
+            if not (self._running or self._waiting):
+                self._has_work.clear()
+                await self._has_work.wait()
+                self._pace.restart()
+            batch = self._schedule()
+            await self._pace.spend(self._step_s(batch))
+            self._publish()
+            self._deliver(batch)
+
+    def _schedule(self) -> Batch:
+        """The next step; the blocks it fills are held and cached already, as in vLLM."""
+        running = len(self._running)
+        batch, budget = self._continue_running(self.config.max_batched_tokens)
+        if len(self._running) == running:  # after a preemption nobody new is let in
+            batch += self._admit_waiting(budget)
+        return batch
+
+    def _continue_running(self, budget: int) -> tuple[Batch, int]:
+        """A share of the token budget for every running choice, oldest first; and what is left.
+
+        All but the latest are decoding, so a long prefill gets what the decodes leave.
+        """
+        batch: Batch = []
+        while budget and len(batch) < len(self._running):
+            choice = self._running[len(batch)]
+            tokens = min(choice.missing, budget)
+            if not self._make_room(choice, tokens):
+                break
+            batch.append((choice, tokens))
+            budget -= tokens
+        return batch, budget
+
+    def _make_room(self, choice: _Choice, tokens: int) -> bool:
+        """Blocks for that many more tokens, at the expense of choices admitted later; False when
+        the choice itself had to go."""
+        while not self._pool.extend(choice.table, choice.computed + tokens):
+            victim = self._running[-1]
+            self._leave(victim)
+            victim.computed = 0
+            self._waiting.appendleft(victim)
+            if victim is choice:
+                return False
+        return True
+
+    def _admit_waiting(self, budget: int) -> Batch:
+        batch: Batch = []
+        while budget and self._waiting and len(self._running) < self.config.max_running:
+            choice = self._waiting[0]
+            hit_blocks = self._pool.admit(choice.table)
+            if hit_blocks is None:
+                break
+            self._running.append(self._waiting.popleft())
+            choice.computed = hit_blocks * self.config.block_size
+            if choice.job.cached_tokens is None:
+                choice.job.cached_tokens = choice.computed
+            tokens = min(choice.missing, budget)
+            self._pool.extend(choice.table, choice.computed + tokens)
+            batch.append((choice, tokens))
+            budget -= tokens
+        return batch
+
+    def _step_s(self, batch: Batch) -> float:
+        prefill_s = 0.0
+        decoding = 0
+        for choice, tokens in batch:
+            if choice.is_decoding:
+                decoding += 1
+            else:
+                prefill_s += self._prefill_s(choice.computed, tokens)
+        return prefill_s + self.config.decode_step_s + self.config.decode_per_seq_s * decoding
+
+    def _prefill_s(self, position: int, tokens: int) -> float:
+        """A token costs more the further it can look back."""
+        if not self.config.prefill_tokens_per_s:
+            return 0.0
+        middle = position + (tokens - 1) / 2
+        slowdown = 1 + middle / self.config.attention_tokens
+        return tokens * slowdown / self.config.prefill_tokens_per_s
+
+    def _publish(self) -> None:
+        self._events += self._pool.drain()
+        if len(self._events) > MAX_WAITING_EVENTS:
+            self._events = [EventsLost()]
+        if self._events:
+            self._has_events.set()
+
+    def _deliver(self, batch: Batch) -> None:
+        for choice, tokens in batch:
+            if not choice.job.unfinished:
+                continue  # aborted while the step ran
+            choice.computed += tokens
+            if not choice.missing:
+                self._speak(choice)
+
+    def _speak(self, choice: _Choice) -> None:
+        """One more token of the choice is drawn and delivered."""
+        job = choice.job
+        token_id = choice.voice.next_token()
+        choice.table.token_ids.append(token_id)
+        choice.generated += 1
+        text, finish_reason = self._text(choice, token_id)
+        job.chunks.put_nowait(
+            Chunk(
+                index=choice.index,
+                text=text,
+                token_ids=(token_id,),
+                cached_tokens=job.cached_tokens or 0,
+                logprobs=self._logprobs(job, token_id),
+                finish_reason=finish_reason,
+            )
+        )
+        if choice.index == 0 and choice.generated == 1:
+            self._queue_siblings(job)
+        if finish_reason:
+            job.unfinished -= 1
+            self._leave(choice)
+
+    def _text(self, choice: _Choice, token_id: int) -> tuple[str, str | None]:
+        """The text that the token lets go, and the finish reason when it is the last one."""
+        text = self._vocabulary.words[token_id]
+        if choice.generated > choice.job.request.sampling.min_tokens:
+            text, is_stopped = choice.text.add(text)
+            if is_stopped:
+                return text, "stop"
+        if choice.generated == choice.job.max_tokens:
+            return text + choice.text.rest(), "length"
+        return text, None
+
+    def _logprobs(self, job: _Job, token_id: int) -> tuple[TokenLogprob, ...]:
+        alternatives = job.request.sampling.logprobs
+        if alternatives is None:
+            return ()
+        return (self._vocabulary.logprob(token_id, alternatives=alternatives),)
+
+    def _queue_siblings(self, job: _Job) -> None:
+        """The job's other choices are next; they find its prompt in the cache."""
+        indexes = range(1, job.request.sampling.n)
+        self._waiting.extendleft(self._choice(job, index) for index in reversed(indexes))
+
+
+class _Pace:
+    """Modelled time: steps take as long as they should, however coarsely the event loop sleeps."""
+
+    def __init__(self) -> None:
+        self._ends_at_s = 0.0  # of the last step, on the event loop's clock
+
+    def restart(self) -> None:
+        """The next step begins now."""
+        self._ends_at_s = asyncio.get_running_loop().time()
+
+    async def spend(self, step_s: float) -> None:
+        """Ends when the step does; what was slept too long or spent computing counts towards it."""
+        now_s = asyncio.get_running_loop().time()
+        self._ends_at_s = max(self._ends_at_s + step_s, now_s - LONGEST_LAG_S)
+        left_s = self._ends_at_s - now_s
+        await asyncio.sleep(left_s if left_s >= SHORTEST_SLEEP_S else 0)

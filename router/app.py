@@ -1,0 +1,47 @@
+"""Binds the routers to the replicas: what `kvroute serve` runs and a Serve config names."""
+
+import os
+from typing import Any
+
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from replica.app import Replica
+from replica.settings import ReplicaSettings
+from router.ingress import Router
+from router.request_router import CacheAwareRequestRouter
+from router.settings import ServeSettings
+
+REQUESTS_EACH = 1024  # running and waiting at one replica before it refuses more
+REQUESTS_WAITING = 4096  # in one router for a replica with room, before it answers 429
+HEALTH_PERIOD_S = 2.0
+DRAIN_S = 60.0  # what runs may finish when a replica stops
+
+
+def build(args: dict[str, Any]) -> Application:
+    """args: ServeSettings as a dict; a setting left out has its default. redis_url must be given."""
+    settings = ServeSettings.model_validate(args)
+    replica = Replica.options(  # type: ignore[attr-defined]
+        num_replicas=settings.replicas,
+        max_ongoing_requests=REQUESTS_EACH,
+        max_queued_requests=REQUESTS_WAITING,
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        ray_actor_options=_resources(settings),
+        request_router_config=RequestRouterConfig(
+            request_router_class=CacheAwareRequestRouter,
+            request_routing_stats_period_s=60.0,  # ours come through the index
+        ),
+    )
+    router = Router.options(  # type: ignore[attr-defined]
+        num_replicas=settings.routers,
+        max_ongoing_requests=REQUESTS_WAITING,
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        ray_actor_options={"num_cpus": 1},
+    )
+    bound: Application = router.bind(
+        settings.router().model_dump(mode="json"),
+        replica.bind(settings.replica().model_dump(mode="json")),
+    )
+    return bound

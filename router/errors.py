@@ -1,0 +1,54 @@
+"""Errors a client sees, in OpenAI's shape."""
+
+import json
+from dataclasses import dataclass
+
+import msgspec
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """Ends a request with `status`; `param` names the field to change, `code` is for programs."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> bytes:
+        """The JSON body of an error response."""
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def event(self) -> bytes:
+        """The same as a server-sent event, for a failure after the first byte of a stream."""
+        return b"data: " + self.body() + b"\n\n"
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """A 400 that blames one field of the request."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A 400 for a field we know and cannot honour: ignoring it would change the answer."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def context_length_exceeded(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A JSON value as a message quotes it: long ones are cut."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,194 @@
+"""What this router knows of every replica, and the judgement it makes of it for one request."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
+from replica.kvindex.index import ReplicaRecord
+from replica.protocol import TokenIds
+from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness
+from router.mirror import Mirror
+from router.policy import Candidate, rank
+
+UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A prompt's replicas, best first, and what the router counts on at each."""
+
+    ranking: tuple[Candidate, ...]
+    chain: tuple[Fingerprint, ...]  # the prompt's reusable blocks
+    prompt_tokens: int
+    block_size: int
+
+    def at(self, replica_id: str) -> Candidate:
+        """The candidate of that name; one without hits when the replica was not ranked."""
+        for candidate in self.ranking:
+            if candidate.replica_id == replica_id:
+                return candidate
+        return Candidate(replica_id, hit_blocks=0, backlog_s=0.0, prefill_s=0.0)
+
+    def expected_tokens(self, replica_id: str) -> int:
+        return self.at(replica_id).hit_blocks * self.block_size
+
+
+class Fleet:
+    """The replicas as one router sees them: the index's mirror, their records, its own requests."""
+
+    def __init__(self, *, model: str, revision: str, block_size: int, rng: random.Random) -> None:
+        self.mirror = Mirror()
+        self._model = model
+        self._revision = revision
+        self._block_size = block_size
+        self._rng = rng
+        self._records: dict[str, ReplicaRecord] = {}
+        self._loads: dict[str, ReplicaLoad] = {}
+
+    @property
+    def records(self) -> list[ReplicaRecord]:
+        return list(self._records.values())
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens that prompt and answer may have together on every replica; None: none is known."""
+        lengths = [record.facts["max_model_len"] for record in self._records.values()]
+        return min(lengths, default=None)
+
+    def update(self, records: Iterable[ReplicaRecord]) -> None:
+        """The replicas whose lease runs, with their loads of now."""
+        self._records = {record.id: record for record in records}
+        self._loads = {
+            replica_id: load
+            for replica_id, load in self._loads.items()
+            if replica_id in self._records or load.is_busy
+        }
+        for replica_id, load in self._loads.items():
+            load.model = self._speed(replica_id)
+
+    def chain(self, token_ids: TokenIds, namespace: str) -> list[Fingerprint]:
+        """The fingerprints of the blocks that this prompt could take from a cache."""
+        parent = root(
+            model=self._model,
+            revision=self._revision,
+            block_size=self._block_size,
+            namespace=namespace,
+        )
+        blocks = reusable_blocks(len(token_ids), self._block_size)
+        return fingerprints(
+            token_ids[: blocks * self._block_size], block_size=self._block_size, parent=parent
+        )
+
+    def place(
+        self, token_ids: TokenIds, namespace: str, running: Sequence[str], now_s: float
+    ) -> Placement:
+        """Ranks the running replicas for this prompt."""
+        chain = self.chain(token_ids, namespace)
+        hits = self.mirror.hits(chain) if chain else {}
+        loads = [self._load(replica_id) for replica_id in running]
+        slowness = learned_slowness(loads) if loads else []
+        recent = [load.recent(now_s) for load in loads]
+        mean_recent = sum(recent) / len(recent) if recent else 0.0
+        candidates = [
+            self._candidate(
+                replica_id,
+                hit_blocks=hits.get(replica_id, 0),
+                prompt_tokens=len(token_ids),
+                slowness=slowness[i],
+                recent_share=recent[i] / mean_recent if mean_recent else 1.0,
+                now_s=now_s,
+            )
+            for i, replica_id in enumerate(running)
+        ]
+        return Placement(
+            ranking=tuple(rank(candidates, rng=self._rng)),
+            chain=tuple(chain),
+            prompt_tokens=len(token_ids),
+            block_size=self._block_size,
+        )
+
+    def sent(self, placement: Placement, replica_id: str, request_id: str, now_s: float) -> "Trip":
+        """The request is on its way there: it counts as load, and its blocks are expected."""
+        hit_blocks = placement.at(replica_id).hit_blocks
+        hit_tokens = hit_blocks * self._block_size
+        load = self._load(replica_id)
+        load.send(
+            request_id,
+            Sent(
+                prefill_s=load.model.seconds(hit_tokens, placement.prompt_tokens),
+                new_tokens=placement.prompt_tokens - hit_tokens,
+                prompt_tokens=placement.prompt_tokens,
+                sent_s=now_s,
+            ),
+        )
+        expected = placement.chain[hit_blocks:] if self._caches(replica_id) else ()
+        self.mirror.expect(replica_id, expected)
+        return Trip(self.mirror, load, replica_id, request_id, expected)
+
+    def _candidate(
+        self,
+        replica_id: str,
+        *,
+        hit_blocks: int,
+        prompt_tokens: int,
+        slowness: float,
+        recent_share: float,
+        now_s: float,
+    ) -> Candidate:
+        load = self._load(replica_id)
+        hit_tokens = hit_blocks * self._block_size
+        return Candidate(
+            replica_id=replica_id,
+            hit_blocks=hit_blocks,
+            backlog_s=load.backlog_s(slowness, now_s),
+            prefill_s=slowness * load.model.seconds(hit_tokens, prompt_tokens),
+            pending_tokens=load.pending_tokens,
+            new_tokens=prompt_tokens - hit_tokens,
+            recent_share=recent_share,
+            decode_step_s=load.decode_step_s,
+            free_blocks=self._free_blocks(replica_id),
+        )
+
+    def _load(self, replica_id: str) -> ReplicaLoad:
+        load = self._loads.get(replica_id)
+        if load is None:
+            load = self._loads[replica_id] = ReplicaLoad(self._speed(replica_id))
+        return load
+
+    def _speed(self, replica_id: str) -> PrefillModel:
+        record = self._records.get(replica_id)
+        if record is None:
+            return UNKNOWN_SPEED
+        return PrefillModel(
+            tokens_per_s=record.facts["prefill_tokens_per_s"],
+            attention_tokens=record.facts["attention_tokens"],
+        )
+
+    def _free_blocks(self, replica_id: str) -> int:
+        record = self._records.get(replica_id)
+        if record is None:
+            return 0
+        return int(record.facts["capacity_blocks"]) - record.load["used_blocks"]
+
+    def _caches(self, replica_id: str) -> bool:
+        record = self._records.get(replica_id)
+        return record is not None and bool(record.facts["prefix_caching"])
+
+
+@dataclass(slots=True)
+class Trip:
+    """One request at one replica, from being sent until it ends, however it ends."""
+
+    mirror: Mirror
+    load: ReplicaLoad
+    replica_id: str
+    request_id: str
+    expected: tuple[Fingerprint, ...]
+
+    def first_token(self, now_s: float) -> None:
+        self.load.first_token(self.request_id, now_s)
+
+    def end(self) -> None:
+        self.load.finish(self.request_id)
+        self.mirror.unexpect(self.replica_id, self.expected)

@@ -1,0 +1,268 @@
+"""HTTP: OpenAI's routes in front of the fleet, streaming, and errors in OpenAI's shape."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+
+from replica.kvindex.index import Index, connect
+from replica.model import resolve
+from replica.protocol import Chunk, TokenIds
+from router.dispatch import Dispatcher, Generation
+from router.errors import ApiError
+from router.feed import Feed
+from router.fleet import Fleet
+from router.merge import merge
+from router.parsing import parse
+from router.prompt import Prompts
+from router.request_router import running_replicas
+from router.responses import ChatReply, CompletionReply, Reply
+from router.sampling import SamplingRequest
+from router.schemas import ChatCompletionRequest, CompletionRequest
+from router.settings import RouterSettings
+
+log = logging.getLogger("kvroute.ingress")
+
+UNKNOWN_CONTEXT = 2**31  # tokens; until a replica has told its own
+
+http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
+
+
+@serve.deployment
+@serve.ingress(http)
+class Router:
+    """One of N equal routers; each has its own mirror of the index."""
+
+    async def __init__(self, settings: dict[str, Any], replicas: DeploymentHandle) -> None:
+        self._settings = RouterSettings.model_validate(settings)
+        self._started = int(time.time())
+        folder = await asyncio.to_thread(resolve, self._settings.model)
+        self._prompts = await asyncio.to_thread(Prompts, folder)
+        self._fleet = Fleet(
+            model=self._settings.served_model_name,
+            revision=self._settings.revision,
+            block_size=self._settings.block_size,
+            rng=random.Random(),
+        )
+        self._dispatcher = Dispatcher(replicas, self._fleet)
+        self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)
+        self._feed = asyncio.create_task(Feed(self._index, self._fleet).run(), name="feed")
+
+    @http.post("/v1/chat/completions")
+    async def chat(self, request: Request) -> Response:
+        body = parse(ChatCompletionRequest, await self._body(request))
+        self._check_model(body.model)
+        prompt = await self._prompts.chat(body.messages, max_model_len=self._max_model_len)
+        return await self._answer(ChatReply, body, [prompt])
+
+    @http.post("/v1/completions")
+    async def completions(self, request: Request) -> Response:
+        body = parse(CompletionRequest, await self._body(request))
+        self._check_model(body.model)
+        prompts = [await self._token_ids(prompt) for prompt in body.prompts()]
+        return await self._answer(CompletionReply, body, prompts)
+
+    @http.get("/v1/models")
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    @http.get("/v1/models/{name:path}")
+    async def model(self, name: str) -> Response:
+        self._check_model(name)
+        return JSONResponse(self._model_card())
+
+    @http.get("/health")
+    async def health(self) -> Response:
+        ready = len(running_replicas())
+        status = "ok" if ready else "no replica is ready"
+        return JSONResponse({"status": status, "replicas": ready}, 200 if ready else 503)
+
+    @http.get("/v1/cluster")
+    async def cluster(self) -> Response:
+        """The replicas in the index, or those last seen there while Redis is away."""
+        try:
+            records, counts = await self._index.census()
+        except (RedisError, OSError):
+            records, counts = self._fleet.records, {}
+        return JSONResponse(
+            {
+                "model": self._settings.served_model_name,
+                "replicas": [
+                    {
+                        "id": record.id,
+                        "pid": record.facts["pid"],
+                        "incarnation": record.incarnation,
+                        "node": record.facts["node"],
+                        "block_size": record.facts["block_size"],
+                        "blocks": counts.get(record.id),
+                        "capacity_blocks": record.facts["capacity_blocks"],
+                        "running": record.load["running"],
+                        "waiting": record.load["waiting"],
+                    }
+                    for record in records
+                ],
+            }
+        )
+
+    async def check_health(self) -> None:
+        """Serve replaces the router when this raises."""
+        if self._feed.done():
+            self._feed.result()
+
+    async def __del__(self) -> None:
+        """Serve's shutdown hook."""
+        self._feed.cancel()
+        self._prompts.close()
+
+    @property
+    def _max_model_len(self) -> int:
+        return self._fleet.max_model_len or UNKNOWN_CONTEXT
+
+    def _check_model(self, name: str | None) -> None:
+        served = self._settings.served_model_name
+        if name not in (None, served):
+            raise ApiError(
+                404,
+                f"The model '{name}' does not exist; this server has '{served}'.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.served_model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvroute",
+            "max_model_len": self._fleet.max_model_len,
+        }
+
+    async def _token_ids(self, prompt: str | list[int]) -> TokenIds:
+        if isinstance(prompt, str):
+            return await self._prompts.text(prompt, max_model_len=self._max_model_len)
+        return self._prompts.ids(prompt)
+
+    async def _body(self, request: Request) -> bytes:
+        """The whole body. One that is too large is read to its end, so that the client, which
+        listens only after it has sent everything, gets to see why it was refused."""
+        limit = self._settings.max_body_mb << 20
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= limit:
+                parts.append(part)
+            else:
+                parts.clear()
+        if size > limit:
+            raise ApiError(
+                413,
+                f"the body has {size} bytes; the limit is {limit} ({self._settings.max_body_mb} MB)."
+                " Send a shorter prompt, or raise KVROUTE_MAX_BODY_MB",
+                code="request_too_large",
+            )
+        return b"".join(parts)
+
+    async def _answer(
+        self, shape: type[Reply], body: SamplingRequest, prompts: list[TokenIds]
+    ) -> Response:
+        rooms = [body.room(len(prompt), self._max_model_len) for prompt in prompts]
+        generations = await self._begin(body, list(zip(prompts, rooms, strict=True)))
+        reply = shape(
+            self._settings.served_model_name,
+            sum(map(len, prompts)),
+            prompts=len(prompts),
+            n=body.n,
+            logprobs=body.reported_logprobs() is not None,
+            include_usage=body.include_usage,
+        )
+        headers = _headers(generations)
+        if body.stream:
+            events = _events(reply, generations)
+            opening = await anext(events)  # a generator that has begun also ends: none is left over
+            return StreamingResponse(
+                _chain(opening, events), headers=headers, media_type="text/event-stream"
+            )
+        async with aclosing(merge(generations)) as chunks:
+            async for prompt, chunk in chunks:
+                reply.add(chunk, prompt)
+        return Response(reply.whole(), headers=headers, media_type="application/json")
+
+    async def _begin(
+        self, body: SamplingRequest, prompts: list[tuple[TokenIds, int]]
+    ) -> list[Generation]:
+        """All prompts of one call under way, or none of them."""
+        begun = await asyncio.gather(
+            *(
+                self._dispatcher.begin(prompt, body.sampling(room), body.cache_salt)
+                for prompt, room in prompts
+            ),
+            return_exceptions=True,
+        )
+        generations = [result for result in begun if isinstance(result, Generation)]
+        for result in begun:
+            if isinstance(result, BaseException):
+                for generation in generations:
+                    generation.close()
+                raise result
+        return generations
+
+
+async def _events(reply: Reply, generations: list[Generation]) -> AsyncIterator[bytes]:
+    """The stream's events; what fails after the first byte ends in an error event."""
+    try:
+        yield reply.opening()
+        async with aclosing(merge(generations)) as chunks:
+            async for prompt, chunk in chunks:
+                yield reply.event(chunk, prompt)
+    except ApiError as error:
+        yield error.event()
+        return
+    finally:
+        for generation in generations:
+            generation.close()
+    yield reply.closing()
+
+
+async def _chain(opening: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield opening
+    async for event in events:
+        yield event
+
+
+def _headers(generations: Iterable[Generation]) -> dict[str, str]:
+    """Which replicas serve the call's prompts, and the hits that were counted on, in tokens."""
+    return {
+        "x-kvroute-replica": ",".join(generation.replica_id for generation in generations),
+        "x-kvroute-expected-tokens": str(sum(g.expected_tokens for g in generations)),
+    }
+
+
+@http.exception_handler(ApiError)
+async def _refuse(request: Request, error: ApiError) -> Response:
+    return Response(error.body(), error.status, media_type="application/json")
+
+
+@http.exception_handler(HTTPException)
+async def _refuse_route(request: Request, error: HTTPException) -> Response:
+    path, method = request.url.path, request.method
+    message = f"{method} {path}: {error.detail}. See GET /v1/models for what is served."
+    return await _refuse(request, ApiError(error.status_code, message))
+
+
+@http.exception_handler(Exception)
+async def _fail(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return await _refuse(
+        request, ApiError(500, "the server failed to answer; see its log", type="server_error")
+    )

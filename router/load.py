@@ -1,0 +1,116 @@
+"""What this router sent to one replica and has not seen answered, and how fast the replica proved to be.
+
+Pure bookkeeping: the caller passes the time, in seconds of any steady clock.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PRIOR_S = 5.0  # prefill seconds that the replica's own guess of its speed is worth
+MEMORY_S = 40.0  # observed prefill seconds after which an old observation counts 1/e
+RECENT_S = 60.0  # decay of the tokens computed lately
+DECODE_REQUEST_S = 20e-6  # what one decoding request adds to a step
+DECODE_TOKEN_S = 27e-9  # what each token of its context adds: KV read once a step
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillModel:
+    """Seconds of prefill: linear in the tokens, plus attention to all tokens before them."""
+
+    tokens_per_s: float  # at the start of a prompt
+    attention_tokens: float  # context length at which a token costs twice as much
+
+    def seconds(self, start: int, end: int) -> float:
+        """To compute the tokens [start, end) of a prompt."""
+        attention = (end * end - start * start) / (2.0 * self.attention_tokens)
+        return (end - start + attention) / self.tokens_per_s
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request on its way to its first token."""
+
+    prefill_s: float  # as the model predicts it
+    new_tokens: int
+    prompt_tokens: int
+    sent_s: float
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    model: PrefillModel
+    waiting: dict[str, Sent] = field(default_factory=dict)  # no first token yet, oldest first
+    decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
+    predicted_s: float = PRIOR_S  # decayed sums over first tokens seen
+    observed_s: float = PRIOR_S
+    recent_tokens: float = 0.0
+    recent_at_s: float = 0.0
+    last_first_token_s: float = -math.inf
+
+    def send(self, request_id: str, sent: Sent) -> None:
+        self.waiting[request_id] = sent
+        self.recent_tokens = self.recent(sent.sent_s) + sent.new_tokens
+        self.recent_at_s = sent.sent_s
+
+    def first_token(self, request_id: str, now_s: float) -> None:
+        """The request's prefill is over: its time teaches the replica's speed."""
+        started_s = self._started_s(request_id)
+        sent = self.waiting.pop(request_id, None)
+        if sent is None:
+            return
+        keep = 1.0 - min(0.5, sent.prefill_s / MEMORY_S)
+        self.predicted_s = keep * self.predicted_s + sent.prefill_s
+        self.observed_s = keep * self.observed_s + (now_s - started_s)
+        self.last_first_token_s = now_s
+        self.decoding[request_id] = sent.prompt_tokens
+
+    def finish(self, request_id: str) -> None:
+        """Answered, failed or cancelled: the replica no longer works on it."""
+        self.waiting.pop(request_id, None)
+        self.decoding.pop(request_id, None)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.decoding)
+
+    @property
+    def slowness(self) -> float:
+        """Seconds observed for each second predicted."""
+        return self.observed_s / self.predicted_s
+
+    @property
+    def pending_tokens(self) -> int:
+        return sum(sent.new_tokens for sent in self.waiting.values())
+
+    @property
+    def decode_step_s(self) -> float:
+        return DECODE_REQUEST_S * len(self.decoding) + DECODE_TOKEN_S * sum(self.decoding.values())
+
+    def recent(self, now_s: float) -> float:
+        return self.recent_tokens * math.exp((self.recent_at_s - now_s) / RECENT_S)
+
+    def backlog_s(self, slowness: float, now_s: float) -> float:
+        """Seconds of prefill queued or running, less what the head has already had."""
+        head_id = next(iter(self.waiting), None)
+        if head_id is None:
+            return 0.0
+        total_s = slowness * sum(sent.prefill_s for sent in self.waiting.values())
+        head_s = slowness * self.waiting[head_id].prefill_s
+        return max(0.0, total_s - min(head_s, now_s - self._started_s(head_id)))
+
+    def _started_s(self, request_id: str) -> float:
+        """When its prefill can have begun: not before the one ahead of it was done."""
+        sent = self.waiting.get(request_id)
+        return max(sent.sent_s, self.last_first_token_s) if sent else self.last_first_token_s
+
+
+def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
+    """Each replica's slowness, drawn half-way to the fleet's where it is near the median.
+
+    A few observations say little about one replica; one that is far off the median is off indeed.
+    """
+    own = [load.slowness for load in loads]
+    fleet = sum(load.observed_s for load in loads) / sum(load.predicted_s for load in loads)
+    median = sorted(own)[len(own) // 2]
+    return [(c + fleet) / 2 if abs(c - median) <= 0.25 * median else c for c in own]

@@ -1,0 +1,240 @@
+"""The index on a real Redis: what a writer says is what a reader finds, and stale writers say nothing."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, BlockTable
+from replica.kvindex.fingerprint import Fingerprint
+from replica.kvindex.index import (
+    BATCH_BLOCKS,
+    Change,
+    FencedError,
+    Index,
+    Position,
+    connect,
+    pack,
+    unpack,
+)
+from replica.publisher import Publisher
+from router.embedded_redis import EmbeddedRedis
+from router.feed import Feed
+from router.fleet import Fleet
+
+FACTS = {
+    "block_size": 4,
+    "capacity_blocks": 100,
+    "max_model_len": 512,
+    "prefill_tokens_per_s": 1000.0,
+    "attention_tokens": 1000.0,
+    "prefix_caching": True,
+}
+LOAD = {"running": 0, "waiting": 0, "used_blocks": 0}
+LEASE_S = 5.0
+BLOCKS = [Fingerprint(2**63 + i) for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as redis:
+        yield redis.url
+
+
+@pytest.fixture
+async def index(redis_url: str) -> AsyncIterator[Index]:
+    client = connect(redis_url)
+    await client.flushall()
+    yield Index(client, "a model")
+    await client.aclose()
+
+
+async def join(index: Index, replica_id: str, incarnation: str = "1") -> None:
+    await index.register(replica_id, incarnation, facts=FACTS, load=LOAD, lease_s=LEASE_S)
+
+
+async def changes(index: Index) -> list[Change]:
+    return [change for _, change in await index.follow(Position("0-0"), block_ms=1)]
+
+
+async def test_a_record_says_who_lives_and_how_busy_it_is(index: Index) -> None:
+    await join(index, "a")
+    await index.renew("a", "1", load={**LOAD, "running": 7}, lease_s=LEASE_S)
+    (record,) = await index.records()
+    assert (record.id, record.incarnation, record.seq) == ("a", "1", 0)
+    assert record.facts == FACTS
+    assert record.load["running"] == 7
+
+
+async def test_set_and_stream_change_together(index: Index) -> None:
+    await join(index, "a")
+    await index.change("a", "1", added=BLOCKS, lease_s=LEASE_S)
+    await index.change("a", "1", removed=BLOCKS[5:], lease_s=LEASE_S)
+    (record,) = await index.records()
+    seq, held = await index.blocks(record)
+    assert (seq, set(held)) == (2, set(BLOCKS[:5]))
+    assert await changes(index) == [
+        Change("a", "1", 0, joined=True),
+        Change("a", "1", 1, added=tuple(BLOCKS)),
+        Change("a", "1", 2, removed=tuple(BLOCKS[5:])),
+    ]
+
+
+async def test_a_clear_forgets_what_came_before_and_keeps_what_comes_with_it(index: Index) -> None:
+    await join(index, "a")
+    await index.change("a", "1", added=BLOCKS[:5], lease_s=LEASE_S)
+    await index.change("a", "1", cleared=True, added=BLOCKS[7:], lease_s=LEASE_S)
+    (record,) = await index.records()
+    assert set((await index.blocks(record))[1]) == set(BLOCKS[7:])
+
+
+async def test_a_replaced_writer_changes_nothing(index: Index) -> None:
+    await join(index, "a", "old")
+    await join(index, "a", "new")
+    with pytest.raises(FencedError, match="old"):
+        await index.change("a", "old", added=BLOCKS, lease_s=LEASE_S)
+    with pytest.raises(FencedError):
+        await index.renew("a", "old", load=LOAD, lease_s=LEASE_S)
+    await index.leave("a", "old")
+    (record,) = await index.records()
+    assert await index.blocks(record) == (0, ())
+
+
+async def test_a_lease_that_is_not_renewed_takes_everything_with_it(index: Index) -> None:
+    await index.register("a", "1", facts=FACTS, load=LOAD, lease_s=0.05)
+    await index.change("a", "1", added=BLOCKS, lease_s=0.05)
+    await asyncio.sleep(0.1)
+    assert await index.records() == []
+    with pytest.raises(FencedError):
+        await index.change("a", "1", added=BLOCKS, lease_s=LEASE_S)
+    assert [key async for key in index._redis.scan_iter("*blocks*")] == []
+
+
+async def test_a_change_of_many_blocks_is_taken_whole(index: Index) -> None:
+    many = [Fingerprint(i) for i in range(BATCH_BLOCKS)]
+    await join(index, "a")
+    await index.change("a", "1", added=many, lease_s=LEASE_S)
+    (record,) = await index.records()
+    assert set((await index.blocks(record))[1]) == set(many)
+
+
+async def test_models_do_not_see_each_other(index: Index) -> None:
+    await join(index, "a")
+    assert await Index(index._redis, "another {model}").records() == []
+
+
+async def test_all_keys_of_a_model_share_one_hash_tag(index: Index) -> None:
+    await join(index, "a")
+    await index.change("a", "1", added=BLOCKS, lease_s=LEASE_S)
+    keys = [key.decode() async for key in index._redis.scan_iter("*")]
+    assert len(keys) == 4
+    assert all(key.startswith("kvroute:{a model}:") for key in keys)
+
+
+def test_the_wire_bytes_are_pinned() -> None:
+    packed = pack([Fingerprint(1), Fingerprint(2**64 - 2)])
+    assert packed == bytes.fromhex("0100000000000000" "feffffffffffffff")
+    assert unpack(packed) == (1, 2**64 - 2)
+
+
+class Side:
+    """A publisher and a feed on one index, each in its own task."""
+
+    def __init__(self, index: Index, lease_s: float = LEASE_S) -> None:
+        self.table = BlockTable(model="a model", revision="", block_size=4)
+        self.publisher = Publisher(
+            index,
+            self.table,
+            replica_id="a",
+            facts=FACTS,
+            load=lambda: LOAD,
+            lease_s=lease_s,
+        )
+        self.fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
+        self.feed = Feed(index, self.fleet)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Side"]:
+        tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.feed.run())]
+        try:
+            await until(lambda: "a" in self.fleet.mirror.replica_ids)
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def is_equal(self) -> bool:
+        return self.fleet.mirror.held_by("a") == set(self.table.held())
+
+
+async def until(is_true: Callable[[], bool], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+def stored(first: int, blocks: int, parent: int | None = None) -> BlockStored:
+    hashes = list(range(first, first + blocks))
+    return BlockStored(hashes, parent, [h * 7 + k for h in hashes for k in range(4)])
+
+
+async def test_what_the_engine_stores_and_evicts_reaches_the_mirror(index: Index) -> None:
+    async with Side(index).running() as side:
+        side.publisher.publish([stored(0, 50), stored(50, 10, parent=49)])
+        await until(lambda: len(side.fleet.mirror.held_by("a")) == 60)
+        side.publisher.publish([BlockRemoved([59]), BlockRemoved([58])])
+        await until(lambda: len(side.fleet.mirror.held_by("a")) == 58)
+        assert side.is_equal()
+
+
+async def test_a_clear_reaches_the_mirror(index: Index) -> None:
+    async with Side(index).running() as side:
+        side.publisher.publish([stored(0, 50)])
+        await until(lambda: len(side.fleet.mirror.held_by("a")) == 50)
+        side.publisher.publish([AllBlocksCleared(), stored(70, 2)])
+        await until(lambda: len(side.fleet.mirror.held_by("a")) == 2)
+
+
+async def test_a_router_that_starts_late_finds_everything(index: Index) -> None:
+    async with Side(index).running() as side:
+        side.publisher.publish([stored(0, 50)])
+        await until(side.is_equal)
+        late = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
+        task = asyncio.create_task(Feed(index, late).run())
+        await until(lambda: late.mirror.held_by("a") == set(side.table.held()))
+        task.cancel()
+
+
+async def test_after_redis_forgot_everything_the_publisher_announces_all_again(
+    index: Index,
+) -> None:
+    async with Side(index, lease_s=0.6).running() as side:
+        side.publisher.publish([stored(0, 50)])
+        await until(lambda: side.is_equal() and len(side.table) == 50)
+        await index._redis.flushall()
+        side.publisher.publish([stored(50, 5, parent=49)])
+        await until(lambda: len(side.fleet.mirror.held_by("a")) == 55)
+        (record,) = await index.records()
+        assert set((await index.blocks(record))[1]) == set(side.table.held())
+
+
+async def test_changes_that_the_stream_lost_are_noticed_and_loaded(index: Index) -> None:
+    async with Side(index).running() as side:
+        side.publisher.publish([stored(0, 50)])
+        await until(lambda: side.is_equal() and len(side.table) == 50)
+        seq = side.feed._seen["a"][1]
+        side.feed._seen["a"] = ("1", seq)  # as if it had followed another incarnation
+        side.fleet.mirror.join("a")
+        await until(side.is_equal)
+
+
+async def test_a_replica_that_leaves_is_forgotten(index: Index) -> None:
+    async with Side(index).running() as side:
+        side.publisher.publish([stored(0, 50)])
+        await until(lambda: len(side.fleet.mirror.held_by("a")) == 50)
+        await side.publisher.leave()
+        await index._redis.pexpire("kvroute:{a model}:replica:a", 1)
+        await until(lambda: side.fleet.mirror.held_by("a") == set())

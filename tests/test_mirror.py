@@ -1,0 +1,117 @@
+"""The mirror equals the truth, and finds how far each replica's match goes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replica.kvindex.fingerprint import Fingerprint
+from router.mirror import Mirror
+
+CHAIN = [Fingerprint(1000 + i) for i in range(200)]
+replicas = st.sampled_from(["a", "b", "c"])
+blocks = st.lists(st.integers(0, 30).map(Fingerprint), max_size=8)
+operations = st.one_of(
+    st.tuples(st.sampled_from(["add", "remove"]), replicas, blocks),
+    st.tuples(st.sampled_from(["join", "drop", "sweep"]), replicas, st.just([])),
+)
+
+
+def holding(**depths: int) -> Mirror:
+    mirror = Mirror()
+    for replica_id, depth in depths.items():
+        mirror.join(replica_id)
+        mirror.add(replica_id, CHAIN[:depth])
+    return mirror
+
+
+@given(st.lists(operations, max_size=60))
+def test_the_mirror_equals_the_truth_after_any_sequence_of_events(
+    steps: list[tuple[str, str, list[Fingerprint]]],
+) -> None:
+    mirror, truth = Mirror(), dict[str, set[Fingerprint]]()
+    for verb, replica_id, fingerprints in steps:
+        if verb == "join":
+            truth[replica_id] = set()
+            mirror.join(replica_id)
+        elif verb == "drop":
+            truth.pop(replica_id, None)
+            mirror.drop(replica_id)
+        elif verb == "sweep":
+            mirror.sweep()
+        elif replica_id in truth:
+            getattr(mirror, verb)(replica_id, fingerprints)
+            truth[replica_id].update(fingerprints)
+            if verb == "remove":
+                truth[replica_id].difference_update(fingerprints)
+    assert {r: mirror.held_by(r) for r in mirror.replica_ids} == truth
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, len(CHAIN))), st.integers(0, 200))
+def test_each_replicas_depth_is_found_exactly(depths: dict[str, int], prompt_blocks: int) -> None:
+    found = holding(**depths).hits(CHAIN[:prompt_blocks])
+    assert found == {r: min(d, prompt_blocks) for r, d in depths.items() if min(d, prompt_blocks)}
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_a_chain_with_holes_counts_no_more_than_the_prompt_has(held: set[int]) -> None:
+    mirror = holding(a=0)
+    mirror.add("a", [CHAIN[i] for i in held])
+    assert all(0 < depth <= 41 for depth in mirror.hits(CHAIN[:41]).values())
+
+
+def test_a_thousand_block_prompt_costs_few_reads() -> None:
+    class Counting(dict[Fingerprint, int]):
+        reads = 0
+
+        def get(self, key: Fingerprint, default: int = 0) -> int:  # type: ignore[override]
+            Counting.reads += 1
+            return super().get(key, default)
+
+    chain = [Fingerprint(i) for i in range(1000)]
+    mirror = Mirror()
+    mirror.join("a")
+    mirror.add("a", chain[:700])
+    mirror._held = Counting(mirror._held)
+    assert mirror.hits(chain) == {"a": 700}
+    assert Counting.reads <= 25
+
+
+def test_a_prompt_without_a_full_block_hits_nothing() -> None:
+    assert holding(a=5).hits([]) == {}
+
+
+def test_expected_blocks_extend_the_held_ones_until_they_are_taken_back() -> None:
+    mirror = holding(a=3)
+    mirror.expect("a", CHAIN[3:7])
+    assert mirror.hits(CHAIN) == {"a": 7}
+    mirror.unexpect("a", CHAIN[3:7])
+    assert mirror.hits(CHAIN) == {"a": 3}
+
+
+def test_a_dropped_replica_is_unknown_at_once_and_its_bit_is_reused_only_after_a_sweep() -> None:
+    mirror = holding(a=5, b=9)
+    mirror.drop("a")
+    assert mirror.hits(CHAIN) == {"b": 9}
+    mirror.join("c")
+    assert mirror.hits(CHAIN) == {"b": 9}
+    while mirror.sweep():
+        pass
+    mirror.join("d")
+    assert mirror.hits(CHAIN) == {"b": 9}
+
+
+def test_a_sweep_frees_what_only_dropped_replicas_held() -> None:
+    mirror = holding(a=50, b=20)
+    mirror.drop("a")
+    while mirror.sweep():
+        pass
+    assert len(mirror) == 20
+
+
+def test_a_replica_dropped_during_a_sweep_is_cleaned_by_the_next_one() -> None:
+    mirror = holding(a=50, b=20)
+    mirror.drop("a")
+    mirror.sweep()
+    mirror.drop("b")
+    while mirror.sweep():
+        pass
+    assert len(mirror) == 0
