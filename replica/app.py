@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -102,11 +103,7 @@ async def start_engine(settings: ReplicaSettings) -> Engine:
     folder = await asyncio.to_thread(resolve, settings.model)
     if settings.engine == "simulated":
         return _start_simulated(settings, folder)
-    # vLLM reads these when it is imported.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if os.path.isdir(folder):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _prepare_vllm(folder)
     from replica.engine import VllmEngine
 
     return await VllmEngine.start(settings, folder, claim_cores(settings.cores))
@@ -125,4 +122,12 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
         max_running=settings.max_num_seqs or 256,
         prefix_caching=settings.prefix_caching,
     )
-    return SimulatedEngine(config, tokenizer=folder if os.path.isdir(folder) else None)
+    return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
+
+
+def _prepare_vllm(folder: str) -> None:
+    """Sets what vLLM reads when it is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if Path(folder).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -33,7 +33,7 @@ from replica.protocol import (
 )
 from replica.settings import ReplicaSettings
 
-# First guesses of the prefill speed, at a prompt's start and where attention doubles a token's cost.
+# First guesses of the prefill speed; the router learns the real one.
 CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
 GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
 
@@ -173,8 +173,8 @@ class _Stats(StatLoggerBase):
 def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> AsyncLLM:
     """Runs in a thread of its own: the engine's process inherits that thread's cores."""
     if current_platform.is_cpu():
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no worker beside the engine
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first logprobs would compile for 14 s
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no worker besides
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first logprobs compile for 14 s
         os.environ["OMP_NUM_THREADS"] = str(len(cores) or 1)
     with cores.bound():
         return AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])

@@ -70,7 +70,7 @@ class BlockTable:
         self._revision = revision
         self._block_size = block_size
         self._fingerprints: dict[BlockHash, Fingerprint] = {}
-        # vLLM does not deduplicate blocks: one hash can name several, and each is removed by itself.
+        # vLLM does not deduplicate blocks: a hash can name several, each removed by itself.
         self._copies: dict[BlockHash, int] = {}
 
     def __len__(self) -> int:
@@ -88,8 +88,8 @@ class BlockTable:
                 case BlockRemoved():
                     self._remove(event, changes)
                 case AllBlocksCleared() | EventsLost():
-                    # After a loss, forgetting is the safe side: a block we do not know of costs a hit,
-                    # one that we believe in wrongly costs a misrouted request each time.
+                    # After a loss, forgetting is the safe side: a block unknown costs one hit, one
+                    # wrongly believed in misroutes request after request.
                     self._clear(changes)
 
     def _store(self, event: BlockStored, changes: Changes) -> None:

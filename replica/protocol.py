@@ -58,7 +58,7 @@ class Chunk:
     index: int  # which of the n choices
     text: str  # may be empty: a character can need more tokens, a stop string is held back
     token_ids: tuple[int, ...]
-    cached_tokens: int  # prompt tokens served from the KV cache; the same in all of a request's chunks
+    cached_tokens: int  # prompt tokens served from the KV cache; the same in all chunks
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # "stop" | "length" on a choice's last chunk
 
@@ -93,7 +93,7 @@ class Engine(Protocol):
     facts: EngineFacts
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks as they are made. Closing the iterator, or cancelling its task, aborts the request."""
+        """Chunks as they are made. Closing the generator aborts the request."""
         ...
 
     def events(self) -> AsyncIterator[list[KVEvent]]:
@@ -107,7 +107,7 @@ class Engine(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and nothing is forgotten, while requests hold blocks."""
+        """Forgets every cached block; False, and forgets none, while requests hold some."""
         ...
 
     async def close(self) -> None: ...

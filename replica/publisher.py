@@ -101,7 +101,7 @@ class Publisher:
             )
 
     async def _write(self, changes: Changes) -> None:
-        # Removals first: a batch that is cut between two writes then claims too little, not too much.
+        # Removals first: a batch cut between two writes then claims too little, not too much.
         if changes.cleared:
             await self._change(cleared=True)
         for removed in _slices(changes.removed):

@@ -1,13 +1,11 @@
 """Binds the routers to the replicas: what `kvroute serve` runs and a Serve config names."""
 
-import os
 from typing import Any
 
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from replica.app import Replica
-from replica.settings import ReplicaSettings
 from router.ingress import Router
 from router.request_router import CacheAwareRequestRouter
 from router.settings import ServeSettings

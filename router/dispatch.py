@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from router.errors import ApiError, invalid
 from router.fleet import Fleet, Placement, Trip
-from router.request_router import ROUTES, Route, running_replicas
+from router.routes import ROUTES, Route, running_replicas
 
 log = logging.getLogger("kvroute.dispatch")
 
@@ -56,9 +56,7 @@ class Dispatcher:
         self._generate = handle.options(stream=True).generate
         self._fleet = fleet
 
-    async def begin(
-        self, token_ids: TokenIds, sampling: Sampling, namespace: str
-    ) -> Generation:
+    async def begin(self, token_ids: TokenIds, sampling: Sampling, namespace: str) -> Generation:
         """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
         request = GenerateRequest(uuid.uuid4().hex, token_ids, sampling, namespace)
         for _ in range(ATTEMPTS):

@@ -17,7 +17,7 @@ RETRY_S = 0.5  # between attempts while Redis is away
 
 
 class Feed:
-    """Keeps one fleet's mirror equal to the index. While Redis is away the mirror stays as it is."""
+    """Keeps one fleet's mirror equal to the index; while Redis is away it stays as it is."""
 
     def __init__(self, index: Index, fleet: Fleet) -> None:
         self._index = index

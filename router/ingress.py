@@ -4,12 +4,10 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
@@ -17,16 +15,16 @@ from starlette.exceptions import HTTPException
 
 from replica.kvindex.index import Index, connect
 from replica.model import resolve
-from replica.protocol import Chunk, TokenIds
-from router.dispatch import Dispatcher, Generation
+from replica.protocol import TokenIds
+from router.answer import answer
+from router.dispatch import Dispatcher
 from router.errors import ApiError
 from router.feed import Feed
 from router.fleet import Fleet
-from router.merge import merge
 from router.parsing import parse
 from router.prompt import Prompts
-from router.request_router import running_replicas
 from router.responses import ChatReply, CompletionReply, Reply
+from router.routes import running_replicas
 from router.sampling import SamplingRequest
 from router.schemas import ChatCompletionRequest, CompletionRequest
 from router.settings import RouterSettings
@@ -35,7 +33,50 @@ log = logging.getLogger("kvroute.ingress")
 
 UNKNOWN_CONTEXT = 2**31  # tokens; until a replica has told its own
 
+# Serve copies the app at the class below as it is then: what a route uses stands above its class.
 http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
+
+
+@http.exception_handler(ApiError)
+async def _refuse(request: Request, error: ApiError) -> Response:
+    return Response(error.body(), error.status, media_type="application/json")
+
+
+@http.exception_handler(HTTPException)
+async def _refuse_route(request: Request, error: HTTPException) -> Response:
+    path, method = request.url.path, request.method
+    message = f"{method} {path}: {error.detail}. See GET /v1/models for what is served."
+    return await _refuse(request, ApiError(error.status_code, message))
+
+
+@http.exception_handler(Exception)
+async def _fail(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return await _refuse(
+        request, ApiError(500, "the server failed to answer; see its log", type="server_error")
+    )
+
+
+async def read_body(request: Request, *, limit_mb: int) -> bytes:
+    """The whole body. One that is too large is read to its end, so that the client, which listens
+    only after it has sent everything, gets to see why it was refused."""
+    limit = limit_mb << 20
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        else:
+            parts.clear()
+    if size > limit:
+        raise ApiError(
+            413,
+            f"the body has {size} bytes; the limit is {limit} ({limit_mb} MB). Send a shorter "
+            "prompt, or raise KVROUTE_MAX_BODY_MB",
+            code="request_too_large",
+        )
+    return b"".join(parts)
 
 
 @serve.deployment
@@ -153,116 +194,16 @@ class Router:
         return self._prompts.ids(prompt)
 
     async def _body(self, request: Request) -> bytes:
-        """The whole body. One that is too large is read to its end, so that the client, which
-        listens only after it has sent everything, gets to see why it was refused."""
-        limit = self._settings.max_body_mb << 20
-        parts: list[bytes] = []
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size <= limit:
-                parts.append(part)
-            else:
-                parts.clear()
-        if size > limit:
-            raise ApiError(
-                413,
-                f"the body has {size} bytes; the limit is {limit} ({self._settings.max_body_mb} MB)."
-                " Send a shorter prompt, or raise KVROUTE_MAX_BODY_MB",
-                code="request_too_large",
-            )
-        return b"".join(parts)
+        return await read_body(request, limit_mb=self._settings.max_body_mb)
 
     async def _answer(
         self, shape: type[Reply], body: SamplingRequest, prompts: list[TokenIds]
     ) -> Response:
-        rooms = [body.room(len(prompt), self._max_model_len) for prompt in prompts]
-        generations = await self._begin(body, list(zip(prompts, rooms, strict=True)))
-        reply = shape(
-            self._settings.served_model_name,
-            sum(map(len, prompts)),
-            prompts=len(prompts),
-            n=body.n,
-            logprobs=body.reported_logprobs() is not None,
-            include_usage=body.include_usage,
+        return await answer(
+            self._dispatcher,
+            shape,
+            body,
+            prompts,
+            model=self._settings.served_model_name,
+            max_model_len=self._max_model_len,
         )
-        headers = _headers(generations)
-        if body.stream:
-            events = _events(reply, generations)
-            opening = await anext(events)  # a generator that has begun also ends: none is left over
-            return StreamingResponse(
-                _chain(opening, events), headers=headers, media_type="text/event-stream"
-            )
-        async with aclosing(merge(generations)) as chunks:
-            async for prompt, chunk in chunks:
-                reply.add(chunk, prompt)
-        return Response(reply.whole(), headers=headers, media_type="application/json")
-
-    async def _begin(
-        self, body: SamplingRequest, prompts: list[tuple[TokenIds, int]]
-    ) -> list[Generation]:
-        """All prompts of one call under way, or none of them."""
-        begun = await asyncio.gather(
-            *(
-                self._dispatcher.begin(prompt, body.sampling(room), body.cache_salt)
-                for prompt, room in prompts
-            ),
-            return_exceptions=True,
-        )
-        generations = [result for result in begun if isinstance(result, Generation)]
-        for result in begun:
-            if isinstance(result, BaseException):
-                for generation in generations:
-                    generation.close()
-                raise result
-        return generations
-
-
-async def _events(reply: Reply, generations: list[Generation]) -> AsyncIterator[bytes]:
-    """The stream's events; what fails after the first byte ends in an error event."""
-    try:
-        yield reply.opening()
-        async with aclosing(merge(generations)) as chunks:
-            async for prompt, chunk in chunks:
-                yield reply.event(chunk, prompt)
-    except ApiError as error:
-        yield error.event()
-        return
-    finally:
-        for generation in generations:
-            generation.close()
-    yield reply.closing()
-
-
-async def _chain(opening: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield opening
-    async for event in events:
-        yield event
-
-
-def _headers(generations: Iterable[Generation]) -> dict[str, str]:
-    """Which replicas serve the call's prompts, and the hits that were counted on, in tokens."""
-    return {
-        "x-kvroute-replica": ",".join(generation.replica_id for generation in generations),
-        "x-kvroute-expected-tokens": str(sum(g.expected_tokens for g in generations)),
-    }
-
-
-@http.exception_handler(ApiError)
-async def _refuse(request: Request, error: ApiError) -> Response:
-    return Response(error.body(), error.status, media_type="application/json")
-
-
-@http.exception_handler(HTTPException)
-async def _refuse_route(request: Request, error: HTTPException) -> Response:
-    path, method = request.url.path, request.method
-    message = f"{method} {path}: {error.detail}. See GET /v1/models for what is served."
-    return await _refuse(request, ApiError(error.status_code, message))
-
-
-@http.exception_handler(Exception)
-async def _fail(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return await _refuse(
-        request, ApiError(500, "the server failed to answer; see its log", type="server_error")
-    )

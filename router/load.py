@@ -1,4 +1,4 @@
-"""What this router sent to one replica and has not seen answered, and how fast the replica proved to be.
+"""What this router sent to a replica and saw not yet answered, and how fast the replica proved.
 
 Pure bookkeeping: the caller passes the time, in seconds of any steady clock.
 """

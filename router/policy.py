@@ -62,6 +62,4 @@ def rank(candidates: Sequence[Candidate], *, rng: random.Random) -> list[Candida
     if not candidates:
         return []
     alpha = price([candidate.backlog_s for candidate in candidates])
-    return sorted(
-        candidates, key=lambda c: (cost_s(c, alpha), -c.free_blocks, rng.random())
-    )
+    return sorted(candidates, key=lambda c: (cost_s(c, alpha), -c.free_blocks, rng.random()))

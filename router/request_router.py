@@ -1,49 +1,19 @@
 """Our order of replicas reaches Ray Serve: the only file that touches its alpha routing API.
 
-Serve's own loop (ask `choose_replicas`, probe queues, match requests to answers) hangs a client when
-the choice raises, spins without a pause when every replica is full, and livelocks when one request
-fans out. Overriding the step around it avoids all three: an exception reaches the caller, waiting
-is done here, and each request gets the replica that was chosen for it.
+Serve's own loop (ask `choose_replicas`, probe queues, match requests to answers) hangs a client
+when the choice raises, spins without a pause when every replica is full, and livelocks when one
+request fans out. Overriding the step around it avoids all three: an exception reaches the caller,
+waiting is done here, and each request gets the replica that was chosen for it.
 """
 
 import asyncio
-import random
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from router import routes
+
 FIRST_PAUSE_S = 0.025  # when every replica refused, doubling
 LONGEST_PAUSE_S = 0.5
-
-
-@dataclass(slots=True, weakref_slot=True)
-class Route:
-    """Where a request should go, best first; and where it went."""
-
-    ranking: Sequence[str]  # replica ids
-    refused: set[str] = field(default_factory=set)  # full, or dead, when they were asked
-    chosen: str | None = None
-    pauses: int = 0
-
-    def next(self, running: Collection[str]) -> str | None:
-        """The best replica not yet asked; None when all of them refused."""
-        for replica_id in self.ranking:
-            if replica_id in running and replica_id not in self.refused:
-                return replica_id
-        unranked = set(running).difference(self.ranking, self.refused)
-        return random.choice(list(unranked)) if unranked else None
-
-
-# The router object and the ingress share a process, not a call: Serve hands over arguments alone.
-ROUTES: WeakValueDictionary[str, Route] = WeakValueDictionary()  # by request id
-_routers: list["CacheAwareRequestRouter"] = []
-
-
-def running_replicas() -> list[str]:
-    """Ids of the replicas that Serve would send a request to now."""
-    return [replica_id for router in _routers[-1:] for replica_id in router.running]
 
 
 class CacheAwareRequestRouter(RequestRouter):
@@ -51,7 +21,7 @@ class CacheAwareRequestRouter(RequestRouter):
 
     def initialize_state(self) -> None:
         self.running: dict[str, RunningReplica] = {}
-        _routers.append(self)
+        routes.report_running(lambda: self.running)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -72,7 +42,8 @@ class CacheAwareRequestRouter(RequestRouter):
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         """The route's next replica. `is_retry`: the last one refused, or died before it began."""
-        route = ROUTES.get(pending_request.args[0].request_id) or Route(ranking=())
+        request_id = pending_request.args[0].request_id
+        route = routes.ROUTES.get(request_id) or routes.Route(ranking=())
         if is_retry and route.chosen is not None:
             route.refused.add(route.chosen)
         while True:
@@ -81,7 +52,7 @@ class CacheAwareRequestRouter(RequestRouter):
                 return self.running[route.chosen]
             await self._pause(route)
 
-    async def _pause(self, route: Route) -> None:
+    async def _pause(self, route: routes.Route) -> None:
         await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**route.pauses))
         route.pauses += 1
         route.refused.clear()

@@ -135,7 +135,7 @@ async def test_all_keys_of_a_model_share_one_hash_tag(index: Index) -> None:
 
 def test_the_wire_bytes_are_pinned() -> None:
     packed = pack([Fingerprint(1), Fingerprint(2**64 - 2)])
-    assert packed == bytes.fromhex("0100000000000000" "feffffffffffffff")
+    assert packed == bytes.fromhex("0100000000000000feffffffffffffff")
     assert unpack(packed) == (1, 2**64 - 2)
 
 

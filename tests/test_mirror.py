@@ -45,7 +45,9 @@ def test_the_mirror_equals_the_truth_after_any_sequence_of_events(
     assert {r: mirror.held_by(r) for r in mirror.replica_ids} == truth
 
 
-@given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, len(CHAIN))), st.integers(0, 200))
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, len(CHAIN))), st.integers(0, 200)
+)
 def test_each_replicas_depth_is_found_exactly(depths: dict[str, int], prompt_blocks: int) -> None:
     found = holding(**depths).hits(CHAIN[:prompt_blocks])
     assert found == {r: min(d, prompt_blocks) for r, d in depths.items() if min(d, prompt_blocks)}

@@ -2,10 +2,10 @@
 
 All keys of one model share a hash tag, so they live on one node of a Redis Cluster:
 
-    kvroute:{model}:replicas              set     ids that ever registered and were not pruned
-    kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load; expires with the lease
-    kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; expires with the lease
-    kvroute:{model}:changes               stream  r, i, s and one of j (joined), c (cleared), a and d
+    kvroute:{model}:replicas              set     ids registered and not yet pruned
+    kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load; with the lease
+    kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; with the lease
+    kvroute:{model}:changes               stream  r, i, s; j (joined), or c (cleared), a, d
 
 A replica's changes are numbered from its registration (seq 0) on. Every write is one script that
 first checks the incarnation in the record, so a writer that was replaced or lost its lease changes
@@ -80,7 +80,7 @@ return 'ok'
 
 
 def connect(url: str) -> "redis.Redis":
-    """A client for `Index`; connects at its first use. Raises ValueError for a URL it cannot read."""
+    """A client for `Index`; connects at its first use. ValueError for a URL it cannot read."""
     return redis.from_url(
         url,
         protocol=2,  # one shape of answers, whatever the server speaks
@@ -198,9 +198,7 @@ class Index:
 
     async def leave(self, replica_id: str, incarnation: str) -> None:
         """Nothing of this incarnation is left, whether or not it still had its lease."""
-        await self._leave(
-            keys=self._keys(replica_id, incarnation), args=[incarnation, replica_id]
-        )
+        await self._leave(keys=self._keys(replica_id, incarnation), args=[incarnation, replica_id])
 
     # The read path: a router's verbs.
 
@@ -220,7 +218,7 @@ class Index:
         found = dict(zip(ids, await pipeline.execute(), strict=True))
         gone = [replica_id for replica_id, fields in found.items() if not fields]
         if gone:
-            await self._redis.srem(self._replicas, *gone)  # a renewal puts a wrongly pruned one back
+            await self._redis.srem(self._replicas, *gone)  # a renewal puts a living one back
         return [_record(replica_id, fields) for replica_id, fields in found.items() if fields]
 
     async def census(self) -> tuple[list[ReplicaRecord], dict[str, int]]:

@@ -1,0 +1,101 @@
+"""One call's prompts become one HTTP answer, whole or streamed."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+
+from replica.protocol import TokenIds
+from router.dispatch import Dispatcher, Generation
+from router.errors import ApiError
+from router.merge import merge
+from router.responses import Reply
+from router.sampling import SamplingRequest
+
+
+async def answer(
+    dispatcher: Dispatcher,
+    shape: type[Reply],
+    body: SamplingRequest,
+    prompts: Sequence[TokenIds],
+    *,
+    model: str,
+    max_model_len: int,
+) -> Response:
+    """Generates for every prompt. ApiError when one cannot be: then none of them runs on."""
+    rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
+    generations = await _begin(dispatcher, body, list(zip(prompts, rooms, strict=True)))
+    reply = shape(
+        model,
+        sum(map(len, prompts)),
+        prompts=len(prompts),
+        n=body.n,
+        logprobs=body.reported_logprobs() is not None,
+        include_usage=body.include_usage,
+    )
+    headers = _headers(generations)
+    if body.stream:
+        events = _events(reply, generations)
+        opening = await anext(events)  # a generator that has begun also ends: nothing runs on
+        return StreamingResponse(
+            _chain(opening, events), headers=headers, media_type="text/event-stream"
+        )
+    async with aclosing(merge(generations)) as chunks:
+        async for prompt, chunk in chunks:
+            reply.add(chunk, prompt)
+    return Response(reply.whole(), headers=headers, media_type="application/json")
+
+
+async def _begin(
+    dispatcher: Dispatcher, body: SamplingRequest, prompts: Iterable[tuple[TokenIds, int]]
+) -> list[Generation]:
+    """All prompts of one call under way, or none of them."""
+    begun = await asyncio.gather(
+        *(
+            dispatcher.begin(prompt, body.sampling(room), body.cache_salt)
+            for prompt, room in prompts
+        ),
+        return_exceptions=True,
+    )
+    generations = [result for result in begun if isinstance(result, Generation)]
+    for result in begun:
+        if isinstance(result, BaseException):
+            _close(generations)
+            raise result
+    return generations
+
+
+async def _events(reply: Reply, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
+    """The stream's events; what fails after the first byte ends in an error event."""
+    try:
+        yield reply.opening()
+        async with aclosing(merge(generations)) as chunks:
+            async for prompt, chunk in chunks:
+                yield reply.event(chunk, prompt)
+    except ApiError as error:
+        yield error.event()
+        return
+    finally:
+        _close(generations)
+    yield reply.closing()
+
+
+async def _chain(opening: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield opening
+    async for event in events:
+        yield event
+
+
+def _close(generations: Iterable[Generation]) -> None:
+    for generation in generations:
+        generation.close()
+
+
+def _headers(generations: Iterable[Generation]) -> dict[str, str]:
+    """Which replicas serve the call's prompts, and the hits that were counted on, in tokens."""
+    return {
+        "x-kvroute-replica": ",".join(generation.replica_id for generation in generations),
+        "x-kvroute-expected-tokens": str(sum(g.expected_tokens for g in generations)),
+    }
