@@ -17,7 +17,7 @@ DRAIN_S = 60.0  # what runs may finish when a replica stops
 
 
 def build(args: dict[str, Any]) -> Application:
-    """args: ServeSettings as a dict; a setting left out has its default. redis_url must be given."""
+    """args: ServeSettings as a dict, with a redis_url; what is left out has its default."""
     settings = ServeSettings.model_validate(args)
     replica = Replica.options(  # type: ignore[attr-defined]
         num_replicas=settings.replicas,
@@ -43,3 +43,8 @@ def build(args: dict[str, Any]) -> Application:
         replica.bind(settings.replica().model_dump(mode="json")),
     )
     return bound
+
+
+def _resources(settings: ServeSettings) -> dict[str, float]:
+    """What Ray sets aside for one replica."""
+    return {"num_cpus": 1, "num_gpus": settings.gpus_per_replica or 0}

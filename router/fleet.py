@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
 from replica.protocol import TokenIds
+from router.branches import Branches
 from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness
 from router.mirror import Mirror
-from router.policy import Candidate, rank
+from router.policy import Candidate, is_branch, rank
 
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 
@@ -20,6 +21,8 @@ class Placement:
 
     ranking: tuple[Candidate, ...]
     chain: tuple[Fingerprint, ...]  # the prompt's reusable blocks
+    best_hit_blocks: int  # the most that any replica has of it
+    is_branch: bool  # a conversation's beginning, not a turn of a known one
     prompt_tokens: int
     block_size: int
 
@@ -28,10 +31,19 @@ class Placement:
         for candidate in self.ranking:
             if candidate.replica_id == replica_id:
                 return candidate
-        return Candidate(replica_id, hit_blocks=0, backlog_s=0.0, prefill_s=0.0)
+        return Candidate(replica_id, hit_blocks=0, backlog_s=0.0, own_s=0.0)
 
     def expected_tokens(self, replica_id: str) -> int:
         return self.at(replica_id).hit_blocks * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt at one replica."""
+
+    tokens: int
+    hit_blocks: int  # here
+    best_hit_blocks: int  # at the replica that has most of it
 
 
 class Fleet:
@@ -45,6 +57,7 @@ class Fleet:
         self._rng = rng
         self._records: dict[str, ReplicaRecord] = {}
         self._loads: dict[str, ReplicaLoad] = {}
+        self._branches = Branches()
 
     @property
     def records(self) -> list[ReplicaRecord]:
@@ -86,24 +99,28 @@ class Fleet:
         """Ranks the running replicas for this prompt."""
         chain = self.chain(token_ids, namespace)
         hits = self.mirror.hits(chain) if chain else {}
+        best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
         loads = [self._load(replica_id) for replica_id in running]
-        slowness = learned_slowness(loads) if loads else []
+        slowness = learned_slowness(loads)
         recent = [load.recent(now_s) for load in loads]
-        mean_recent = sum(recent) / len(recent) if recent else 0.0
+        total_recent = sum(recent)
         candidates = [
             self._candidate(
                 replica_id,
-                hit_blocks=hits.get(replica_id, 0),
-                prompt_tokens=len(token_ids),
+                prompt=Prompt(len(token_ids), hits.get(replica_id, 0), best),
                 slowness=slowness[i],
-                recent_share=recent[i] / mean_recent if mean_recent else 1.0,
+                recent_share=len(running) * recent[i] / total_recent if total_recent else 1.0,
                 now_s=now_s,
             )
             for i, replica_id in enumerate(running)
         ]
+        forks = self._branches.forks(chain[:best])
+        ranking = rank(candidates, forks=forks, rng=self._rng)
         return Placement(
-            ranking=tuple(rank(candidates, rng=self._rng)),
+            ranking=tuple(ranking),
             chain=tuple(chain),
+            best_hit_blocks=best,
+            is_branch=is_branch(candidates, forks),
             prompt_tokens=len(token_ids),
             block_size=self._block_size,
         )
@@ -122,6 +139,9 @@ class Fleet:
                 sent_s=now_s,
             ),
         )
+        self._branches.leave(placement.chain[: placement.best_hit_blocks])
+        if placement.is_branch:
+            self._branches.take(replica_id, [c.replica_id for c in placement.ranking])
         expected = placement.chain[hit_blocks:] if self._caches(replica_id) else ()
         self.mirror.expect(replica_id, expected)
         return Trip(self.mirror, load, replica_id, request_id, expected)
@@ -130,22 +150,24 @@ class Fleet:
         self,
         replica_id: str,
         *,
-        hit_blocks: int,
-        prompt_tokens: int,
+        prompt: Prompt,
         slowness: float,
         recent_share: float,
         now_s: float,
     ) -> Candidate:
         load = self._load(replica_id)
-        hit_tokens = hit_blocks * self._block_size
+        hit_tokens = prompt.hit_blocks * self._block_size
+        best_tokens = prompt.best_hit_blocks * self._block_size
         return Candidate(
             replica_id=replica_id,
-            hit_blocks=hit_blocks,
+            hit_blocks=prompt.hit_blocks,
             backlog_s=load.backlog_s(slowness, now_s),
-            prefill_s=slowness * load.model.seconds(hit_tokens, prompt_tokens),
+            own_s=slowness * load.model.seconds(best_tokens, prompt.tokens),
+            copy_s=slowness * load.model.seconds(hit_tokens, best_tokens),
             pending_tokens=load.pending_tokens,
-            new_tokens=prompt_tokens - hit_tokens,
+            new_tokens=prompt.tokens - hit_tokens,
             recent_share=recent_share,
+            branch_share=self._branches.share(replica_id),
             decode_step_s=load.decode_step_s,
             free_blocks=self._free_blocks(replica_id),
         )

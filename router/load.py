@@ -110,6 +110,8 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
 
     A few observations say little about one replica; one that is far off the median is off indeed.
     """
+    if not loads:
+        return []
     own = [load.slowness for load in loads]
     fleet = sum(load.observed_s for load in loads) / sum(load.predicted_s for load in loads)
     median = sorted(own)[len(own) // 2]

@@ -1,16 +1,21 @@
 """Where a request should run, as arithmetic: no clocks, no sockets, no Ray.
 
-    cost = W + alpha * w + churn + decode                          all in seconds
+    cost = W + alpha * (own + copy / (1 + forks)) + balance + decode        all in seconds
 
-    W       prefill queued or running on the replica
-    w       prefill that this request still needs there, given its hits
-    alpha   1 while a quarter of the fleet is idle; then the price of congestion: recomputing a
-            prefix delays everybody behind it, so it rises with the lower quartile of the W
-    churn   a little more where much was computed lately, a little less where there is room
-    decode  what joining this replica's decode batch costs the requests in it
+    W        prefill queued or running on the replica
+    own      prefill of what no replica holds: it has to be done wherever the request goes
+    copy     prefill of what another replica holds and this one does not
+    forks    requests that left the prompt's longest known prefix before this one: a prefix that
+             many leave from (a system prompt, a document) is worth a second copy, a chat's history,
+             which only its own next turn leaves from, is not
+    alpha    1 while a quarter of the fleet is idle; then the price of congestion: recomputing a
+             prefix delays everybody behind it, so it rises with the lower quartile of the W
+    balance  a little more where much was computed lately, a little less where little was; and in
+             an idle fleet new conversations take turns, since their later turns will follow them
+    decode   what joining this replica's decode batch costs the requests in it
 
-A minimum of W + w alone would recompute a long prefix on an idle replica to save this request a
-little, and charge the work to everybody else.
+A minimum of W + own + copy alone would recompute a long prefix on an idle replica to save this
+request a little, and charge the work to everybody else.
 """
 
 import random
@@ -20,7 +25,8 @@ from dataclasses import dataclass
 SCARCITY_S = 0.1  # backlog of the lower quartile from which recomputing has a price
 PRICE_PER_S = 16.0  # how fast the price rises with that backlog
 MAX_PRICE = 40.0
-CHURN = 0.1  # the most that recent work adds to or takes from w, as a share of it
+BALANCE = 0.1  # what twice the mean of recent work adds, as a share of the request's prefill
+BRANCH_TURNS = 2.0  # what twice the mean of new conversations adds, in prefills of what is new
 DECODE_STEPS = 11.0  # decode steps that a newcomer's batch mates feel, besides its prefill's
 PREFILL_CHUNK_TOKENS = 8192  # prompt tokens that share one step with the decodes
 
@@ -30,36 +36,53 @@ class Candidate:
     replica_id: str
     hit_blocks: int  # leading blocks of the prompt held or expected there
     backlog_s: float  # W
-    prefill_s: float  # w
+    own_s: float
+    copy_s: float = 0.0
     pending_tokens: int = 0  # uncached prompt tokens sent there that have no first token yet
     new_tokens: int = 0  # prompt tokens this request would have to compute there
-    recent_share: float = 1.0  # tokens computed there lately, over the fleet's mean; 1 is average
-    decode_step_s: float = 0.0  # length that the replica's decodes add to each step
+    recent_share: float = 1.0  # tokens computed there lately, over the fleet's mean
+    branch_share: float = 1.0  # new conversations it took lately, over the fleet's mean
+    decode_step_s: float = 0.0  # time that the replica's decodes add to each step
     free_blocks: int = 0  # KV blocks that no running request holds
 
 
-def price(backlogs_s: Sequence[float]) -> float:
-    """alpha: what a second of prefill costs the fleet, in seconds."""
-    scarcity_s = sorted(backlogs_s)[len(backlogs_s) // 4]
-    return 1.0 + min(MAX_PRICE, PRICE_PER_S * max(0.0, scarcity_s - SCARCITY_S))
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What all candidates of one request have in common."""
+
+    alpha: float
+    forks: int
+    branch: float  # prefills of what is new that one share of new conversations is worth
 
 
-def cost_s(candidate: Candidate, alpha: float) -> float:
-    churn_s = CHURN * candidate.prefill_s * min(2.0, candidate.recent_share - 1.0)
-    steps = DECODE_STEPS + (
-        (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
+def is_branch(candidates: Sequence[Candidate], forks: int) -> bool:
+    """Whether the prompt begins a conversation: nobody knows its start, or others left it there."""
+    return forks > 0 or not any(candidate.hit_blocks for candidate in candidates)
+
+
+def prices(candidates: Sequence[Candidate], forks: int) -> Prices:
+    backlogs_s = sorted(candidate.backlog_s for candidate in candidates)
+    scarcity_s = backlogs_s[len(backlogs_s) // 4]
+    idle_share = backlogs_s.count(0.0) / len(backlogs_s)
+    return Prices(
+        alpha=1.0 + min(MAX_PRICE, PRICE_PER_S * max(0.0, scarcity_s - SCARCITY_S)),
+        forks=forks,
+        branch=BRANCH_TURNS * idle_share**2 if is_branch(candidates, forks) else 0.0,
     )
-    return (
-        candidate.backlog_s
-        + alpha * candidate.prefill_s
-        + churn_s
-        + candidate.decode_step_s * steps
-    )
 
 
-def rank(candidates: Sequence[Candidate], *, rng: random.Random) -> list[Candidate]:
+def cost_s(candidate: Candidate, prices: Prices) -> float:
+    prefill_s = candidate.own_s + candidate.copy_s / (1 + prices.forks)
+    balance_s = BALANCE * prefill_s * min(2.0, candidate.recent_share - 1.0)
+    branch_s = prices.branch * candidate.own_s * (candidate.branch_share - 1.0)
+    chunks = (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
+    decode_s = candidate.decode_step_s * (DECODE_STEPS + chunks)
+    return candidate.backlog_s + prices.alpha * prefill_s + balance_s + branch_s + decode_s
+
+
+def rank(candidates: Sequence[Candidate], *, forks: int, rng: random.Random) -> list[Candidate]:
     """Cheapest first; at equal cost the most free KV, then chance, never position."""
     if not candidates:
         return []
-    alpha = price([candidate.backlog_s for candidate in candidates])
-    return sorted(candidates, key=lambda c: (cost_s(c, alpha), -c.free_blocks, rng.random()))
+    common = prices(candidates, forks)
+    return sorted(candidates, key=lambda c: (cost_s(c, common), -c.free_blocks, rng.random()))

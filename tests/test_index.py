@@ -20,7 +20,7 @@ from replica.kvindex.index import (
     unpack,
 )
 from replica.publisher import Publisher
-from router.embedded_redis import EmbeddedRedis
+from router.embedded_redis import embedded_redis
 from router.feed import Feed
 from router.fleet import Fleet
 
@@ -39,8 +39,8 @@ BLOCKS = [Fingerprint(2**63 + i) for i in range(10)]
 
 @pytest.fixture(scope="module")
 def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as redis:
-        yield redis.url
+    with embedded_redis() as url:
+        yield url
 
 
 @pytest.fixture

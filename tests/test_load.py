@@ -1,0 +1,86 @@
+"""What a router can tell of a replica from its own requests alone."""
+
+import pytest
+
+from router.load import PRIOR_S, PrefillModel, ReplicaLoad, Sent, learned_slowness
+
+MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
+
+
+def sent(at_s: float, tokens: int = 1000, prefill_s: float = 1.0) -> Sent:
+    return Sent(prefill_s=prefill_s, new_tokens=tokens, prompt_tokens=tokens, sent_s=at_s)
+
+
+def test_a_token_costs_twice_as_much_where_attention_doubles_it() -> None:
+    assert MODEL.seconds(0, 1) == pytest.approx(0.001, rel=1e-2)
+    assert MODEL.seconds(1000, 1001) == pytest.approx(0.002, rel=1e-2)
+    assert MODEL.seconds(0, 500) + MODEL.seconds(500, 2000) == pytest.approx(MODEL.seconds(0, 2000))
+
+
+def test_the_backlog_is_what_was_sent_less_what_the_head_has_had() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.send("b", sent(0.1))
+    assert load.backlog_s(1.0, now_s=0.5) == pytest.approx(1.5)
+    assert load.backlog_s(2.0, now_s=0.5) == pytest.approx(3.5)
+
+
+def test_a_head_that_is_overdue_owes_nothing_and_hides_no_other() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.send("b", sent(0.0))
+    assert load.backlog_s(1.0, now_s=9.0) == pytest.approx(1.0)
+
+
+def test_a_first_token_turns_prefill_into_decode() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.first_token("a", 1.0)
+    assert load.backlog_s(1.0, 1.0) == 0.0
+    assert load.pending_tokens == 0
+    assert load.decode_step_s > 0
+    load.finish("a")
+    assert load.decode_step_s == 0
+    assert not load.is_busy
+
+
+def test_the_real_speed_is_learned_from_first_tokens() -> None:
+    load = ReplicaLoad(MODEL)
+    for i in range(200):
+        load.send(str(i), sent(float(3 * i)))
+        load.first_token(str(i), 3 * i + 3.0)
+        load.finish(str(i))
+    assert load.slowness == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_request_behind_another_is_timed_from_when_its_own_turn_came() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.send("b", sent(0.0))
+    load.first_token("a", 1.0)
+    load.first_token("b", 2.0)
+    assert load.observed_s == pytest.approx(load.predicted_s)
+    assert load.observed_s < PRIOR_S + 2.0
+
+
+def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.finish("a")
+    load.first_token("a", 99.0)
+    assert load.slowness == 1.0
+
+
+def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None:
+    loads = [ReplicaLoad(MODEL, observed_s=seconds) for seconds in (5.0, 5.5, 5.2, 50.0)]
+    one, two, three, slow = learned_slowness(loads)
+    assert 1.0 < one < 2.5
+    assert slow == 10.0
+    assert max(one, two, three) < slow
+
+
+def test_work_done_lately_is_forgotten_with_time() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0, tokens=1000))
+    assert load.recent(0.0) == 1000
+    assert load.recent(600.0) < 1
