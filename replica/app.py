@@ -6,18 +6,16 @@ import dataclasses
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 
-from replica.cores import claim_cores
+from replica.engines import start_engine
 from replica.events import BlockTable
 from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, connect
-from replica.model import resolve
-from replica.protocol import Chunk, Engine, GenerateRequest
+from replica.protocol import Chunk, GenerateRequest
 from replica.publisher import Publisher
 from replica.settings import ReplicaSettings
 
@@ -96,38 +94,3 @@ class Replica:
     async def _pump_events(self) -> None:
         async for events in self._engine.events():
             self._publisher.publish(events)
-
-
-async def start_engine(settings: ReplicaSettings) -> Engine:
-    """The engine that the settings name, ready to generate."""
-    folder = await asyncio.to_thread(resolve, settings.model)
-    if settings.engine == "simulated":
-        return _start_simulated(settings, folder)
-    _prepare_vllm(folder)
-    from replica.engine import VllmEngine
-
-    return await VllmEngine.start(settings, folder, claim_cores(settings.cores))
-
-
-def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
-    from replica.simulated import SimulatedConfig, SimulatedEngine
-
-    config = SimulatedConfig(
-        block_size=settings.block_size,
-        capacity_blocks=settings.simulated_blocks,
-        max_model_len=settings.max_model_len or settings.simulated_blocks * settings.block_size,
-        prefill_tokens_per_s=settings.simulated_prefill_tokens_per_s,
-        decode_step_s=settings.simulated_decode_ms / 1000,
-        decode_per_seq_s=0.0,
-        max_running=settings.max_num_seqs or 256,
-        prefix_caching=settings.prefix_caching,
-    )
-    return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
-
-
-def _prepare_vllm(folder: str) -> None:
-    """Sets what vLLM reads when it is imported."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if Path(folder).is_dir():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")

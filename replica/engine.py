@@ -11,6 +11,7 @@ import zmq.asyncio
 from vllm.config import KVEventsConfig
 from vllm.distributed import kv_events
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
@@ -73,6 +74,8 @@ class VllmEngine:
                     yield chunk
         except VllmDeadError as error:
             raise EngineDeadError(str(error)) from error
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
 
     async def events(self) -> AsyncIterator[list[KVEvent]]:
         decoder = msgspec.msgpack.Decoder(kv_events.KVEventBatch)

@@ -1,0 +1,45 @@
+"""Which engine a replica runs; only the chosen one is imported."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from replica.cores import claim_cores
+from replica.model import resolve
+from replica.protocol import Engine
+from replica.settings import ReplicaSettings
+
+
+async def start_engine(settings: ReplicaSettings) -> Engine:
+    """The engine that the settings name, ready to generate."""
+    folder = await asyncio.to_thread(resolve, settings.model)
+    if settings.engine == "simulated":
+        return _start_simulated(settings, folder)
+    _prepare_vllm(folder)
+    from replica.engine import VllmEngine
+
+    return await VllmEngine.start(settings, folder, claim_cores(settings.cores))
+
+
+def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
+    from replica.simulated import SimulatedConfig, SimulatedEngine
+
+    config = SimulatedConfig(
+        block_size=settings.block_size,
+        capacity_blocks=settings.simulated_blocks,
+        max_model_len=settings.max_model_len or settings.simulated_blocks * settings.block_size,
+        prefill_tokens_per_s=settings.simulated_prefill_tokens_per_s,
+        decode_step_s=settings.simulated_decode_ms / 1000,
+        decode_per_seq_s=0.0,
+        max_running=settings.max_num_seqs or 256,
+        prefix_caching=settings.prefix_caching,
+    )
+    return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
+
+
+def _prepare_vllm(folder: str) -> None:
+    """Sets what vLLM reads when it is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if Path(folder).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,215 @@
+"""What every engine does: each behaviour is asked of the simulated engine and of vLLM."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from replica.engines import start_engine
+from replica.events import BlockTable, Changes
+from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
+from replica.model import BUILTIN_MODEL
+from replica.protocol import Chunk, Engine, GenerateRequest, Sampling
+from replica.settings import ReplicaSettings
+
+BLOCK = 32
+GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(240),
+]
+
+
+@dataclass
+class Running:
+    """An engine, and the table that its events keep."""
+
+    engine: Engine
+    table: BlockTable
+    requests: int = 0
+
+    async def ask(
+        self, prompt: list[int], sampling: Sampling = GREEDY, namespace: str = ""
+    ) -> list[Chunk]:
+        self.requests += 1
+        request = GenerateRequest(
+            f"r{self.requests}", np.array(prompt, np.uint32), sampling, namespace
+        )
+        return [chunk async for chunk in self.engine.generate(request)]
+
+    async def pump(self) -> None:
+        async for events in self.engine.events():
+            self.table.apply(events, Changes())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["simulated", "vllm"])
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
+    settings = ReplicaSettings(
+        model=BUILTIN_MODEL,
+        served_model_name="m",
+        redis_url="",
+        engine=request.param,
+        max_model_len=2048,
+        kv_cache_memory_mb=128,
+        simulated_blocks=180,
+        simulated_prefill_tokens_per_s=0,
+        simulated_decode_ms=5,
+    )
+    engine = await start_engine(settings)
+    running = Running(engine, BlockTable(model="m", revision="", block_size=BLOCK))
+    pump = asyncio.create_task(running.pump())
+    yield running
+    pump.cancel()
+    await asyncio.gather(pump, return_exceptions=True)
+    await engine.close()
+
+
+def prompt_of(tokens: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1000, 40_000, tokens).tolist()
+
+
+def text_of(chunks: list[Chunk], index: int = 0) -> str:
+    return "".join(chunk.text for chunk in chunks if chunk.index == index)
+
+
+def ids_of(chunks: list[Chunk]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+def chain_of(prompt: list[int], namespace: str = "") -> list[Fingerprint]:
+    parent = root(model="m", block_size=BLOCK, namespace=namespace)
+    return fingerprints(np.array(prompt, np.uint32), block_size=BLOCK, parent=parent)
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engine_says_what_it_is(running: Running) -> None:
+    facts = running.engine.facts
+    assert facts.block_size == BLOCK
+    assert facts.capacity_blocks > facts.max_model_len / BLOCK
+    assert facts.prefill_tokens_per_s > 0
+    await running.engine.check()
+
+
+async def test_the_second_time_all_full_blocks_are_cached_and_the_answer_is_the_same(
+    running: Running,
+) -> None:
+    prompt = prompt_of(500, seed=1)
+    cold, cached = await running.ask(prompt), await running.ask(prompt)
+    assert {chunk.cached_tokens for chunk in cold} == {0}
+    assert {chunk.cached_tokens for chunk in cached} == {480}
+    assert ids_of(cold) == ids_of(cached)
+    assert text_of(cold) == text_of(cached)
+
+
+async def test_a_prompt_of_whole_blocks_computes_its_last_block_again(running: Running) -> None:
+    prompt = prompt_of(4 * BLOCK, seed=2)
+    await running.ask(prompt)
+    assert (await running.ask(prompt))[0].cached_tokens == 3 * BLOCK
+
+
+async def test_a_longer_prompt_takes_the_blocks_of_its_beginning(running: Running) -> None:
+    prompt = prompt_of(200, seed=3)
+    await running.ask(prompt)
+    assert (await running.ask(prompt + prompt_of(100, seed=4)))[0].cached_tokens == 192
+
+
+async def test_the_events_tell_exactly_the_fingerprints_of_prompt_and_answer(
+    running: Running,
+) -> None:
+    prompt = prompt_of(100, seed=5)
+    answer = await running.ask(prompt, Sampling(max_tokens=64, temperature=0.0, ignore_eos=True))
+    computed = prompt + ids_of(answer)[:-1]  # the last token's KV is never computed
+    await until(lambda: set(chain_of(computed)) <= set(running.table.held()))
+    other = prompt_of(100, seed=6)
+    assert not set(chain_of(other)) & set(running.table.held())
+
+
+async def test_namespaces_share_no_blocks(running: Running) -> None:
+    prompt = prompt_of(200, seed=7)
+    await running.ask(prompt)
+    assert (await running.ask(prompt, namespace="tenant"))[0].cached_tokens == 0
+    assert (await running.ask(prompt, namespace="tenant"))[0].cached_tokens == 192
+    await until(lambda: set(chain_of(prompt, "tenant")) <= set(running.table.held()))
+
+
+async def test_evicted_blocks_leave_the_table(running: Running) -> None:
+    first = prompt_of(300, seed=8)
+    await running.ask(first)
+    await until(lambda: chain_of(first)[0] in running.table.held())
+    for seed in range(100, 106):
+        await running.ask(prompt_of(1500, seed))
+    await until(lambda: chain_of(first)[-1] not in running.table.held())
+    assert len(running.table) <= running.engine.facts.capacity_blocks
+
+
+async def test_a_reset_is_told_at_once(running: Running) -> None:
+    await running.ask(prompt_of(100, seed=9))
+    await until(lambda: len(running.table) > 0)
+    assert await running.engine.reset_prefix_cache()
+    await until(lambda: len(running.table) == 0)
+
+
+async def test_a_caller_that_leaves_frees_the_engine(running: Running) -> None:
+    request = GenerateRequest(
+        "leaver",
+        np.array(prompt_of(100, seed=10), np.uint32),
+        Sampling(max_tokens=1500, temperature=0.0, ignore_eos=True),
+    )
+    async with contextlib.aclosing(running.engine.generate(request)) as chunks:
+        await anext(chunks)
+    await running.ask(prompt_of(40, seed=11))  # a step for the statistics
+    await until(lambda: running.engine.load().running == 0)
+
+
+async def test_a_stop_string_ends_the_answer_before_itself(running: Running) -> None:
+    prompt = prompt_of(60, seed=12)
+    longer = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+    whole = text_of(await running.ask(prompt, longer))
+    stop = whole[len(whole) // 2 :][:4]
+    chunks = await running.ask(
+        prompt, Sampling(max_tokens=24, temperature=0.0, ignore_eos=True, stop=(stop,))
+    )
+    assert text_of(chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].finish_reason == "stop"
+
+
+async def test_the_token_limit_ends_the_answer(running: Running) -> None:
+    chunks = await running.ask(prompt_of(40, seed=13))
+    assert len(ids_of(chunks)) == 8
+    assert [chunk.finish_reason for chunk in chunks[-1:]] == ["length"]
+
+
+async def test_several_choices_come_under_their_numbers(running: Running) -> None:
+    sampling = Sampling(max_tokens=5, n=3, temperature=1.0, seed=3, ignore_eos=True)
+    chunks = await running.ask(prompt_of(40, seed=14), sampling)
+    ends = [chunk.index for chunk in chunks if chunk.finish_reason]
+    assert sorted(ends) == [0, 1, 2]
+
+
+async def test_logprobs_come_with_each_token_likeliest_first(running: Running) -> None:
+    sampling = Sampling(max_tokens=4, temperature=0.0, logprobs=3, ignore_eos=True)
+    chunks = await running.ask(prompt_of(40, seed=15), sampling)
+    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+    assert [logprob.chosen.token_id for logprob in logprobs] == ids_of(chunks)
+    for logprob in logprobs:
+        assert len(logprob.top) == 3
+        values = [alternative.logprob for alternative in logprob.top]
+        assert values == sorted(values, reverse=True)
+        assert logprob.chosen == logprob.top[0]
+
+
+async def test_an_impossible_request_is_refused_and_the_next_one_served(running: Running) -> None:
+    with pytest.raises(ValueError, match=r"2\d\d\d"):
+        await running.ask(prompt_of(2100, seed=16))
+    assert ids_of(await running.ask(prompt_of(40, seed=17)))
