@@ -84,7 +84,7 @@ class Replica:
         return {
             "model": self._settings.served_model_name,
             "fingerprint_version": FINGERPRINT_VERSION,
-            "node": ray.get_runtime_context().get_node_id(),
+            "node": ray.util.get_node_ip_address(),
             "pid": os.getpid(),
         }
 

@@ -1,6 +1,7 @@
 """Which engine a replica runs; only the chosen one is imported."""
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from replica.cores import claim_cores
 from replica.model import resolve
 from replica.protocol import Engine
 from replica.settings import ReplicaSettings
+
+UNKNOWN_CONTEXT = 131_072  # tokens
 
 
 async def start_engine(settings: ReplicaSettings) -> Engine:
@@ -24,10 +27,11 @@ async def start_engine(settings: ReplicaSettings) -> Engine:
 def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
     from replica.simulated import SimulatedConfig, SimulatedEngine
 
+    capacity_tokens = settings.simulated_blocks * settings.block_size
     config = SimulatedConfig(
         block_size=settings.block_size,
         capacity_blocks=settings.simulated_blocks,
-        max_model_len=settings.max_model_len or settings.simulated_blocks * settings.block_size,
+        max_model_len=min(capacity_tokens, settings.max_model_len or _context_tokens(folder)),
         prefill_tokens_per_s=settings.simulated_prefill_tokens_per_s,
         decode_step_s=settings.simulated_decode_ms / 1000,
         decode_per_seq_s=0.0,
@@ -43,3 +47,12 @@ def _prepare_vllm(folder: str) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if Path(folder).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _context_tokens(folder: str) -> int:
+    """The longest context that the model was made for, where its configuration tells."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+    except OSError:
+        return UNKNOWN_CONTEXT
+    return int(config.get("max_position_embeddings", UNKNOWN_CONTEXT))

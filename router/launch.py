@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,12 +12,13 @@ from typing import Any
 import httpx
 
 from replica.model import BUILTIN_MODEL, is_converted, resolve
-from router.embedded_redis import check_redis, embedded_redis, free_port
+from router.embedded_redis import check_redis, embedded_redis
+from router.ports import free_port, why_not
 from router.processes import adopt_orphans, end_descendants
 from router.progress import Progress, StartError
 from router.ray_cluster import deploy, gpu_count, local_ray
 from router.settings import ServeSettings
-from router.signals import Stopped, StopSignals
+from router.signals import StopSignals
 
 Builder = Callable[[dict[str, Any]], Any]  # settings as a dict -> a Ray Serve application
 
@@ -50,10 +50,11 @@ def _serve(settings: ServeSettings, build: Builder, folder: Path, signals: StopS
             _start(settings, build, folder, signals, progress, running)
             while True:
                 signals.sleep(POLL_S)
-        except Stopped:
-            progress.step("stopping")
-            return 0
-        except StartError as error:
+        except BaseException as error:  # a signal inside Ray comes out as anything
+            if signals.has_come or isinstance(error, SystemExit):  # Ray's own SIGTERM handler
+                return 0
+            if not isinstance(error, StartError):
+                raise
             progress.fail(str(error))
             if (folder / "session_latest").exists():
                 progress.say(f"Ray's logs are in {folder}/session_latest/logs")
@@ -75,6 +76,7 @@ def _start(
     refuse_taken_port(settings.host, settings.port)
     redis_url = _redis(settings, progress, running)
     model = _model(settings, progress)
+    progress.step("starting Ray")
     running.enter_context(local_ray(settings, folder))
     signals.install()  # Ray has taken one
     progress.step("Ray is up")
@@ -94,13 +96,11 @@ def _start(
 
 def refuse_taken_port(host: str, port: int) -> None:
     """Raises StartError when somebody listens there, or when there is no such address."""
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
+    if (error := why_not(host, port)) is not None:
         raise StartError(
             f"port {port} on {host} cannot be had ({os.strerror(error.errno or 0)}); "
             f"try --port {free_port()}, or another --host"
-        ) from None
+        )
 
 
 def gpus_per_replica(settings: ServeSettings, available: int) -> int:

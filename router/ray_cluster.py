@@ -6,11 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from router.embedded_redis import free_port
+from click import unstyle
+
+from router.ports import free_port
 from router.progress import Progress, StartError
 from router.settings import ServeSettings
 from router.signals import StopSignals
@@ -26,31 +28,11 @@ SHOWN_CHARS = 4000  # of a replica's error: its end
 @contextmanager
 def local_ray(settings: ServeSettings, folder: Path) -> Iterator[None]:
     """Ray and Serve run, with all their files in the folder, until the block ends."""
-    _prepare_environment(folder)
-    import ray
-    from ray import serve
-
     try:
-        ray.init(
-            address="local",
-            namespace=APPLICATION,
-            num_cpus=_logical_cpus(settings),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(folder),
-        )
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": settings.host, "port": settings.port},
-        )
+        _start(settings, folder)
         yield
     finally:
-        _within(SHUTDOWN_S, serve.shutdown)
-        _within(SHUTDOWN_S, ray.shutdown)
+        _stop()
 
 
 def deploy(application: Any, progress: Progress, signals: StopSignals, deadline: float) -> None:
@@ -65,7 +47,7 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
-    shown: dict[str, int] = {}
+    shown: set[str] = set()
     while time.monotonic() < deadline:
         status = serve.status().applications[APPLICATION]
         _show(status.deployments, shown, progress)
@@ -88,18 +70,69 @@ def gpu_count() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-def _show(deployments: Mapping[str, Any], shown: dict[str, int], progress: Progress) -> None:
+def _start(settings: ServeSettings, folder: Path) -> None:
+    _prepare_environment(folder)
+    import ray
+    from ray import serve
+
+    try:
+        ray.init(
+            address="local",
+            namespace=APPLICATION,
+            num_cpus=_logical_cpus(settings),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(folder),
+        )
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": settings.host, "port": settings.port},
+        )
+    except (ray.exceptions.RayError, RuntimeError, OSError) as error:
+        raise StartError(f"Ray does not start: {error}") from None
+
+
+def _stop() -> None:
+    import ray
+    from ray import serve
+
+    if not ray.is_initialized():
+        return  # serve.shutdown would start a Ray to stop
+    with open(os.devnull, "w") as silence, redirect_stdout(silence):
+        # Ray reports each actor that it stops as a failed task.
+        _within(SHUTDOWN_S, serve.shutdown)
+        _within(SHUTDOWN_S, ray.shutdown)
+
+
+def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -> None:
+    """Prints what is news: `shown` has the lines that are not."""
+    for line in _news(deployments):
+        if line not in shown:
+            shown.add(line)
+            progress.step(line)
+
+
+def _news(deployments: Mapping[str, Any]) -> Iterator[str]:
     for name, deployment in deployments.items():
-        ready = deployment.replica_states.get("RUNNING", 0)
         wanted = sum(deployment.replica_states.values())
-        for number in range(shown.get(name, 0) + 1, ready + 1):
-            progress.step(f"{name.lower()} {number} of {wanted} is ready")
-        shown[name] = max(ready, shown.get(name, 0))
+        for number in range(1, deployment.replica_states.get("RUNNING", 0) + 1):
+            yield f"{name.lower()} {number} of {wanted} is ready"
+        if "Error:" in deployment.message:
+            yield f"{name.lower()} cannot start yet: {_last_line(deployment.message)}"
+
+
+def _last_line(message: str) -> str:
+    return unstyle(message).strip().splitlines()[-1]
 
 
 def _reason(status: Any) -> str:
+    """What the deployments say, without the colours of Ray's tracebacks."""
     messages = [each.message for each in status.deployments.values() if each.message]
-    return "\n".join(messages or [status.message])[-SHOWN_CHARS:]
+    return unstyle("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
 
 
 def _prepare_environment(folder: Path) -> None:

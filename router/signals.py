@@ -7,6 +7,7 @@ from types import FrameType
 
 from router.processes import kill_descendants
 
+NOTICE = b"\nstopping; the same again kills everything at once\n"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -15,9 +16,13 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Raises Stopped in the main thread, wherever it is, when the first signal arrives."""
+    """Raises Stopped in the main thread, wherever it is, when the first signal arrives.
+
+    Code that is not Python may turn that into another exception: `has_come` tells.
+    """
 
     def __init__(self) -> None:
+        self.has_come = False
         self._is_stopping = False
         self.install()
 
@@ -33,12 +38,13 @@ class StopSignals:
     def sleep(self, seconds: float) -> None:
         """Sleeps; raises Stopped also when the signal's own was lost in somebody's callback."""
         time.sleep(seconds)
-        if self._is_stopping:
+        if self.has_come:
             raise Stopped
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_stopping:
             kill_descendants()
             os._exit(128 + signal.SIGINT)
-        self._is_stopping = True
+        self.has_come = self._is_stopping = True
+        os.write(1, NOTICE)  # print() may be what was interrupted
         raise Stopped

@@ -15,9 +15,10 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from router.embedded_redis import free_port
+from router.ports import free_port
 
-COMMAND = (sys.executable, "-c", "from router.cli import main; main()", "serve")
+KVROUTE = (sys.executable, "-c", "from router.cli import main; main()")
+COMMAND = (*KVROUTE, "serve")
 READY = "kvroute ready at "
 MARK = "KVROUTE_TEST_MARK"  # inherited by every process that the command starts
 STOP_S = 40.0

@@ -1,0 +1,31 @@
+# Everything there is to do here; `make` alone lists it. Linux only.
+
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+BIN := .venv/bin
+
+# Once set up for GPUs, a checkout stays so.
+PROFILE := $(if $(GPU),gpu,$(if $(wildcard .venv/ready-gpu),gpu,cpu))
+READY := .venv/ready-$(PROFILE)
+
+.PHONY: help setup serve test lint
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' Makefile
+
+setup: $(READY) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
+	@:
+
+serve: $(READY) ## The cluster, in the foreground; options as in ARGS="--port 8123 --replicas 2"
+	@exec $(BIN)/kvroute serve $(ARGS)
+
+test: $(READY) ## All tests; options of pytest as in ARGS="-k mirror"
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## Formatting, lint and types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+$(READY): requirements-$(PROFILE).lock pyproject.toml scripts/setup.sh
+	@scripts/setup.sh $(PROFILE)

@@ -1,0 +1,28 @@
+"""Clusters that several tests share: starting one costs seconds."""
+
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+
+from tests.serving import Cluster, start_cluster
+
+
+@pytest.fixture(scope="session")
+def simulated_cluster() -> Iterator[Cluster]:
+    """Four replicas without a model behind two routers."""
+    with start_cluster(
+        *("--engine", "simulated", "--replicas", "4", "--routers", "2"),
+        *("--simulated-prefill-tokens-per-s", "50000", "--simulated-decode-ms", "2"),
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(simulated_cluster: Cluster) -> Iterator[OpenAI]:
+    with openai_client(simulated_cluster) as client:
+        yield client
+
+
+def openai_client(cluster: Cluster) -> OpenAI:
+    return OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60)
