@@ -26,7 +26,7 @@ log = logging.getLogger("kvroute.replica")
 class Replica:
     """The deployment; everything but Ray Serve's hooks is in the engine and the publisher."""
 
-    async def __init__(self, settings: dict[str, Any]) -> None:
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = ReplicaSettings.model_validate(settings)
         self.id = serve.get_replica_context().replica_id.unique_id
         self._engine = await start_engine(self._settings)
@@ -80,7 +80,7 @@ class Replica:
             lease_s=settings.lease_s,
         )
 
-    def _identity(self) -> Mapping[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         return {
             "model": self._settings.served_model_name,
             "fingerprint_version": FINGERPRINT_VERSION,

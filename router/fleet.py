@@ -10,7 +10,7 @@ from replica.protocol import TokenIds
 from router.branches import Branches
 from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness
 from router.mirror import Mirror
-from router.policy import Candidate, is_branch, rank
+from router.policy import Candidate, rank
 
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 
@@ -22,7 +22,6 @@ class Placement:
     ranking: tuple[Candidate, ...]
     chain: tuple[Fingerprint, ...]  # the prompt's reusable blocks
     best_hit_blocks: int  # the most that any replica has of it
-    is_branch: bool  # a conversation's beginning, not a turn of a known one
     prompt_tokens: int
     block_size: int
 
@@ -32,6 +31,11 @@ class Placement:
             if candidate.replica_id == replica_id:
                 return candidate
         return Candidate(replica_id, hit_blocks=0, backlog_s=0.0, own_s=0.0)
+
+    @property
+    def known_prefix(self) -> tuple[Fingerprint, ...]:
+        """What some replica has of the prompt."""
+        return self.chain[: self.best_hit_blocks]
 
     def expected_tokens(self, replica_id: str) -> int:
         return self.at(replica_id).hit_blocks * self.block_size
@@ -108,19 +112,18 @@ class Fleet:
             self._candidate(
                 replica_id,
                 prompt=Prompt(len(token_ids), hits.get(replica_id, 0), best),
+                branch_share=self._branches.share(chain[:best], replica_id),
                 slowness=slowness[i],
                 recent_share=len(running) * recent[i] / total_recent if total_recent else 1.0,
                 now_s=now_s,
             )
             for i, replica_id in enumerate(running)
         ]
-        forks = self._branches.forks(chain[:best])
-        ranking = rank(candidates, forks=forks, rng=self._rng)
+        ranking = rank(candidates, forks=self._branches.forks(chain[:best]), rng=self._rng)
         return Placement(
             ranking=tuple(ranking),
             chain=tuple(chain),
             best_hit_blocks=best,
-            is_branch=is_branch(candidates, forks),
             prompt_tokens=len(token_ids),
             block_size=self._block_size,
         )
@@ -139,9 +142,9 @@ class Fleet:
                 sent_s=now_s,
             ),
         )
-        self._branches.leave(placement.chain[: placement.best_hit_blocks])
-        if placement.is_branch:
-            self._branches.take(replica_id, [c.replica_id for c in placement.ranking])
+        self._branches.take(
+            placement.known_prefix, replica_id, [c.replica_id for c in placement.ranking]
+        )
         expected = placement.chain[hit_blocks:] if self._caches(replica_id) else ()
         self.mirror.expect(replica_id, expected)
         return Trip(self.mirror, load, replica_id, request_id, expected)
@@ -151,6 +154,7 @@ class Fleet:
         replica_id: str,
         *,
         prompt: Prompt,
+        branch_share: float,
         slowness: float,
         recent_share: float,
         now_s: float,
@@ -167,7 +171,7 @@ class Fleet:
             pending_tokens=load.pending_tokens,
             new_tokens=prompt.tokens - hit_tokens,
             recent_share=recent_share,
-            branch_share=self._branches.share(replica_id),
+            branch_share=branch_share,
             decode_step_s=load.decode_step_s,
             free_blocks=self._free_blocks(replica_id),
         )

@@ -84,7 +84,9 @@ async def read_body(request: Request, *, limit_mb: int) -> bytes:
 class Router:
     """One of N equal routers; each has its own mirror of the index."""
 
-    async def __init__(self, settings: dict[str, Any], replicas: DeploymentHandle) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: dict[str, Any], replicas: DeploymentHandle
+    ) -> None:
         self._settings = RouterSettings.model_validate(settings)
         self._started = int(time.time())
         folder = await asyncio.to_thread(resolve, self._settings.model)

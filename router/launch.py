@@ -111,9 +111,8 @@ def gpus_per_replica(settings: ServeSettings, available: int) -> int:
     each = min(1, available) if wanted is None else wanted
     if each * settings.replicas > available:
         raise StartError(
-            f"{settings.replicas} replicas with {each} GPUs each need {each * settings.replicas}, "
-            f"and there are {available}; say --replicas {max(1, available // each)} or "
-            "--gpus-per-replica 0"
+            f"{settings.replicas} replicas of {each} GPUs need {each * settings.replicas}, and "
+            f"{available} can be used here; lower --replicas or --gpus-per-replica (0: CPUs)"
         )
     return each
 

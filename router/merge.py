@@ -1,7 +1,7 @@
 """Several prompts of one call answer side by side; their chunks come out as they are made."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from replica.protocol import Chunk
 from router.dispatch import Generation
@@ -9,7 +9,7 @@ from router.dispatch import Generation
 WAITING_CHUNKS = 64  # a slow client slows the engines' streams down, it fills no memory
 
 
-async def merge(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Chunk]]:
+async def merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """(prompt number, chunk) of all generations; the first failure ends them all."""
     if len(generations) == 1:
         async for chunk in generations[0].chunks():

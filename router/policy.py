@@ -6,8 +6,8 @@
     own      prefill of what no replica holds: it has to be done wherever the request goes
     copy     prefill of what another replica holds and this one does not
     forks    requests that left the prompt's longest known prefix before this one: a prefix that
-             many leave from (a system prompt, a document) is worth a second copy, a chat's history,
-             which only its own next turn leaves from, is not
+             many leave from, like a system prompt, is worth a second copy; a chat's history, which
+             only its own next turn leaves from, is not
     alpha    1 while a quarter of the fleet is idle; then the price of congestion: recomputing a
              prefix delays everybody behind it, so it rises with the lower quartile of the W
     balance  a little more where much was computed lately, a little less where little was; and in
@@ -26,7 +26,8 @@ SCARCITY_S = 0.1  # backlog of the lower quartile from which recomputing has a p
 PRICE_PER_S = 16.0  # how fast the price rises with that backlog
 MAX_PRICE = 40.0
 BALANCE = 0.1  # what twice the mean of recent work adds, as a share of the request's prefill
-BRANCH_TURNS = 2.0  # what twice the mean of new conversations adds, in prefills of what is new
+BRANCH_TURNS = 1.25  # what twice the mean of new conversations adds, in prefills of what is new
+MAX_FORKS = 4  # a copy costs at least a fifth: questions about a long document stay with it
 DECODE_STEPS = 11.0  # decode steps that a newcomer's batch mates feel, besides its prefill's
 PREFILL_CHUNK_TOKENS = 8192  # prompt tokens that share one step with the decodes
 
@@ -41,7 +42,7 @@ class Candidate:
     pending_tokens: int = 0  # uncached prompt tokens sent there that have no first token yet
     new_tokens: int = 0  # prompt tokens this request would have to compute there
     recent_share: float = 1.0  # tokens computed there lately, over the fleet's mean
-    branch_share: float = 1.0  # new conversations it took lately, over the fleet's mean
+    branch_share: float = 1.0  # branches it took of the prompt's known prefix, over the mean
     decode_step_s: float = 0.0  # time that the replica's decodes add to each step
     free_blocks: int = 0  # KV blocks that no running request holds
 
@@ -51,16 +52,16 @@ class Prices:
     """What all candidates of one request have in common."""
 
     alpha: float
-    forks: int
+    forks: float
     branch: float  # prefills of what is new that one share of new conversations is worth
 
 
-def is_branch(candidates: Sequence[Candidate], forks: int) -> bool:
+def is_branch(candidates: Sequence[Candidate], forks: float) -> bool:
     """Whether the prompt begins a conversation: nobody knows its start, or others left it there."""
     return forks > 0 or not any(candidate.hit_blocks for candidate in candidates)
 
 
-def prices(candidates: Sequence[Candidate], forks: int) -> Prices:
+def prices(candidates: Sequence[Candidate], forks: float) -> Prices:
     backlogs_s = sorted(candidate.backlog_s for candidate in candidates)
     scarcity_s = backlogs_s[len(backlogs_s) // 4]
     idle_share = backlogs_s.count(0.0) / len(backlogs_s)
@@ -72,15 +73,15 @@ def prices(candidates: Sequence[Candidate], forks: int) -> Prices:
 
 
 def cost_s(candidate: Candidate, prices: Prices) -> float:
-    prefill_s = candidate.own_s + candidate.copy_s / (1 + prices.forks)
+    prefill_s = candidate.own_s + candidate.copy_s / (1 + min(MAX_FORKS, prices.forks))
     balance_s = BALANCE * prefill_s * min(2.0, candidate.recent_share - 1.0)
-    branch_s = prices.branch * candidate.own_s * (candidate.branch_share - 1.0)
+    branch_s = prices.branch * candidate.own_s * min(2.0, candidate.branch_share - 1.0)
     chunks = (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
     decode_s = candidate.decode_step_s * (DECODE_STEPS + chunks)
     return candidate.backlog_s + prices.alpha * prefill_s + balance_s + branch_s + decode_s
 
 
-def rank(candidates: Sequence[Candidate], *, forks: int, rng: random.Random) -> list[Candidate]:
+def rank(candidates: Sequence[Candidate], *, forks: float, rng: random.Random) -> list[Candidate]:
     """Cheapest first; at equal cost the most free KV, then chance, never position."""
     if not candidates:
         return []

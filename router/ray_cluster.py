@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from click import unstyle
+from rich.text import Text
 
 from router.ports import free_port
 from router.progress import Progress, StartError
@@ -126,13 +126,18 @@ def _news(deployments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _last_line(message: str) -> str:
-    return unstyle(message).strip().splitlines()[-1]
+    return _plain(message).strip().splitlines()[-1]
 
 
 def _reason(status: Any) -> str:
-    """What the deployments say, without the colours of Ray's tracebacks."""
+    """What the deployments say."""
     messages = [each.message for each in status.deployments.values() if each.message]
-    return unstyle("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
+    return _plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
+
+
+def _plain(message: str) -> str:
+    """Without the colours of Ray's tracebacks."""
+    return Text.from_ansi(message).plain
 
 
 def _prepare_environment(folder: Path) -> None:

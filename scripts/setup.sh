@@ -16,7 +16,7 @@ main() {
     rm -f .venv/ready-*
     [ -d .venv ] || make_venv
     : >"$log"
-    trap 'tail -n 20 "$log"; fail "not finished; all that pip said is in $log"' ERR
+    trap 'show_errors; fail "not finished; all that was said is in $log"' ERR
     install_everything
     warm_up
     touch "$ready"
@@ -79,6 +79,10 @@ show_progress() {
 # One line that is written over and over; nothing where nobody watches.
 show() {
     if [ -t 1 ]; then printf '\r\033[K%s' "${1:+       $1}"; fi
+}
+
+show_errors() {
+    grep -vE '^( |Collecting|Requirement|WARNING|ERROR: Ignored|$)' "$log" | cut -c 1-200 | tail -n 8
 }
 
 # Compiles what a start imports and nothing else, and shows that it can be imported.

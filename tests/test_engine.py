@@ -71,7 +71,7 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(1000, 40_000, tokens).tolist()
+    return list(map(int, np.random.default_rng(seed).integers(1000, 40_000, tokens)))
 
 
 def text_of(chunks: list[Chunk], index: int = 0) -> str:

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.kvindex.fingerprint import fingerprints, reusable_blocks, root
+from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 
 ROOT = root(model="m", block_size=4)
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def chain(ids: list[int], parent: int = ROOT, block_size: int = 4) -> list[int]:
-    return list(fingerprints(np.array(ids, np.uint32), block_size=block_size, parent=parent))
+def chain(ids: list[int], parent: Fingerprint = ROOT, block_size: int = 4) -> list[Fingerprint]:
+    return fingerprints(np.array(ids, np.uint32), block_size=block_size, parent=parent)
 
 
 def test_the_fingerprints_are_pinned() -> None:

@@ -1,4 +1,4 @@
-"""The index on a real Redis: what a writer says is what a reader finds, and stale writers say nothing."""
+"""The index on a real Redis: writers are heard, stale writers are not, mirrors follow."""
 
 import asyncio
 import contextlib

@@ -9,7 +9,7 @@ from router.mirror import Mirror
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 replicas = st.sampled_from(["a", "b", "c"])
 blocks = st.lists(st.integers(0, 30).map(Fingerprint), max_size=8)
-operations = st.one_of(
+operations: st.SearchStrategy[tuple[str, str, list[Fingerprint]]] = st.one_of(
     st.tuples(st.sampled_from(["add", "remove"]), replicas, blocks),
     st.tuples(st.sampled_from(["join", "drop", "sweep"]), replicas, st.just([])),
 )

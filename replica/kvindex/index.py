@@ -128,7 +128,7 @@ class Index:
     """The index of one model. Any method raises redis.exceptions.RedisError when Redis is away."""
 
     def __init__(self, client: "redis.Redis", model: str) -> None:
-        self._redis = client
+        self._redis: Any = client  # its types allow every answer of every protocol version
         tag = model.replace("{", "(").replace("}", ")")
         self._prefix = f"kvroute:{{{tag}}}"
         self._changes = f"{self._prefix}:changes"

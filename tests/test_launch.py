@@ -1,0 +1,44 @@
+"""A start that cannot succeed says why, and a stop leaves nothing behind, whenever it comes."""
+
+import signal
+import socket
+
+import pytest
+
+from router.launch import gpus_per_replica, refuse_taken_port
+from router.ports import free_port
+from router.progress import StartError
+from router.settings import load
+from tests.serving import assert_gone, launched
+
+
+def test_a_taken_port_is_refused_with_another_one() -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 .* try --port 2"):
+            refuse_taken_port("127.0.0.1", port)
+
+
+def test_a_gpu_each_where_there_are_some_and_none_for_the_simulation() -> None:
+    assert gpus_per_replica(load({}), available=8) == 1
+    assert gpus_per_replica(load({}), available=0) == 0
+    assert gpus_per_replica(load({"engine": "simulated"}), available=8) == 0
+
+
+def test_more_gpus_than_there_are_are_refused() -> None:
+    with pytest.raises(StartError, match="2 replicas of 4 GPUs need 8, and 7 can be used"):
+        gpus_per_replica(load({"gpus_per_replica": 4}), available=7)
+
+
+def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:
+    with launched("--model", "/nowhere") as cluster:
+        assert cluster.process.wait(60) == 1
+        assert "model is '/nowhere', where there is no config.json" in cluster.output()
+        assert_gone(cluster)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start_leaves_no_process(number: signal.Signals) -> None:
+    with launched("--engine", "simulated") as cluster:
+        cluster.wait_for("starting Ray", deadline_s=60)
+        assert cluster.stop(number) == 0
