@@ -54,9 +54,9 @@ class VllmEngine:
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
         """Loads the model (a folder or a hub name); the engine's process is bound to `cores`."""
         # We bind and the engine connects: no port is guessed, and no early event is missed.
-        subscriber = zmq.asyncio.Context.instance().socket(zmq.SocketType.SUB)
-        subscriber.setsockopt(zmq.SocketOption.SUBSCRIBE, b"")
-        subscriber.setsockopt(zmq.SocketOption.RCVHWM, 0)
+        subscriber = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.setsockopt(zmq.RCVHWM, 0)
         port = subscriber.bind_to_random_port("tcp://127.0.0.1")
         stats = _Stats()
         llm = await asyncio.to_thread(

@@ -1,0 +1,97 @@
+"""A real cluster with real vLLM engines and the built-in model."""
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from openai import OpenAI
+
+from replica.model import BUILTIN_MODEL
+from tests.serving import Cluster, start_cluster
+from tests.workloads import BLOCK, ask, interleaved_chats, people_table, table_questions, user
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with start_cluster("--max-model-len", "4096", deadline_s=400) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def vllm(cluster: Cluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_the_model_speaks(vllm: OpenAI) -> None:
+    answer = ask(vllm, user("What is the capital of France? Answer in one sentence."))
+    assert "Paris" in answer.text
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_questions_about_a_long_document_find_it_cached(vllm: OpenAI, endpoint: str) -> None:
+    table = f"Asked through {endpoint}.\n{people_table()}"
+    document_tokens = usage(vllm, endpoint, table)[0]
+    for question in table_questions():
+        _, cached_tokens = usage(vllm, endpoint, f"{table}\n{question}")
+        assert cached_tokens >= 0.95 * (document_tokens // BLOCK) * BLOCK
+
+
+def usage(client: OpenAI, endpoint: str, text: str) -> tuple[int, int]:
+    """Prompt tokens, and how many of them were cached."""
+    if endpoint == "chat":
+        answer = ask(client, user(text), max_tokens=2)
+        return answer.prompt_tokens, answer.cached_tokens
+    found = client.completions.create(model=BUILTIN_MODEL, prompt=text, max_tokens=2).usage
+    assert found is not None
+    assert found.prompt_tokens_details is not None
+    return found.prompt_tokens, found.prompt_tokens_details.cached_tokens or 0
+
+
+def test_interleaved_chats_keep_their_caches_and_share_the_work(vllm: OpenAI) -> None:
+    outcome = interleaved_chats(vllm, chats=8, turns=6, system_words=60, user_words=40, seed=1)
+    assert outcome.hit_share >= 0.95
+    assert outcome.imbalance < 2.0
+
+
+def test_a_cached_answer_is_the_same_answer(vllm: OpenAI) -> None:
+    prompt = user(people_table(8) + "\nWho lives in Oslo?")
+    cold, cached = ask(vllm, prompt, max_tokens=40), ask(vllm, prompt, max_tokens=40)
+    assert cold.cached_tokens == 0
+    assert cached.cached_tokens > 400
+    assert cached.text == cold.text
+
+
+def test_a_stream_ends_with_its_usage(vllm: OpenAI) -> None:
+    events = list(
+        vllm.chat.completions.create(
+            model=BUILTIN_MODEL,
+            messages=[{"role": "user", "content": "Count to five."}],
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+            logprobs=True,
+            top_logprobs=2,
+        )
+    )
+    assert events[-1].usage is not None
+    tokens = [token for e in events if e.choices for token in logprobs_of(e.choices[0].logprobs)]
+    assert events[-1].usage.completion_tokens == len(tokens)
+
+
+def logprobs_of(logprobs: object) -> list[object]:
+    return list(getattr(logprobs, "content", None) or [])
+
+
+def test_a_killed_engine_takes_nothing_with_it_but_its_cache(
+    vllm: OpenAI, cluster: Cluster
+) -> None:
+    """The engine's process dies: its replica is left out, and the next request is answered."""
+    engines = [process for process in cluster.processes() if "EngineCore" in process.name()]
+    assert len(engines) == 2
+    engines[0].kill()
+    psutil.wait_procs(engines[:1], timeout=10)
+    for number in range(4):
+        assert ask(vllm, user(f"Say {number}."), max_tokens=4).text
