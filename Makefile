@@ -8,7 +8,7 @@ BIN := .venv/bin
 PROFILE := $(if $(GPU),gpu,$(if $(wildcard .venv/ready-gpu),gpu,cpu))
 READY := .venv/ready-$(PROFILE)
 
-.PHONY: help setup serve test lint
+.PHONY: help setup serve test lint bench
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' Makefile
@@ -21,6 +21,10 @@ serve: $(READY) ## The cluster, in the foreground; options as in ARGS="--port 81
 
 test: $(READY) ## All tests; options of pytest as in ARGS="-k mirror"
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY) ## What a decision costs, and what the way through the router adds
+	@$(BIN)/python -W ignore tests/bench/decision.py
+	@$(BIN)/python -W ignore tests/bench/path.py
 
 lint: $(READY) ## Formatting, lint and types
 	@$(BIN)/ruff format --check .

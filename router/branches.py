@@ -23,11 +23,10 @@ class Branches:
         """Requests that left this prefix, the latest counting most."""
         return sum(self._taken.get(_key(prefix), {}).values())
 
-    def share(self, prefix: Sequence[Fingerprint], replica_id: str) -> float:
-        """Its branches that the replica took, over the fleet's mean; 1 when there are none."""
+    def shares(self, prefix: Sequence[Fingerprint], fleet: Sequence[str]) -> list[float]:
+        """Its branches that each replica took, over their mean; 1 while nobody took any."""
         taken = self._taken.get(_key(prefix), {})
-        total = sum(taken.values())
-        return len(taken) * taken.get(replica_id, 0.0) / total if total else 1.0
+        return relative([taken.get(replica_id, 0.0) for replica_id in fleet])
 
     def take(self, prefix: Sequence[Fingerprint], replica_id: str, fleet: Collection[str]) -> None:
         """A branch of the prefix went to that replica."""
@@ -37,6 +36,12 @@ class Branches:
         taken[replica_id] = taken.get(replica_id, 0.0) + 1.0
         if len(self._taken) > KNOWN_PREFIXES:
             self._taken.popitem(last=False)
+
+
+def relative(amounts: Sequence[float]) -> list[float]:
+    """Each one over the mean of all; 1 when all are nothing."""
+    total = sum(amounts)
+    return [len(amounts) * amount / total if total else 1.0 for amount in amounts]
 
 
 def _key(prefix: Sequence[Fingerprint]) -> Fingerprint:

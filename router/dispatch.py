@@ -85,7 +85,9 @@ class Dispatcher:
         except BaseException as error:
             trip.end()
             stream.cancel()
-            raise _for_client(error) from error
+            if refusal := _refusal(error):
+                raise refusal from error
+            raise
         replica_id = route.chosen or best
         if replica_id != best:  # full, or gone: it went to a later one in the ranking
             trip.end()
@@ -101,13 +103,13 @@ class Dispatcher:
         )
 
 
-def _for_client(error: BaseException) -> BaseException:
-    """The engine's own refusals are the client's to mend; anything else stays what it is."""
-    if isinstance(error, ValueError):
-        return invalid(None, str(error))
+def _refusal(error: BaseException) -> ApiError | None:
+    """What the client can do about it; None when the fault is ours."""
+    if isinstance(error, ValueError):  # the engine's; Ray wraps it in its traceback
+        return invalid(None, str(getattr(error, "cause", error)))
     if isinstance(error, BackPressureError):
         return ApiError(429, "too many requests are waiting; try again later", code="overloaded")
-    return error
+    return None
 
 
 def _lost(replica_id: str) -> ApiError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
 from replica.protocol import TokenIds
-from router.branches import Branches
+from router.branches import Branches, relative
 from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness
 from router.mirror import Mirror
 from router.policy import Candidate, rank
@@ -102,26 +102,29 @@ class Fleet:
     ) -> Placement:
         """Ranks the running replicas for this prompt."""
         chain = self.chain(token_ids, namespace)
-        hits = self.mirror.hits(chain) if chain else {}
+        hits = self.mirror.hits(chain)
         best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
+        prefix = chain[:best]
         loads = [self._load(replica_id) for replica_id in running]
-        slowness = learned_slowness(loads)
-        recent = [load.recent(now_s) for load in loads]
-        total_recent = sum(recent)
         candidates = [
             self._candidate(
                 replica_id,
-                prompt=Prompt(len(token_ids), hits.get(replica_id, 0), best),
-                branch_share=self._branches.share(chain[:best], replica_id),
-                slowness=slowness[i],
-                recent_share=len(running) * recent[i] / total_recent if total_recent else 1.0,
+                Prompt(len(token_ids), hits.get(replica_id, 0), best),
+                slowness=slowness,
+                recent_share=recent_share,
+                branch_share=branch_share,
                 now_s=now_s,
             )
-            for i, replica_id in enumerate(running)
+            for replica_id, slowness, recent_share, branch_share in zip(
+                running,
+                learned_slowness(loads),
+                relative([load.recent(now_s) for load in loads]),
+                self._branches.shares(prefix, running),
+                strict=True,
+            )
         ]
-        ranking = rank(candidates, forks=self._branches.forks(chain[:best]), rng=self._rng)
         return Placement(
-            ranking=tuple(ranking),
+            ranking=tuple(rank(candidates, forks=self._branches.forks(prefix), rng=self._rng)),
             chain=tuple(chain),
             best_hit_blocks=best,
             prompt_tokens=len(token_ids),
@@ -152,11 +155,11 @@ class Fleet:
     def _candidate(
         self,
         replica_id: str,
-        *,
         prompt: Prompt,
-        branch_share: float,
+        *,
         slowness: float,
         recent_share: float,
+        branch_share: float,
         now_s: float,
     ) -> Candidate:
         load = self._load(replica_id)

@@ -1,0 +1,113 @@
+"""What the way through HAProxy and the router adds to a replica: `python tests/bench/path.py`.
+
+One simulated engine without delays answers prompts of equal length twice: called directly through
+its Serve handle, and as a client of the HTTP endpoint. All of them share the machine's cores.
+"""
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from replica.model import BUILTIN_MODEL
+from replica.protocol import GenerateRequest, Sampling
+from router.embedded_redis import embedded_redis
+from router.ports import free_port
+from router.progress import Progress
+from router.ray_cluster import deploy, local_ray
+from router.settings import ServeSettings
+from router.signals import StopSignals
+
+PROMPT_TOKENS = 500
+ANSWER_TOKENS = 16
+REQUESTS = 400
+Ask = Callable[[list[int]], Awaitable[float]]  # seconds to the first token
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, embedded_redis() as redis_url:
+        settings = ServeSettings(
+            engine="simulated",
+            replicas=1,
+            port=free_port(),
+            redis_url=redis_url,
+            simulated_prefill_tokens_per_s=0,
+            simulated_decode_ms=0,
+        )
+        with local_ray(settings, Path(folder)):
+            from router.app import build
+
+            application = build(settings.model_dump(mode="json"))
+            deploy(application, Progress(), StopSignals(), time.monotonic() + 120)
+            asyncio.run(compare(f"http://127.0.0.1:{settings.port}/v1/completions"))
+
+
+async def compare(url: str) -> None:
+    from ray import serve
+
+    handle = serve.get_deployment_handle("Replica", "kvroute").options(stream=True)
+
+    async def direct(prompt: list[int]) -> float:
+        request = GenerateRequest(
+            uuid.uuid4().hex,
+            np.array(prompt, np.uint32),
+            Sampling(max_tokens=ANSWER_TOKENS, ignore_eos=True),
+        )
+        return await first_of(handle.generate.remote(request))
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def routed(prompt: list[int]) -> float:
+            body = {
+                "model": BUILTIN_MODEL,
+                "prompt": prompt,
+                "max_tokens": ANSWER_TOKENS,
+                "stream": True,
+            }
+            begun = time.perf_counter()
+            async with session.post(url, data=json.dumps(body)) as response:
+                return await first_of(response.content, begun)
+
+        print("\n| path | concurrent | requests/s | TTFT p50 ms | TTFT p99 ms |")
+        print("|---|---|---|---|---|")
+        for concurrent in (1, 16):
+            for name, ask in (("replica", direct), ("HAProxy + router + replica", routed)):
+                print(f"| {name} | {concurrent} | " + await measure(ask, concurrent) + " |")
+
+
+async def first_of(stream: object, begun: float | None = None) -> float:
+    """Reads all of the stream; the seconds until its first item."""
+    begun = begun or time.perf_counter()
+    first = None
+    async for _ in stream:  # type: ignore[attr-defined]
+        first = first or time.perf_counter() - begun
+    assert first is not None
+    return first
+
+
+async def measure(ask: Ask, concurrent: int) -> str:
+    rng = np.random.default_rng(concurrent)
+    prompts = [rng.integers(1000, 40_000, PROMPT_TOKENS).tolist() for _ in range(REQUESTS)]
+    remaining, times = iter(prompts), list[float]()
+
+    async def worker() -> None:
+        for prompt in remaining:
+            times.append(await ask(prompt))
+
+    await ask(prompts[0])
+    begun = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(concurrent)))
+    rate = REQUESTS / (time.perf_counter() - begun)
+    p50, p99 = statistics.median(times), statistics.quantiles(times, n=100)[-1]
+    return f"{rate:.0f} | {1000 * p50:.2f} | {1000 * p99:.2f}"
+
+
+if __name__ == "__main__":
+    main()
