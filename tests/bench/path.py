@@ -46,7 +46,8 @@ def main() -> None:
 
             application = build(settings.model_dump(mode="json"))
             deploy(application, Progress(), StopSignals(), time.monotonic() + 120)
-            asyncio.run(compare(f"http://127.0.0.1:{settings.port}/v1/completions"))
+            loop = asyncio.new_event_loop()  # Serve's handle needs it until Serve is shut down
+            loop.run_until_complete(compare(f"http://127.0.0.1:{settings.port}/v1/completions"))
 
 
 async def compare(url: str) -> None:
