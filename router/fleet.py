@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
@@ -42,6 +43,36 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A request on its way to a replica, as far as it matters to other requests."""
+
+    request_id: str
+    replica_id: str
+    prefill_s: float  # as the replica's speed model predicts it
+    new_tokens: int  # prompt tokens to compute there
+    prompt_tokens: int
+    known_prefix: tuple[Fingerprint, ...]  # the end of what some replica had of it; empty: nothing
+    expected: tuple[Fingerprint, ...]  # blocks that it will put there
+
+
+class Witness(Protocol):
+    """Learns what this router does with its requests."""
+
+    def sent(self, dispatch: Dispatch) -> None: ...
+    def first_token(self, request_id: str) -> None: ...
+    def ended(self, request_id: str) -> None: ...
+
+
+class _Nobody:
+    def sent(self, dispatch: Dispatch) -> None: ...
+    def first_token(self, request_id: str) -> None: ...
+    def ended(self, request_id: str) -> None: ...
+
+
+NOBODY: Witness = _Nobody()
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt at one replica."""
 
@@ -53,8 +84,17 @@ class Prompt:
 class Fleet:
     """The replicas as one router sees them: the index's mirror, their records, its own requests."""
 
-    def __init__(self, *, model: str, revision: str, block_size: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        *,
+        model: str,
+        revision: str,
+        block_size: int,
+        rng: random.Random,
+        witness: Witness = NOBODY,
+    ) -> None:
         self.mirror = Mirror()
+        self._witness = witness
         self._model = model
         self._revision = revision
         self._block_size = block_size
@@ -135,22 +175,31 @@ class Fleet:
         """The request is on its way there: it counts as load, and its blocks are expected."""
         hit_blocks = placement.at(replica_id).hit_blocks
         hit_tokens = hit_blocks * self._block_size
-        load = self._load(replica_id)
+        dispatch = Dispatch(
+            request_id=request_id,
+            replica_id=replica_id,
+            prefill_s=self._load(replica_id).model.seconds(hit_tokens, placement.prompt_tokens),
+            new_tokens=placement.prompt_tokens - hit_tokens,
+            prompt_tokens=placement.prompt_tokens,
+            known_prefix=placement.known_prefix[-1:],
+            expected=placement.chain[hit_blocks:] if self._caches(replica_id) else (),
+        )
+        self._witness.sent(dispatch)
+        return self.begin(dispatch, now_s, self._witness)
+
+    def begin(self, dispatch: Dispatch, now_s: float, witness: Witness = NOBODY) -> "Trip":
+        """Takes a dispatch into account, this router's own or another's."""
+        load = self._load(dispatch.replica_id)
         load.send(
-            request_id,
-            Sent(
-                prefill_s=load.model.seconds(hit_tokens, placement.prompt_tokens),
-                new_tokens=placement.prompt_tokens - hit_tokens,
-                prompt_tokens=placement.prompt_tokens,
-                sent_s=now_s,
-            ),
+            dispatch.request_id,
+            Sent(dispatch.prefill_s, dispatch.new_tokens, dispatch.prompt_tokens, now_s),
         )
-        self._branches.take(
-            placement.known_prefix, replica_id, [c.replica_id for c in placement.ranking]
+        fleet = self.mirror.replica_ids | {dispatch.replica_id}
+        self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
+        self.mirror.expect(dispatch.replica_id, dispatch.expected)
+        return Trip(
+            self.mirror, load, witness, dispatch.replica_id, dispatch.request_id, dispatch.expected
         )
-        expected = placement.chain[hit_blocks:] if self._caches(replica_id) else ()
-        self.mirror.expect(replica_id, expected)
-        return Trip(self.mirror, load, replica_id, request_id, expected)
 
     def _candidate(
         self,
@@ -211,13 +260,21 @@ class Trip:
 
     mirror: Mirror
     load: ReplicaLoad
+    witness: Witness
     replica_id: str
     request_id: str
     expected: tuple[Fingerprint, ...]
+    has_ended: bool = False
 
     def first_token(self, now_s: float) -> None:
         self.load.first_token(self.request_id, now_s)
+        self.witness.first_token(self.request_id)
 
     def end(self) -> None:
+        """Harmless the second time."""
+        if self.has_ended:
+            return
+        self.has_ended = True
         self.load.finish(self.request_id)
         self.mirror.unexpect(self.replica_id, self.expected)
+        self.witness.ended(self.request_id)

@@ -22,6 +22,7 @@ from router.errors import ApiError
 from router.feed import Feed
 from router.fleet import Fleet
 from router.parsing import parse
+from router.peers import Listener, Loudspeaker
 from router.prompt import Prompts
 from router.responses import ChatReply, CompletionReply, Reply
 from router.routes import running_replicas
@@ -91,15 +92,22 @@ class Router:
         self._started = int(time.time())
         folder = await asyncio.to_thread(resolve, self._settings.model)
         self._prompts = await asyncio.to_thread(Prompts, folder)
+        loudspeaker = Loudspeaker()
         self._fleet = Fleet(
             model=self._settings.served_model_name,
             revision=self._settings.revision,
             block_size=self._settings.block_size,
             rng=random.Random(),
+            witness=loudspeaker,
         )
         self._dispatcher = Dispatcher(replicas, self._fleet)
         self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)
-        self._feed = asyncio.create_task(Feed(self._index, self._fleet).run(), name="feed")
+        listener = Listener(self._fleet, own=loudspeaker.router)
+        self._tasks = [
+            asyncio.create_task(Feed(self._index, self._fleet).run(), name="feed"),
+            asyncio.create_task(loudspeaker.run(self._index), name="loudspeaker"),
+            asyncio.create_task(listener.run(self._index), name="listener"),
+        ]
 
     @http.post("/v1/chat/completions")
     async def chat(self, request: Request) -> Response:
@@ -159,12 +167,14 @@ class Router:
 
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
-        if self._feed.done():
-            self._feed.result()
+        for task in self._tasks:
+            if task.done():
+                task.result()
 
     async def __del__(self) -> None:
         """Serve's shutdown hook."""
-        self._feed.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._prompts.close()
 
     @property

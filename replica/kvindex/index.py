@@ -5,6 +5,7 @@ All keys of one model share a hash tag, so they live on one node of a Redis Clus
     kvroute:{model}:replicas              set     ids registered and not yet pruned
     kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load; with the lease
     kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; with the lease
+    kvroute:{model}:routers               channel what routers tell each other (router/peers.py)
     kvroute:{model}:changes               stream  r, i, s; j (joined), or c (cleared), a, d
 
 A replica's changes are numbered from its registration (seq 0) on. Every write is one script that
@@ -13,7 +14,7 @@ nothing.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NewType
 
@@ -133,6 +134,7 @@ class Index:
         self._prefix = f"kvroute:{{{tag}}}"
         self._changes = f"{self._prefix}:changes"
         self._replicas = f"{self._prefix}:replicas"
+        self._routers = f"{self._prefix}:routers"
         self._register = client.register_script(_REGISTER)
         self._change = client.register_script(_CHANGE)
         self._renew = client.register_script(_RENEW)
@@ -249,6 +251,20 @@ class Index:
         answer = await self._redis.xread({self._changes: position}, count=500, block=block_ms)
         entries = answer[0][1] if answer else []
         return [(Position(at.decode()), _change(fields)) for at, fields in entries]
+
+    async def tell_routers(self, payload: bytes) -> None:
+        """Every router that listens gets it within milliseconds; one that does not never does."""
+        await self._redis.publish(self._routers, payload)
+
+    async def told_by_routers(self, *, wait_s: float) -> AsyncIterator[bytes | None]:
+        """What is told from now on; None whenever nothing was for `wait_s`."""
+        async with self._redis.pubsub() as subscription:
+            await subscription.subscribe(self._routers)
+            while True:
+                message = await subscription.get_message(
+                    ignore_subscribe_messages=True, timeout=wait_s
+                )
+                yield message and message["data"]
 
     def _keys(self, replica_id: str, incarnation: str) -> list[str]:
         return [

@@ -1,0 +1,150 @@
+"""Routers know of each other's requests, and forget those of routers that are gone."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Iterator
+
+import numpy as np
+import pytest
+
+from replica.kvindex.index import Index, ReplicaRecord, connect
+from replica.protocol import TokenIds
+from router.embedded_redis import embedded_redis
+from router.fleet import Fleet, Trip
+from router.peers import SILENCE_S, WAITING_EVENTS, Listener, Loudspeaker
+
+REPLICAS = ["a", "b"]
+FACTS = {
+    "prefill_tokens_per_s": 1000.0,
+    "attention_tokens": 1e9,
+    "prefix_caching": True,
+    "capacity_blocks": 100,
+    "max_model_len": 4096,
+}
+LOAD = {"running": 0, "waiting": 0, "used_blocks": 0}
+
+
+class Router:
+    """A fleet with its two ends to the others."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.loudspeaker = Loudspeaker()
+        self.fleet = Fleet(
+            model="m",
+            revision="",
+            block_size=4,
+            rng=random.Random(0),
+            witness=self.loudspeaker,
+        )
+        self.fleet.update([ReplicaRecord(name, "1", 0, FACTS, LOAD) for name in REPLICAS])
+        for name in REPLICAS:
+            self.fleet.mirror.join(name)
+        self.listener = Listener(self.fleet, own=self.loudspeaker.router, clock=lambda: self.now_s)
+
+    def send(self, token_ids: TokenIds, request_id: str = "r") -> Trip:
+        placement = self.fleet.place(token_ids, "", REPLICAS, self.now_s)
+        replica_id = placement.ranking[0].replica_id
+        return self.fleet.sent(placement, replica_id, request_id, self.now_s)
+
+    def backlogs_s(self) -> dict[str, float]:
+        placement = self.fleet.place(prompt(1), "", REPLICAS, self.now_s)
+        return {c.replica_id: c.backlog_s for c in placement.ranking}
+
+    def expects(self, token_ids: TokenIds) -> set[str]:
+        return set(self.fleet.mirror.hits(self.fleet.chain(token_ids, "")))
+
+
+def prompt(seed: int, tokens: int = 400) -> TokenIds:
+    return np.random.default_rng(seed).integers(0, 1000, tokens).astype(np.uint32)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with embedded_redis() as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str, *routers: Router) -> AsyncIterator[None]:
+    client = connect(url)
+    index = Index(client, "m")
+    tasks = [
+        asyncio.create_task(run)
+        for router in routers
+        for run in (router.loudspeaker.run(index), router.listener.run(index))
+    ]
+    await asyncio.sleep(0.1)
+    yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.aclose()
+
+
+async def settled() -> None:
+    await asyncio.sleep(0.1)
+
+
+async def test_a_dispatch_counts_at_the_other_router_until_its_end(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        trip = one.send(prompt(7))
+        await settled()
+        assert other.backlogs_s()[trip.replica_id] == pytest.approx(0.4)
+        assert other.expects(prompt(7)) == {trip.replica_id}
+        trip.first_token(100.4)
+        await settled()
+        assert other.backlogs_s()[trip.replica_id] == 0.0
+        trip.end()
+        await settled()
+        assert other.expects(prompt(7)) == set()
+
+
+async def test_routers_that_hear_each_other_spread_new_prompts(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        chosen = []
+        for number in range(8):
+            chosen.append((one, other)[number % 2].send(prompt(number), str(number)).replica_id)
+            await settled()
+    assert chosen.count("a") == chosen.count("b")
+
+
+async def test_a_sibling_follows_its_leader_through_another_router(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        leader = one.send(prompt(3), "leader")
+        await settled()
+        other.now_s += 0.2  # half of the leader's prefill is done: waiting is cheaper
+        sibling = other.send(np.concatenate([prompt(3), prompt(4, 20)]), "sibling")
+    assert sibling.replica_id == leader.replica_id
+
+
+async def test_a_router_does_not_hear_itself(redis_url: str) -> None:
+    one = Router()
+    async with connected(redis_url, one):
+        trip = one.send(prompt(7))
+        await settled()
+        assert one.backlogs_s()[trip.replica_id] == pytest.approx(0.4)
+
+
+async def test_a_router_that_fell_silent_is_forgotten(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        one.send(prompt(7))
+        await settled()
+        other.now_s += SILENCE_S + 1
+        other.listener.forget_silent()
+        assert other.expects(prompt(7)) == set()
+        assert set(other.backlogs_s().values()) == {0.0}
+
+
+async def test_what_waits_to_be_told_is_bounded_and_a_loss_is_owned_up_to() -> None:
+    one, other = Router(), Router()
+    trips = [one.send(prompt(7, 8), str(number)) for number in range(WAITING_EVENTS + 5)]
+    assert len(one.loudspeaker._events) <= WAITING_EVENTS
+    assert len(trips) == WAITING_EVENTS + 5
+    assert type(one.loudspeaker._events[0]).__name__ == "Restarted"
+    assert other.expects(prompt(7, 8)) == set()
