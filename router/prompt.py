@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from replica.protocol import TokenIds
 from router.errors import ApiError, context_length_exceeded, invalid
 from router.schemas import ChatMessage
+from router.segments import Cutter, SegmentCache
 
 INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
 WORKERS = 2
@@ -23,6 +25,9 @@ class Prompts:
     Special tokens written out in a user's text, such as <|im_end|>, become the special token, as in
     vLLM: a client who can write messages can end one. Text from people you do not trust wants
     escaping before it gets here.
+
+    A chat's next turn costs what is new in it: the segments of earlier turns are remembered, where
+    the tokenizer lets text be cut into segments. Use chat() from one event loop only.
     """
 
     def __init__(self, model: str | Path) -> None:
@@ -37,6 +42,10 @@ class Prompts:
         self._longest_token = max(map(len, vocabulary))  # characters
         self._tokenizer = tokenizer
         self._backend = backend
+        self._cutter = _cutter(backend)
+        self._known = SegmentCache()  # touched from the event loop only, hence without a lock
+        # A long prompt keeps to its worker's core; the event loop and the engines want the others.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenise")
 
     async def chat(
@@ -45,12 +54,12 @@ class Prompts:
         """The conversation in the model's chat template, up to where the assistant speaks."""
         text = self._render(messages)
         _check_length("messages", text, max_model_len, self._longest_token)
-        return await self._encode(text, special=False)  # the template wrote the special tokens
+        return await self._rendered(text)
 
     async def text(self, prompt: str, *, max_model_len: int | None = None) -> TokenIds:
         """Plain text, with the special tokens that the tokenizer puts around it."""
         _check_length("prompt", prompt, max_model_len, self._longest_token)
-        token_ids = await self._encode(prompt, special=True)
+        (token_ids,) = await self._encode([prompt], special=True)
         if not len(token_ids):
             raise invalid("prompt", 'prompt is ""; expected at least one token')
         return token_ids
@@ -90,16 +99,34 @@ class Prompts:
             raise invalid("messages", f"the model's chat template refuses: {error}") from error
         return str(rendered)
 
-    async def _encode(self, text: str, *, special: bool) -> TokenIds:
-        if len(text) <= INLINE_CHARACTERS:
-            return self._token_ids(text, special)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._token_ids, text, special)
+    async def _rendered(self, text: str) -> TokenIds:
+        """The ids of a rendered template, which wrote the special tokens itself."""
+        segments = self._cutter.cut(text) if self._cutter else [text]
+        found = {segment: self._known.get(segment) for segment in segments}
+        missing = [segment for segment, token_ids in found.items() if token_ids is None]
+        for segment, token_ids in zip(missing, await self._encode(missing), strict=True):
+            found[segment] = token_ids
+            self._known.put(segment, token_ids)
+        return np.concatenate([found[segment] for segment in segments])
 
-    def _token_ids(self, text: str, special: bool) -> TokenIds:
-        # A batch of one: `encode` holds the GIL while it works, the batch call gives it back.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
-        return np.array(encoding.ids, dtype=np.uint32)
+    async def _encode(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return self._token_ids(texts, special)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._token_ids, texts, special)
+
+    def _token_ids(self, texts: Sequence[str], special: bool) -> list[TokenIds]:
+        # `encode` holds the GIL while it works, the batch call gives it back.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def _cutter(backend: Any) -> Cutter | None:
+    """None for a tokenizer whose text cannot be cut: its chats are then tokenised whole."""
+    try:
+        return Cutter(backend)
+    except ValueError:
+        return None
 
 
 def _template_message(message: ChatMessage) -> dict[str, str]:

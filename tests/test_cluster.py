@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import requests
 from openai import AsyncOpenAI, OpenAI
@@ -225,3 +226,18 @@ def test_a_killed_replica_is_left_out_and_replaced() -> None:
         for number in range(20):
             assert ask(client, user(f"{people_table()} {number}")).replica != first.replica
         until(lambda: len(httpx.get(cluster.url + "/v1/cluster").json()["replicas"]) == 2)
+
+
+def test_without_redis_requests_go_on_and_still_find_their_caches() -> None:
+    with (
+        start_cluster("--engine", "simulated", "--simulated-decode-ms", "1") as cluster,
+        OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        ask(client, user(people_table()))
+        processes = psutil.Process(cluster.process.pid).children(recursive=True)
+        (redis,) = [each for each in processes if each.name() == "redis-server"]
+        redis.kill()
+        answers = [ask(client, user(f"{people_table()} {number}")) for number in range(10)]
+        assert httpx.get(cluster.url + "/health").status_code == 200
+        assert len(httpx.get(cluster.url + "/v1/cluster").json()["replicas"]) == 2
+    assert all(answer.cached_tokens > 1000 for answer in answers)

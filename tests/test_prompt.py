@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from replica.model import BUILTIN_MODEL, resolve
 from router.errors import ApiError
@@ -154,3 +156,82 @@ def test_a_router_tokenises_without_torch(folder: str) -> None:
         f"Prompts({folder!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+TEMPLATES = [
+    None,  # the model's own
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "<|endoftext|>{% for m in messages %} <|im_start|> {{ m.content | trim }}\n{% endfor %}",
+]
+
+
+def chats() -> st.SearchStrategy[list[str]]:
+    words = ["word ", "<|im_end|>", "<|im_", "end|>", "\n", " ", "世界", "<repo_name>" * 8]
+    content = st.lists(st.sampled_from(words) | st.text(max_size=20), max_size=30).map("".join)
+    return st.lists(content, min_size=1, max_size=6)
+
+
+@pytest.fixture(params=TEMPLATES, ids=range(len(TEMPLATES)), scope="module")
+def templated(
+    request: pytest.FixtureRequest, folder: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Prompts, Any]]:
+    from transformers import AutoTokenizer
+
+    own = (Path(folder) / "chat_template.jinja").read_text()
+    path = tmp_path_factory.mktemp("templated")
+    prompts = with_template(folder, path, request.param or own)
+    yield prompts, AutoTokenizer.from_pretrained(path)
+    prompts.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(contents=chats())
+def test_every_turn_of_any_chat_is_tokenised_as_the_model_does(
+    templated: tuple[Prompts, Any], contents: list[str]
+) -> None:
+    prompts, tokenizer = templated
+    for turns in range(1, len(contents) + 1):
+        messages = say(*contents[:turns])
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        expected = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
+        assert asyncio.run(prompts.chat(messages)).tolist() == expected
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that reach the tokenizer."""
+    reached: list[str] = []
+    token_ids = Prompts._token_ids
+
+    def recording(self: Prompts, texts: list[str], special: bool) -> list[Any]:
+        reached.extend(texts)
+        return token_ids(self, texts, special)
+
+    monkeypatch.setattr(Prompts, "_token_ids", recording)
+    return reached
+
+
+async def test_the_next_turn_of_a_chat_is_tokenised_alone(
+    folder: str, tokenised: list[str]
+) -> None:
+    prompts = Prompts(folder)
+    history = [f"message {i} " + "some words " * 100 for i in range(41)]
+    await prompts.chat(say(*history))
+    assert sum(map(len, tokenised)) > 40_000
+    tokenised.clear()
+    await prompts.chat(say(*history, "an answer", "the next question"))
+    assert 0 < sum(map(len, tokenised)) < 200
+    prompts.close()
+
+
+async def test_a_chat_whose_tokenizer_cannot_be_cut_is_tokenised_whole(
+    folder: str, prompts: Prompts, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await prompts.chat(say("hi " * 100, "ho", "hi"))
+    monkeypatch.setattr("router.segments.PIECEWISE", frozenset())
+    whole = Prompts(folder)
+    tokenised.clear()
+    assert (await whole.chat(say("hi " * 100, "ho", "hi"))).tolist() == expected.tolist()
+    assert len(tokenised) == 1
+    whole.close()

@@ -52,11 +52,11 @@ def filled_fleet() -> Fleet:
 def row(prompts: Prompts, fleet: Fleet, tokens: int) -> list[str]:
     """The parts' times for a prompt of which one replica has half."""
     text = " ".join(random.Random(tokens).choices(["river", "stone", "cloud", "lamp"], k=tokens))
-    token_ids = prompts._token_ids(text, False)[:tokens]
+    token_ids = prompts._token_ids([text], False)[0][:tokens]
     chain = fleet.chain(token_ids, "")
     fleet.mirror.add(REPLICAS[7], chain[: len(chain) // 2])
     parts: list[Callable[[], object]] = [
-        lambda: prompts._token_ids(text, False),
+        lambda: prompts._token_ids([text], False),
         lambda: fleet.chain(token_ids, ""),
         lambda: fleet.mirror.hits(chain),
         lambda: fleet.place(token_ids, "", REPLICAS, time.monotonic()),
