@@ -44,31 +44,38 @@ class ReplicaLoad:
     decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
     predicted_s: float = PRIOR_S  # decayed sums over first tokens seen
     observed_s: float = PRIOR_S
-    recent_tokens: float = 0.0
-    recent_at_s: float = 0.0
     last_first_token_s: float = -math.inf
+    # Sums over the above, kept as requests come and go: every decision reads those of all replicas.
+    waiting_s: float = 0.0
+    pending_tokens: int = 0
+    decoding_tokens: int = 0
+    recent_tokens: float = 0.0  # as of recent_at_s
+    recent_at_s: float = 0.0
 
     def send(self, request_id: str, sent: Sent) -> None:
         self.waiting[request_id] = sent
+        self.waiting_s += sent.prefill_s
+        self.pending_tokens += sent.new_tokens
         self.recent_tokens = self.recent(sent.sent_s) + sent.new_tokens
         self.recent_at_s = sent.sent_s
 
     def first_token(self, request_id: str, now_s: float) -> None:
         """The request's prefill is over: its time teaches the replica's speed."""
-        started_s = self._started_s(request_id)
-        sent = self.waiting.pop(request_id, None)
+        sent = self.waiting.get(request_id)
         if sent is None:
             return
         keep = 1.0 - min(0.5, sent.prefill_s / MEMORY_S)
         self.predicted_s = keep * self.predicted_s + sent.prefill_s
-        self.observed_s = keep * self.observed_s + (now_s - started_s)
+        self.observed_s = keep * self.observed_s + (now_s - self._started_s(sent))
         self.last_first_token_s = now_s
+        self._leave_waiting(request_id)
         self.decoding[request_id] = sent.prompt_tokens
+        self.decoding_tokens += sent.prompt_tokens
 
     def finish(self, request_id: str) -> None:
         """Answered, failed or cancelled: the replica no longer works on it."""
-        self.waiting.pop(request_id, None)
-        self.decoding.pop(request_id, None)
+        self._leave_waiting(request_id)
+        self.decoding_tokens -= self.decoding.pop(request_id, 0)
 
     @property
     def is_busy(self) -> bool:
@@ -80,29 +87,32 @@ class ReplicaLoad:
         return self.observed_s / self.predicted_s
 
     @property
-    def pending_tokens(self) -> int:
-        return sum(sent.new_tokens for sent in self.waiting.values())
-
-    @property
     def decode_step_s(self) -> float:
-        return DECODE_REQUEST_S * len(self.decoding) + DECODE_TOKEN_S * sum(self.decoding.values())
+        return DECODE_REQUEST_S * len(self.decoding) + DECODE_TOKEN_S * self.decoding_tokens
 
     def recent(self, now_s: float) -> float:
+        """Uncached prompt tokens sent there lately."""
         return self.recent_tokens * math.exp((self.recent_at_s - now_s) / RECENT_S)
 
     def backlog_s(self, slowness: float, now_s: float) -> float:
         """Seconds of prefill queued or running, less what the head has already had."""
-        head_id = next(iter(self.waiting), None)
-        if head_id is None:
+        head = next(iter(self.waiting.values()), None)
+        if head is None:
             return 0.0
-        total_s = slowness * sum(sent.prefill_s for sent in self.waiting.values())
-        head_s = slowness * self.waiting[head_id].prefill_s
-        return max(0.0, total_s - min(head_s, now_s - self._started_s(head_id)))
+        had_s = min(slowness * head.prefill_s, now_s - self._started_s(head))
+        return max(0.0, slowness * self.waiting_s - had_s)
 
-    def _started_s(self, request_id: str) -> float:
+    def _started_s(self, sent: Sent) -> float:
         """When its prefill can have begun: not before the one ahead of it was done."""
-        sent = self.waiting.get(request_id)
-        return max(sent.sent_s, self.last_first_token_s) if sent else self.last_first_token_s
+        return max(sent.sent_s, self.last_first_token_s)
+
+    def _leave_waiting(self, request_id: str) -> None:
+        sent = self.waiting.pop(request_id, None)
+        if sent is None:
+            return
+        self.pending_tokens -= sent.new_tokens
+        # An empty sum is exact: rounding does not pile up over days.
+        self.waiting_s = self.waiting_s - sent.prefill_s if self.waiting else 0.0
 
 
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:

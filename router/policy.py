@@ -21,6 +21,7 @@ request a little, and charge the work to everybody else.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SCARCITY_S = 0.1  # backlog of the lower quartile from which recomputing has a price
 PRICE_PER_S = 16.0  # how fast the price rises with that backlog
@@ -32,8 +33,9 @@ DECODE_STEPS = 11.0  # decode steps that a newcomer's batch mates feel, besides 
 PREFILL_CHUNK_TOKENS = 8192  # prompt tokens that share one step with the decodes
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
+    """A replica and one request. Made for each replica at every decision, hence a cheap tuple."""
+
     replica_id: str
     hit_blocks: int  # leading blocks of the prompt held or expected there
     backlog_s: float  # W

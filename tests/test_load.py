@@ -1,6 +1,8 @@
 """What a router can tell of a replica from its own requests alone."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.load import PRIOR_S, PrefillModel, ReplicaLoad, Sent, learned_slowness
 
@@ -84,3 +86,19 @@ def test_work_done_lately_is_forgotten_with_time() -> None:
     load.send("a", sent(0.0, tokens=1000))
     assert load.recent(0.0) == 1000
     assert load.recent(600.0) < 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["send", "first_token", "finish"]), st.integers(0, 5))))
+def test_the_sums_are_those_of_the_requests_that_are_there(steps: list[tuple[str, int]]) -> None:
+    load = ReplicaLoad(MODEL)
+    for at_s, (verb, number) in enumerate(steps):
+        name = str(number)
+        if verb == "send" and name not in load.waiting and name not in load.decoding:
+            load.send(name, sent(float(at_s), tokens=number, prefill_s=number / 7))
+        elif verb == "first_token":
+            load.first_token(name, float(at_s))
+        elif verb == "finish":
+            load.finish(name)
+    assert load.waiting_s == pytest.approx(sum(each.prefill_s for each in load.waiting.values()))
+    assert load.pending_tokens == sum(each.new_tokens for each in load.waiting.values())
+    assert load.decoding_tokens == sum(load.decoding.values())

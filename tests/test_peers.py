@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -52,6 +53,9 @@ class Router:
         placement = self.fleet.place(prompt(1), "", REPLICAS, self.now_s)
         return {c.replica_id: c.backlog_s for c in placement.ranking}
 
+    def hears(self, others: int) -> Callable[[], bool]:
+        return lambda: len(self.listener._heard_s) == others
+
     def expects(self, token_ids: TokenIds) -> set[str]:
         return set(self.fleet.mirror.hits(self.fleet.chain(token_ids, "")))
 
@@ -75,7 +79,8 @@ async def connected(url: str, *routers: Router) -> AsyncIterator[None]:
         for router in routers
         for run in (router.loudspeaker.run(index), router.listener.run(index))
     ]
-    await asyncio.sleep(0.1)
+    for router in routers:
+        await until(router.hears(len(routers) - 1))
     yield
     for task in tasks:
         task.cancel()
@@ -83,23 +88,23 @@ async def connected(url: str, *routers: Router) -> AsyncIterator[None]:
     await client.aclose()
 
 
-async def settled() -> None:
-    await asyncio.sleep(0.1)
+async def until(is_true: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not is_true():
+            await asyncio.sleep(0.01)
 
 
 async def test_a_dispatch_counts_at_the_other_router_until_its_end(redis_url: str) -> None:
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
         trip = one.send(prompt(7))
-        await settled()
+        await until(lambda: other.expects(prompt(7)) == {trip.replica_id})
         assert other.backlogs_s()[trip.replica_id] == pytest.approx(0.4)
-        assert other.expects(prompt(7)) == {trip.replica_id}
         trip.first_token(100.4)
-        await settled()
-        assert other.backlogs_s()[trip.replica_id] == 0.0
+        await until(lambda: other.backlogs_s()[trip.replica_id] == 0.0)
+        assert other.expects(prompt(7)) == {trip.replica_id}
         trip.end()
-        await settled()
-        assert other.expects(prompt(7)) == set()
+        await until(lambda: other.expects(prompt(7)) == set())
 
 
 async def test_routers_that_hear_each_other_spread_new_prompts(redis_url: str) -> None:
@@ -107,8 +112,9 @@ async def test_routers_that_hear_each_other_spread_new_prompts(redis_url: str) -
     async with connected(redis_url, one, other):
         chosen = []
         for number in range(8):
-            chosen.append((one, other)[number % 2].send(prompt(number), str(number)).replica_id)
-            await settled()
+            sender, hearer = (one, other) if number % 2 else (other, one)
+            chosen.append(sender.send(prompt(number), str(number)).replica_id)
+            await until(partial(hearer.expects, prompt(number)))
     assert chosen.count("a") == chosen.count("b")
 
 
@@ -116,7 +122,7 @@ async def test_a_sibling_follows_its_leader_through_another_router(redis_url: st
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
         leader = one.send(prompt(3), "leader")
-        await settled()
+        await until(lambda: other.expects(prompt(3)))
         other.now_s += 0.2  # half of the leader's prefill is done: waiting is cheaper
         sibling = other.send(np.concatenate([prompt(3), prompt(4, 20)]), "sibling")
     assert sibling.replica_id == leader.replica_id
@@ -126,7 +132,7 @@ async def test_a_router_does_not_hear_itself(redis_url: str) -> None:
     one = Router()
     async with connected(redis_url, one):
         trip = one.send(prompt(7))
-        await settled()
+        await asyncio.sleep(0.2)
         assert one.backlogs_s()[trip.replica_id] == pytest.approx(0.4)
 
 
@@ -134,7 +140,7 @@ async def test_a_router_that_fell_silent_is_forgotten(redis_url: str) -> None:
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
         one.send(prompt(7))
-        await settled()
+        await until(lambda: other.expects(prompt(7)))
         other.now_s += SILENCE_S + 1
         other.listener.forget_silent()
         assert other.expects(prompt(7)) == set()

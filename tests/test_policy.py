@@ -1,7 +1,6 @@
 """Where requests go, told as small scenes."""
 
 import random
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,8 @@ RNG = random.Random(7)
 
 
 def replica(name: str, **facts: float) -> Candidate:
-    return replace(Candidate(name, hit_blocks=0, backlog_s=0.0, own_s=0.1), **facts)  # type: ignore[arg-type]
+    plain = Candidate(name, hit_blocks=0, backlog_s=0.0, own_s=0.1)
+    return plain._replace(**facts)  # type: ignore[arg-type]
 
 
 def best(*candidates: Candidate, forks: int = 0) -> str:
@@ -112,6 +112,6 @@ def test_a_longer_backlog_never_makes_a_replica_more_attractive(
 ) -> None:
     common = prices(fleet, 0)
     candidate = fleet[0]
-    assert cost_s(replace(candidate, backlog_s=candidate.backlog_s + more_s), common) >= cost_s(
+    assert cost_s(candidate._replace(backlog_s=candidate.backlog_s + more_s), common) >= cost_s(
         candidate, common
     )
