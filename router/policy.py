@@ -1,17 +1,17 @@
 """Where a request should run, as arithmetic: no clocks, no sockets, no Ray.
 
-    cost = W + alpha * (own + copy / (1 + forks)) + balance + decode        all in seconds
+    cost = W + alpha * (own + copy / (1 + forks)) + balance + turn + decode        all in seconds
 
     W        prefill queued or running on the replica
     own      prefill of what no replica holds: it has to be done wherever the request goes
     copy     prefill of what another replica holds and this one does not
     forks    requests that left the prompt's longest known prefix before this one: a prefix that
              many leave from, like a system prompt, is worth a second copy; a chat's history, which
-             only its own next turn leaves from, is not
+             only its own next turn leaves from, is not. Counts in an idle fleet alone
     alpha    1 while a quarter of the fleet is idle; then the price of congestion: recomputing a
              prefix delays everybody behind it, so it rises with the lower quartile of the W
-    balance  a little more where much was computed lately, a little less where little was; and in
-             an idle fleet new conversations take turns, since their later turns will follow them
+    balance  a little more where much was computed lately, a little less where little was
+    turn     in an idle fleet new conversations take turns, since their own later turns will follow
     decode   what joining this replica's decode batch costs the requests in it
 
 A minimum of W + own + copy alone would recompute a long prefix on an idle replica to save this
@@ -26,8 +26,9 @@ from typing import NamedTuple
 SCARCITY_S = 0.1  # backlog of the lower quartile from which recomputing has a price
 PRICE_PER_S = 16.0  # how fast the price rises with that backlog
 MAX_PRICE = 40.0
-BALANCE = 0.1  # what twice the mean of recent work adds, as a share of the request's prefill
+BALANCE = 0.1  # what twice the mean of recent work adds, in prefills of what is new
 BRANCH_TURNS = 1.25  # what twice the mean of new conversations adds, in prefills of what is new
+CALM = 16  # how fast turns and copies fade as replicas get busy: the idle share to this power
 MAX_FORKS = 4  # a copy costs at least a fifth: questions about a long document stay with it
 DECODE_STEPS = 11.0  # decode steps that a newcomer's batch mates feel, besides its prefill's
 PREFILL_CHUNK_TOKENS = 8192  # prompt tokens that share one step with the decodes
@@ -54,8 +55,8 @@ class Prices:
     """What all candidates of one request have in common."""
 
     alpha: float
-    forks: float
-    branch: float  # prefills of what is new that one share of new conversations is worth
+    copy: float  # the share that counts of what recomputing a known prefix costs
+    branch: float  # prefills of what is new that one share of the prefix's branches is worth
 
 
 def is_branch(candidates: Sequence[Candidate], forks: float) -> bool:
@@ -66,21 +67,21 @@ def is_branch(candidates: Sequence[Candidate], forks: float) -> bool:
 def prices(candidates: Sequence[Candidate], forks: float) -> Prices:
     backlogs_s = sorted(candidate.backlog_s for candidate in candidates)
     scarcity_s = backlogs_s[len(backlogs_s) // 4]
-    idle_share = backlogs_s.count(0.0) / len(backlogs_s)
+    calm = (backlogs_s.count(0.0) / len(backlogs_s)) ** CALM
     return Prices(
         alpha=1.0 + min(MAX_PRICE, PRICE_PER_S * max(0.0, scarcity_s - SCARCITY_S)),
-        forks=forks,
-        branch=BRANCH_TURNS * idle_share**2 if is_branch(candidates, forks) else 0.0,
+        copy=1.0 / (1.0 + calm * min(MAX_FORKS, forks)),
+        branch=calm * BRANCH_TURNS if is_branch(candidates, forks) else 0.0,
     )
 
 
 def cost_s(candidate: Candidate, prices: Prices) -> float:
-    prefill_s = candidate.own_s + candidate.copy_s / (1 + min(MAX_FORKS, prices.forks))
-    balance_s = BALANCE * prefill_s * min(2.0, candidate.recent_share - 1.0)
-    branch_s = prices.branch * candidate.own_s * min(2.0, candidate.branch_share - 1.0)
+    prefill_s = candidate.own_s + prices.copy * candidate.copy_s
+    balance_s = BALANCE * candidate.own_s * min(2.0, candidate.recent_share - 1.0)
+    turn_s = prices.branch * candidate.own_s * min(2.0, candidate.branch_share - 1.0)
     chunks = (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
     decode_s = candidate.decode_step_s * (DECODE_STEPS + chunks)
-    return candidate.backlog_s + prices.alpha * prefill_s + balance_s + branch_s + decode_s
+    return candidate.backlog_s + prices.alpha * prefill_s + balance_s + turn_s + decode_s
 
 
 def rank(candidates: Sequence[Candidate], *, forks: float, rng: random.Random) -> list[Candidate]:
