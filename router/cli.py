@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from router.options import SettingsError, env_names, flags, option
+from router.replay.command import replay
 from router.settings import ServeSettings, load
 
 COLUMNS = ("id", "node", "pid", "blocks", "running", "waiting", "incarnation")
@@ -98,3 +99,4 @@ serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [_parameter(name, field) for name, field in ServeSettings.model_fields.items()]
 )
 app.command()(serve)
+app.command()(replay)

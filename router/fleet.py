@@ -142,6 +142,16 @@ class Fleet:
     ) -> Placement:
         """Ranks the running replicas for this prompt."""
         chain = self.chain(token_ids, namespace)
+        return self.place_chain(chain, len(token_ids), running, now_s)
+
+    def place_chain(
+        self,
+        chain: Sequence[Fingerprint],
+        prompt_tokens: int,
+        running: Sequence[str],
+        now_s: float,
+    ) -> Placement:
+        """Ranks the running replicas for a prompt with these reusable blocks."""
         hits = self.mirror.hits(chain)
         best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
         prefix = chain[:best]
@@ -149,7 +159,7 @@ class Fleet:
         candidates = [
             self._candidate(
                 replica_id,
-                Prompt(len(token_ids), hits.get(replica_id, 0), best),
+                Prompt(prompt_tokens, hits.get(replica_id, 0), best),
                 slowness=slowness,
                 recent_share=recent_share,
                 branch_share=branch_share,
@@ -167,7 +177,7 @@ class Fleet:
             ranking=tuple(rank(candidates, forks=self._branches.forks(prefix), rng=self._rng)),
             chain=tuple(chain),
             best_hit_blocks=best,
-            prompt_tokens=len(token_ids),
+            prompt_tokens=prompt_tokens,
             block_size=self._block_size,
         )
 

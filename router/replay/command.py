@@ -1,0 +1,85 @@
+"""The command `kvroute replay`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_LOAD = 0.8
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's format (JSON lines).")],
+    replicas: Annotated[int, typer.Option(min=1, help="Engines to replay it on.")] = 16,
+    kv_tokens: Annotated[int, typer.Option(min=512, help="KV cache of each, in tokens.")] = 800_000,
+    load: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help=f"Arrivals as a share of saturation, found by overload (default: {DEFAULT_LOAD}).",
+        ),
+    ] = None,
+    speed: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Arrivals as a multiple of the trace's, instead of --load."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Policies to compare, separated by commas; or all.")
+    ] = "kvroute",
+    routers: Annotated[int, typer.Option(min=1, help="Routers, each with its own view.")] = 1,
+    index_delay_ms: Annotated[
+        float, typer.Option(min=0, help="From a block being cached until routers know.")
+    ] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of all that is left to chance.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Only the first so many requests.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a list of objects instead of a table.")
+    ] = False,
+) -> None:
+    """Replay a trace on modelled replicas and compare routing policies."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from router.replay.compare import compare, saturation_rps
+    from router.replay.report import table
+    from router.replay.simulate import Cluster
+    from router.replay.trace import TraceError, at_speed, native_rps, read
+
+    if load is not None and speed is not None:
+        raise typer.BadParameter("--load and --speed exclude each other; give one of them")
+    names = _names(policy)
+    cluster = Cluster(replicas, kv_tokens, routers, index_delay_ms / 1000)
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        recorded = read(trace, limit=limit, seed=seed)
+        with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
+            if speed is None:
+                share = DEFAULT_LOAD if load is None else load
+                saturation = saturation_rps(recorded, cluster, seed=seed, progress=progress)
+                notes.print(f"saturation: {saturation:.2f} requests/s")
+                speed = share * saturation / native_rps(recorded)
+            rate = speed * native_rps(recorded)
+            notes.print(f"arrivals: {rate:.2f} requests/s, {speed:.2f} x the trace's")
+            requests = at_speed(recorded, speed)
+            summaries = compare(names, requests, cluster, seed=seed, progress=progress)
+    except (OSError, TraceError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps([summary.row() for summary in summaries], indent=2))
+    else:
+        Console().print(table(summaries))
+
+
+def _names(policy: str) -> list[str]:
+    from router.replay.policies import POLICIES
+
+    names = list(POLICIES) if policy == "all" else [name.strip() for name in policy.split(",")]
+    unknown = [name for name in names if name not in POLICIES]
+    if unknown:
+        known = ", ".join(POLICIES)
+        raise typer.BadParameter(f"--policy names {unknown[0]!r}; known are {known} and all")
+    return names

@@ -1,0 +1,161 @@
+"""A trace through routers and replicas, event by event, in modelled time."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from replica.kvindex.fingerprint import Fingerprint
+from router.replay.engine import EngineModel, Replica, StepResult, blocks_needed
+from router.replay.policies import POLICIES, Policy, Setup
+from router.replay.trace import BLOCK_TOKENS, Request, TraceError
+
+ENGINE = EngineModel()
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a trace is replayed on."""
+
+    replicas: int
+    kv_tokens: int  # of each replica's cache
+    routers: int = 1
+    index_delay_s: float = 0.010  # from the end of a step until routers know its blocks
+    engine: EngineModel = ENGINE
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened to each request, by its index, and to the replicas."""
+
+    first_token_s: list[float]
+    finished_s: list[float]
+    hit_tokens: list[int]
+    prefill_s: list[float]  # seconds that each replica spent on prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    replica: int
+    at_s: float  # an event for a plan that was cut short since is void
+
+
+@dataclass(frozen=True, slots=True)
+class IndexChange:
+    replica: int
+    added: Sequence[Fingerprint]
+    removed: Sequence[Fingerprint]
+
+
+Event = Arrival | StepEnd | IndexChange
+
+
+def simulate(
+    requests: Sequence[Request],
+    cluster: Cluster,
+    policy: str,
+    *,
+    seed: int = 0,
+    on_first_token: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Replays the requests until the last is answered. Equal arguments give equal outcomes."""
+    _check_room(requests, cluster)
+    return _Simulation(requests, cluster, policy, seed, on_first_token).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        cluster: Cluster,
+        policy: str,
+        seed: int,
+        on_first_token: Callable[[], None],
+    ) -> None:
+        setup = Setup(cluster.replicas, cluster.kv_tokens, cluster.engine.prefill)
+        self._cluster = cluster
+        self._on_first_token = on_first_token
+        self._routers: list[Policy] = [
+            POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
+        ]
+        self._replicas = [
+            Replica(cluster.engine, cluster.kv_tokens) for _ in range(cluster.replicas)
+        ]
+        self._order = count()  # of events at the same time
+        self._events: list[tuple[float, int, Event]] = [
+            (request.arrival_s, next(self._order), Arrival(request)) for request in requests
+        ]
+        heapify(self._events)
+        none = [0.0] * len(requests)
+        self._outcome = Outcome(none, none.copy(), [0] * len(requests), [])
+
+    def run(self) -> Outcome:
+        while self._events:
+            now_s, _, event = heappop(self._events)
+            match event:
+                case Arrival(request):
+                    self._arrive(request, now_s)
+                case StepEnd(replica, at_s):
+                    self._end_step(replica, at_s)
+                case IndexChange(replica, added, removed):
+                    for router in self._routers:
+                        router.index_changed(replica, added, removed)
+        self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
+        return self._outcome
+
+    def _arrive(self, request: Request, now_s: float) -> None:
+        chosen = self._router(request).choose(request, now_s)
+        before = self._replicas[chosen].plan
+        self._replicas[chosen].arrive(request, now_s)
+        if self._replicas[chosen].plan is not before:
+            self._await_step(chosen)
+
+    def _end_step(self, replica: int, at_s: float) -> None:
+        plan = self._replicas[replica].plan
+        if plan is None or plan.ends_s != at_s:
+            return
+        result = self._replicas[replica].end_step()
+        self._announce(replica, result, at_s)
+        for request in result.first_tokens:
+            self._outcome.first_token_s[request.index] = at_s
+            self._outcome.hit_tokens[request.index] = self._replicas[replica].hit_tokens.pop(
+                request.index
+            )
+            self._router(request).first_token(request, at_s)
+            self._on_first_token()
+        for request in result.finished:
+            self._outcome.finished_s[request.index] = at_s
+            self._router(request).finished(request)
+        if self._replicas[replica].plan:
+            self._await_step(replica)
+
+    def _announce(self, replica: int, result: StepResult, at_s: float) -> None:
+        if result.added or result.removed:
+            change = IndexChange(replica, result.added, result.removed)
+            self._push(at_s + self._cluster.index_delay_s, change)
+
+    def _await_step(self, replica: int) -> None:
+        plan = self._replicas[replica].plan
+        assert plan is not None
+        self._push(plan.ends_s, StepEnd(replica, plan.ends_s))
+
+    def _push(self, at_s: float, event: Event) -> None:
+        heappush(self._events, (at_s, next(self._order), event))
+
+    def _router(self, request: Request) -> Policy:
+        return self._routers[request.index % len(self._routers)]
+
+
+def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:
+    most = max(blocks_needed(request) for request in requests) * BLOCK_TOKENS
+    if most > cluster.kv_tokens:
+        raise TraceError(
+            f"a request of the trace needs room for {most} tokens, more than the "
+            f"{cluster.kv_tokens} of a replica; give --kv-tokens {most} at least"
+        )
