@@ -83,6 +83,11 @@ class Loudspeaker:
     def ended(self, request_id: str) -> None:
         self._say(Ended(request_id))
 
+    def take(self) -> Message:
+        """What was said since the last time, in order."""
+        events, self._events = self._events, []
+        return Message(self.router, events)
+
     async def run(self, index: Index) -> None:
         """Publishes what was said, at once and in order, until cancelled."""
         while True:
@@ -90,9 +95,8 @@ class Loudspeaker:
                 async with asyncio.timeout(ALIVE_S):
                     await self._has_events.wait()
             self._has_events.clear()
-            events, self._events = self._events, []
             try:
-                await index.tell_routers(msgspec.msgpack.encode(Message(self.router, events)))
+                await index.tell_routers(msgspec.msgpack.encode(self.take()))
             except (RedisError, OSError):
                 self._events = [Restarted()]
                 await asyncio.sleep(RETRY_S)

@@ -31,6 +31,9 @@ def replay(
     index_delay_ms: Annotated[
         float, typer.Option(min=0, help="From a block being cached until routers know.")
     ] = 10.0,
+    share_delay_ms: Annotated[
+        float, typer.Option(min=0, help="From what a router does until the others know of it.")
+    ] = 5.0,
     seed: Annotated[int, typer.Option(help="Of all that is left to chance.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=2, help="Only the first so many requests.")
@@ -51,7 +54,7 @@ def replay(
     if load is not None and speed is not None:
         raise typer.BadParameter("--load and --speed exclude each other; give one of them")
     names = _names(policy)
-    cluster = Cluster(replicas, kv_tokens, routers, index_delay_ms / 1000)
+    cluster = Cluster(replicas, kv_tokens, routers, index_delay_ms / 1000, share_delay_ms / 1000)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         recorded = read(trace, limit=limit, seed=seed)

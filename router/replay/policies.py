@@ -16,6 +16,7 @@ from replica.kvindex.index import ReplicaRecord
 from router.fleet import Fleet, Placement, Trip
 from router.load import PrefillModel
 from router.mirror import Mirror
+from router.peers import Listener, Loudspeaker, Message
 from router.policy import Candidate
 from router.replay.trace import BLOCK_TOKENS, Request
 
@@ -43,13 +44,30 @@ class Policy(Protocol):
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
     ) -> None: ...
 
+    def said(self) -> Message | None:
+        """What it has to tell the other routers since the last time."""
+
+    def hear(self, message: Message, now_s: float) -> None:
+        """Another router's, a little later."""
+
 
 class Production:
-    """kvroute: the Fleet, loads, branches and ranking that a Router runs, on the trace's clock."""
+    """kvroute: the Fleet, loads, branches, ranking and talk of a Router, on the trace's clock."""
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self._names = [str(replica) for replica in range(setup.replicas)]
-        self._fleet = Fleet(model="replay", revision="", block_size=BLOCK_TOKENS, rng=rng)
+        self._now_s = 0.0
+        self._loudspeaker = Loudspeaker()
+        self._fleet = Fleet(
+            model="replay",
+            revision="",
+            block_size=BLOCK_TOKENS,
+            rng=rng,
+            witness=self._loudspeaker,
+        )
+        self._listener = Listener(
+            self._fleet, own=self._loudspeaker.router, clock=lambda: self._now_s
+        )
         self._trips: dict[int, Trip] = {}
         facts = {
             "prefill_tokens_per_s": setup.prefill.tokens_per_s,
@@ -85,12 +103,20 @@ class Production:
         self._fleet.mirror.remove(self._names[replica], removed)
         self._fleet.mirror.add(self._names[replica], added)
 
+    def said(self) -> Message | None:
+        message = self._loudspeaker.take()
+        return message if message.events else None
+
+    def hear(self, message: Message, now_s: float) -> None:
+        self._now_s = now_s
+        self._listener.hear(message)
+
 
 class MinTtft(Production):
     """Soonest first token for this request alone: queued prefill, and its own with the best hit.
 
-    Mooncake's rule (FAST'25, algorithm 1), without its transfers of KV between replicas; ours with
-    every term but W, own and copy left out.
+    Mooncake's rule as it is commonly described, without transfers of KV between replicas; ours
+    with every term but W, own and copy left out.
     """
 
     def best(self, placement: Placement) -> Candidate:
@@ -131,6 +157,11 @@ class Counting:
     def index_changed(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
     ) -> None: ...
+
+    def said(self) -> Message | None:
+        return None
+
+    def hear(self, message: Message, now_s: float) -> None: ...
 
     def least(self, cost: Sequence[float], among: Sequence[int] | None = None) -> int:
         """The replica of the least cost; by chance where several have it."""
@@ -217,8 +248,8 @@ class RayPrefix(Counting):
 class SGLang(Counting):
     """SGLang's cache_aware: least load if out of balance, else the longest match above 30%.
 
-    Read in sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs; thresholds are the
-    defaults of sglang_router's RouterArgs. It remembers what it sent where, without eviction: its
+    Read in sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs; thresholds are those
+    that its documentation gives as defaults. It remembers what it sent where, without eviction: its
     tree has room for more than this.
     """
 
@@ -263,8 +294,8 @@ class Indexed(Counting):
 class Dynamo(Indexed):
     """NVIDIA Dynamo's default: blocks to prefill there, this prompt's included, plus blocks in use.
 
-    Read in ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector/default.rs, with the defaults of
-    its config.rs: overlap credit 1 without decay, scale 1, temperature 0.
+    Read in ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector/default.rs, with an overlap
+    credit of 1 without decay, scale 1 and temperature 0, taken for its defaults.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:

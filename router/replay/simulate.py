@@ -7,6 +7,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from replica.kvindex.fingerprint import Fingerprint
+from router.peers import Message
 from router.replay.engine import EngineModel, Replica, StepResult, blocks_needed
 from router.replay.policies import POLICIES, Policy, Setup
 from router.replay.trace import BLOCK_TOKENS, Request, TraceError
@@ -22,6 +23,7 @@ class Cluster:
     kv_tokens: int  # of each replica's cache
     routers: int = 1
     index_delay_s: float = 0.010  # from the end of a step until routers know its blocks
+    share_delay_s: float = 0.005  # from what a router does until the others know of it
     engine: EngineModel = ENGINE
 
 
@@ -53,7 +55,13 @@ class IndexChange:
     removed: Sequence[Fingerprint]
 
 
-Event = Arrival | StepEnd | IndexChange
+@dataclass(frozen=True, slots=True)
+class Talk:
+    router: int
+    message: Message
+
+
+Event = Arrival | StepEnd | IndexChange | Talk
 
 
 def simulate(
@@ -106,11 +114,16 @@ class _Simulation:
                 case IndexChange(replica, added, removed):
                     for router in self._routers:
                         router.index_changed(replica, added, removed)
+                case Talk(speaker, message):
+                    for number, router in enumerate(self._routers):
+                        if number != speaker:
+                            router.hear(message, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
         return self._outcome
 
     def _arrive(self, request: Request, now_s: float) -> None:
         chosen = self._router(request).choose(request, now_s)
+        self._share(request, now_s)
         before = self._replicas[chosen].plan
         self._replicas[chosen].arrive(request, now_s)
         if self._replicas[chosen].plan is not before:
@@ -128,10 +141,12 @@ class _Simulation:
                 request.index
             )
             self._router(request).first_token(request, at_s)
+            self._share(request, at_s)
             self._on_first_token()
         for request in result.finished:
             self._outcome.finished_s[request.index] = at_s
             self._router(request).finished(request)
+            self._share(request, at_s)
         if self._replicas[replica].plan:
             self._await_step(replica)
 
@@ -147,6 +162,13 @@ class _Simulation:
 
     def _push(self, at_s: float, event: Event) -> None:
         heappush(self._events, (at_s, next(self._order), event))
+
+    def _share(self, request: Request, at_s: float) -> None:
+        """What the request's router just did is on its way to the others."""
+        message = self._router(request).said()
+        if message is not None and len(self._routers) > 1:
+            talk = Talk(request.index % len(self._routers), message)
+            self._push(at_s + self._cluster.share_delay_s, talk)
 
     def _router(self, request: Request) -> Policy:
         return self._routers[request.index % len(self._routers)]
