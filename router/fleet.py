@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
@@ -72,8 +72,7 @@ class _Nobody:
 NOBODY: Witness = _Nobody()
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt at one replica."""
 
     tokens: int
@@ -100,6 +99,7 @@ class Fleet:
         self._block_size = block_size
         self._rng = rng
         self._records: dict[str, ReplicaRecord] = {}
+        self._free_blocks: dict[str, int] = {}  # of replicas with a record
         self._loads: dict[str, ReplicaLoad] = {}
         self._branches = Branches()
 
@@ -116,6 +116,10 @@ class Fleet:
     def update(self, records: Iterable[ReplicaRecord]) -> None:
         """The replicas whose lease runs, with their loads of now."""
         self._records = {record.id: record for record in records}
+        self._free_blocks = {
+            record.id: record.facts["capacity_blocks"] - record.load["used_blocks"]
+            for record in self._records.values()
+        }
         self._loads = {
             replica_id: load
             for replica_id, load in self._loads.items()
@@ -159,14 +163,16 @@ class Fleet:
         candidates = [
             self._candidate(
                 replica_id,
+                load,
                 Prompt(prompt_tokens, hits.get(replica_id, 0), best),
                 slowness=slowness,
                 recent_share=recent_share,
                 branch_share=branch_share,
                 now_s=now_s,
             )
-            for replica_id, slowness, recent_share, branch_share in zip(
+            for replica_id, load, slowness, recent_share, branch_share in zip(
                 running,
+                loads,
                 learned_slowness(loads),
                 relative([load.recent(now_s) for load in loads]),
                 self._branches.shares(prefix, running),
@@ -214,6 +220,7 @@ class Fleet:
     def _candidate(
         self,
         replica_id: str,
+        load: ReplicaLoad,
         prompt: Prompt,
         *,
         slowness: float,
@@ -221,7 +228,6 @@ class Fleet:
         branch_share: float,
         now_s: float,
     ) -> Candidate:
-        load = self._load(replica_id)
         hit_tokens = prompt.hit_blocks * self._block_size
         best_tokens = prompt.best_hit_blocks * self._block_size
         return Candidate(
@@ -235,7 +241,7 @@ class Fleet:
             recent_share=recent_share,
             branch_share=branch_share,
             decode_step_s=load.decode_step_s,
-            free_blocks=self._free_blocks(replica_id),
+            free_blocks=self._free_blocks.get(replica_id, 0),
         )
 
     def _load(self, replica_id: str) -> ReplicaLoad:
@@ -252,12 +258,6 @@ class Fleet:
             tokens_per_s=record.facts["prefill_tokens_per_s"],
             attention_tokens=record.facts["attention_tokens"],
         )
-
-    def _free_blocks(self, replica_id: str) -> int:
-        record = self._records.get(replica_id)
-        if record is None:
-            return 0
-        return int(record.facts["capacity_blocks"]) - record.load["used_blocks"]
 
     def _caches(self, replica_id: str) -> bool:
         record = self._records.get(replica_id)
