@@ -54,7 +54,7 @@ class VllmEngine:
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
         """Loads the model (a folder or a hub name); the engine's process is bound to `cores`."""
         # We bind and the engine connects: no port is guessed, and no early event is missed.
-        subscriber = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        subscriber = zmq.asyncio.Context().socket(zmq.SUB)
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         subscriber.setsockopt(zmq.RCVHWM, 0)
         port = subscriber.bind_to_random_port("tcp://127.0.0.1")
@@ -105,7 +105,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
-        self._subscriber.close(linger=0)
+        self._subscriber.context.destroy(linger=0)  # ours alone: the socket goes with it
 
 
 def engine_args(settings: ReplicaSettings, model: str, events_endpoint: str) -> AsyncEngineArgs:
