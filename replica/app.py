@@ -44,9 +44,6 @@ class Replica:
             async for chunk in chunks:
                 yield chunk
 
-    async def reset_prefix_cache(self) -> bool:
-        return await self._engine.reset_prefix_cache()
-
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         await self._engine.check()

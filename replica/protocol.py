@@ -1,7 +1,7 @@
 """What every engine does, and the values that cross between a router and a replica."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -82,7 +82,7 @@ class EngineFacts:
     prefill_tokens_per_s: float  # at a prompt's start; a guess: the router learns the real speed
     attention_tokens: float = 32_768.0  # context at which a token's prefill costs twice as much
     prefix_caching: bool = True
-    engine: str = field(default="vllm")  # "vllm" | "simulated"
+    engine: str = "vllm"  # "vllm" | "simulated"
 
 
 class EngineDeadError(RuntimeError):

@@ -73,9 +73,9 @@ class Dispatcher:
     async def _attempt(self, request: GenerateRequest, placement: Placement) -> Generation | None:
         """None when the replica was lost before its first chunk."""
         best = placement.ranking[0].replica_id
-        trip = self._fleet.sent(placement, best, request.request_id, time.monotonic())
         route = ROUTES[request.request_id] = Route([c.replica_id for c in placement.ranking])
         stream: DeploymentResponseGenerator = self._generate.remote(request)
+        trip = self._fleet.sent(placement, best, request.request_id, time.monotonic())
         try:
             first: Chunk = await anext(stream)
         except LOST as error:

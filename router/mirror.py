@@ -75,9 +75,6 @@ class Mirror:
             step *= 2
         return depths
 
-    def holds(self, replica_id: str, fingerprint: Fingerprint) -> bool:
-        return bool(self._held.get(fingerprint, 0) & self._slots.get(replica_id, 0))
-
     def held_by(self, replica_id: str) -> set[Fingerprint]:
         """All of one replica's blocks, by a walk over the whole mirror: for audits and tests."""
         bit = self._slots.get(replica_id, 0)

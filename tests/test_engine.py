@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
 from replica.model import BUILTIN_MODEL
 from replica.protocol import Chunk, Engine, GenerateRequest, Sampling
 from replica.settings import ReplicaSettings
+from tests.waiting import until
 
 BLOCK = 32
 GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -90,12 +91,6 @@ def ids_of(chunks: list[Chunk]) -> list[int]:
 def chain_of(prompt: list[int], namespace: str = "") -> list[Fingerprint]:
     parent = root(model="m", block_size=BLOCK, namespace=namespace)
     return fingerprints(np.array(prompt, np.uint32), block_size=BLOCK, parent=parent)
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_true():
-            await asyncio.sleep(0.01)
 
 
 async def test_an_engine_says_what_it_is(running: Running) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -23,6 +23,7 @@ from replica.publisher import Publisher
 from router.embedded_redis import embedded_redis
 from router.feed import Feed
 from router.fleet import Fleet
+from tests.waiting import until
 
 FACTS = {
     "block_size": 4,
@@ -168,12 +169,6 @@ class Side:
 
     def is_equal(self) -> bool:
         return self.fleet.mirror.held_by("a") == set(self.table.held())
-
-
-async def until(is_true: Callable[[], bool], within_s: float = 10.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not is_true():
-            await asyncio.sleep(0.01)
 
 
 def stored(first: int, blocks: int, parent: int | None = None) -> BlockStored:

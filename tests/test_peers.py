@@ -14,6 +14,7 @@ from replica.protocol import TokenIds
 from router.embedded_redis import embedded_redis
 from router.fleet import Fleet, Trip
 from router.peers import SILENCE_S, WAITING_EVENTS, Listener, Loudspeaker
+from tests.waiting import until
 
 REPLICAS = ["a", "b"]
 FACTS = {
@@ -86,12 +87,6 @@ async def connected(url: str, *routers: Router) -> AsyncIterator[None]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await client.aclose()
-
-
-async def until(is_true: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not is_true():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_dispatch_counts_at_the_other_router_until_its_end(redis_url: str) -> None:

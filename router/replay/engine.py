@@ -168,10 +168,6 @@ class Replica:
         self._context_tokens = 0  # of all decodes
         self._added: list[Fingerprint] = []
 
-    @property
-    def is_idle(self) -> bool:
-        return not (self.plan or self._waiting)
-
     def arrive(self, request: Request, now_s: float) -> None:
         """Queues a request. Decode steps planned ahead are cut short to let it in."""
         was_blocked = bool(self._waiting)
