@@ -43,6 +43,7 @@ class Publisher:
         self._changes = Changes()
         self._changed = asyncio.Event()
         self._is_registered = False
+        self._renewal_s = 0.0  # on the event loop's clock
 
     def publish(self, events: list[KVEvent]) -> None:
         """Takes events in, in the engine's order; returns at once."""
@@ -57,13 +58,11 @@ class Publisher:
         while True:
             try:
                 await self._register()
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._renew_for_ever())
-                    tasks.create_task(self._write_for_ever())
-            except* FencedError:
+                await self._follow()
+            except FencedError:
                 log.warning("replica %s lost its lease; announcing it again", self._replica_id)
-            except* (RedisError, OSError) as away:
-                log.warning("Redis is away (%s); next try in %s s", away.exceptions[0], RETRY_S)
+            except (RedisError, OSError) as away:
+                log.warning("Redis is away (%s); next try in %s s", away, RETRY_S)
                 await asyncio.sleep(RETRY_S)
             finally:
                 self._is_registered = False
@@ -81,24 +80,32 @@ class Publisher:
             load=self._load(),
             lease_s=self._lease_s,
         )
+        self._plan_renewal()
         self._changes = Changes(added=set(self._table.held()))
         self._is_registered = True
         self._changed.set()
 
-    async def _write_for_ever(self) -> None:
+    async def _follow(self) -> None:
         while True:
-            await self._changed.wait()
-            await asyncio.sleep(BATCH_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._renewal_s):
+                    await self._changed.wait()
+                    await asyncio.sleep(BATCH_S)
             self._changed.clear()
             changes, self._changes = self._changes, Changes()
             await self._write(changes)
+            await self._renew_if_due()
 
-    async def _renew_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
-            await self._index.renew(
-                self._replica_id, self.incarnation, load=self._load(), lease_s=self._lease_s
-            )
+    async def _renew_if_due(self) -> None:
+        if asyncio.get_running_loop().time() < self._renewal_s:
+            return
+        await self._index.renew(
+            self._replica_id, self.incarnation, load=self._load(), lease_s=self._lease_s
+        )
+        self._plan_renewal()
+
+    def _plan_renewal(self) -> None:
+        self._renewal_s = asyncio.get_running_loop().time() + self._lease_s / 3
 
     async def _write(self, changes: Changes) -> None:
         # Removals first: a batch cut between two writes then claims too little, not too much.
@@ -113,6 +120,7 @@ class Publisher:
         await self._index.change(
             self._replica_id, self.incarnation, lease_s=self._lease_s, **change
         )
+        await self._renew_if_due()  # a long row of writes outlasts a lease
 
 
 def _slices(fingerprints: set[Fingerprint]) -> Iterator[list[Fingerprint]]:

@@ -233,3 +233,15 @@ async def test_a_replica_that_leaves_is_forgotten(index: Index) -> None:
         await side.publisher.leave()
         await index._redis.pexpire("kvroute:{a model}:replica:a", 1)
         await until(lambda: side.fleet.mirror.held_by("a") == set())
+
+
+async def test_a_cancelled_task_ends_wherever_it_was(index: Index) -> None:
+    for steps in range(150):
+        side = Side(index)
+        tasks = [asyncio.create_task(side.publisher.run()), asyncio.create_task(side.feed.run())]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        _, going_on = await asyncio.wait(tasks, timeout=2)
+        assert not going_on, f"after {steps} steps"

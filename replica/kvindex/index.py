@@ -13,10 +13,12 @@ first checks the incarnation in the record, so a writer that was replaced or los
 nothing.
 """
 
+import asyncio
+import functools
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NewType, ParamSpec, TypeVar
 
 import numpy as np
 import redis.asyncio as redis
@@ -27,6 +29,7 @@ Position = NewType("Position", str)  # a place in the stream of changes
 
 BATCH_BLOCKS = 5000  # the most fingerprints in one change: bounds one script's time in Redis
 STREAM_CHANGES = 50_000  # changes kept, roughly; a reader further behind reloads replicas
+ANSWER_S = 5.0  # the longest one call waits for Redis
 
 _FENCED = b"fenced"
 
@@ -86,8 +89,25 @@ def connect(url: str) -> "redis.Redis":
         url,
         protocol=2,  # one shape of answers, whatever the server speaks
         socket_connect_timeout=2,
-        socket_timeout=5,
+        # `answered` below bounds every call. With this set, redis-py writes under asyncio.wait_for,
+        # which before Python 3.12 loses a cancellation that meets the end of the write.
+        socket_timeout=None,
     )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def answered(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Bounds a call by ANSWER_S; TimeoutError (an OSError, as a refused connection is) beyond."""
+
+    @functools.wraps(call)
+    async def bounded(*args: P.args, **kwargs: P.kwargs) -> T:
+        async with asyncio.timeout(ANSWER_S):
+            return await call(*args, **kwargs)
+
+    return bounded
 
 
 class FencedError(Exception):
@@ -126,7 +146,7 @@ def unpack(packed: bytes) -> tuple[Fingerprint, ...]:
 
 
 class Index:
-    """The index of one model. Any method raises redis.exceptions.RedisError when Redis is away."""
+    """The index of one model. Any method raises RedisError or OSError when Redis is away."""
 
     def __init__(self, client: "redis.Redis", model: str) -> None:
         self._redis: Any = client  # its types allow every answer of every protocol version
@@ -142,6 +162,7 @@ class Index:
 
     # The write path: one replica's verbs.
 
+    @answered
     async def register(
         self,
         replica_id: str,
@@ -164,6 +185,7 @@ class Index:
             ],
         )
 
+    @answered
     async def change(
         self,
         replica_id: str,
@@ -189,6 +211,7 @@ class Index:
         )
         _raise_if_fenced(outcome, replica_id, incarnation)
 
+    @answered
     async def renew(
         self, replica_id: str, incarnation: str, *, load: Mapping[str, int], lease_s: float
     ) -> None:
@@ -198,17 +221,20 @@ class Index:
         )
         _raise_if_fenced(outcome, replica_id, incarnation)
 
+    @answered
     async def leave(self, replica_id: str, incarnation: str) -> None:
         """Nothing of this incarnation is left, whether or not it still had its lease."""
         await self._leave(keys=self._keys(replica_id, incarnation), args=[incarnation, replica_id])
 
     # The read path: a router's verbs.
 
+    @answered
     async def position(self) -> Position:
         """The stream's end: `follow` from here misses nothing that is written later."""
         last = await self._redis.xrevrange(self._changes, count=1)
         return Position(last[0][0].decode() if last else "0-0")
 
+    @answered
     async def records(self) -> list[ReplicaRecord]:
         """The replicas whose lease runs; the names of all others are pruned."""
         ids = sorted(member.decode() for member in await self._redis.smembers(self._replicas))
@@ -223,6 +249,7 @@ class Index:
             await self._redis.srem(self._replicas, *gone)  # a renewal puts a living one back
         return [_record(replica_id, fields) for replica_id, fields in found.items() if fields]
 
+    @answered
     async def census(self) -> tuple[list[ReplicaRecord], dict[str, int]]:
         """The living replicas, and how many blocks each one has in the index."""
         records = await self.records()
@@ -232,10 +259,12 @@ class Index:
         counts = await pipeline.execute()
         return records, {record.id: n for record, n in zip(records, counts, strict=True)}
 
+    @answered
     async def record(self, replica_id: str) -> ReplicaRecord | None:
         fields = await self._redis.hgetall(self._record_key(replica_id))
         return _record(replica_id, fields) if fields else None
 
+    @answered
     async def blocks(self, record: ReplicaRecord) -> tuple[int, tuple[Fingerprint, ...]]:
         """A replica's set and the sequence number it stands at, of one moment."""
         pipeline = self._redis.pipeline(transaction=True)
@@ -246,12 +275,14 @@ class Index:
             raise FencedError(f"replica {record.id} is no longer incarnation {record.incarnation}")
         return int(seq), unpack(b"".join(members))
 
+    @answered
     async def follow(self, position: Position, *, block_ms: int) -> list[tuple[Position, Change]]:
         """Changes after `position`, oldest first; waits up to block_ms for the first."""
         answer = await self._redis.xread({self._changes: position}, count=500, block=block_ms)
         entries = answer[0][1] if answer else []
         return [(Position(at.decode()), _change(fields)) for at, fields in entries]
 
+    @answered
     async def tell_routers(self, payload: bytes) -> None:
         """Every router that listens gets it within milliseconds; one that does not never does."""
         await self._redis.publish(self._routers, payload)
