@@ -1,6 +1,6 @@
 """Where a request should run, as arithmetic: no clocks, no sockets, no Ray.
 
-    cost = W + alpha * (own + copy / (1 + forks)) + balance + turn + decode        all in seconds
+    cost = W + alpha * (own + copy / (1 + forks)) + crowd + balance + turn + decode     in seconds
 
     W        prefill queued or running on the replica
     own      prefill of what no replica holds: it has to be done wherever the request goes
@@ -10,6 +10,10 @@
              only its own next turn leaves from, is not. Counts in an idle fleet alone
     alpha    1 while a quarter of the fleet is idle; then the price of congestion: recomputing a
              prefix delays everybody behind it, so it rises with the lower quartile of the W
+    crowd    what newcomers will wait for this request. They go to the emptier half of the fleet, so
+             work counts there, up to the median M of the W, for as long as it takes to drain:
+             (min(W + work, M)^2 - min(W, M)^2) / 2 for each newcomer a second. Long prompts thus
+             queue behind long prompts, and short ones find a replica free of them
     balance  a little more where much was computed lately, a little less where little was
     turn     in an idle fleet new conversations take turns, since their own later turns will follow
     decode   what joining this replica's decode batch costs the requests in it
@@ -23,9 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SCARCITY_S = 0.1  # backlog of the lower quartile from which recomputing has a price
-PRICE_PER_S = 16.0  # how fast the price rises with that backlog
+PRICE_PER_S = 16.0  # how fast the price of congestion rises with the lower quartile's backlog
 MAX_PRICE = 40.0
+NEWCOMERS_PER_S = 1.0  # who come to the emptier half while a backlog drains
 BALANCE = 0.1  # what twice the mean of recent work adds, in prefills of what is new
 BRANCH_TURNS = 1.25  # what twice the mean of new conversations adds, in prefills of what is new
 CALM = 16  # how fast turns and copies fade as replicas get busy: the idle share to this power
@@ -55,6 +59,7 @@ class Prices:
     """What all candidates of one request have in common."""
 
     alpha: float
+    crowded_s: float  # the median backlog: newcomers avoid replicas that have more
     copy: float  # the share that counts of what recomputing a known prefix costs
     branch: float  # prefills of what is new that one share of the prefix's branches is worth
 
@@ -66,10 +71,11 @@ def is_branch(candidates: Sequence[Candidate], forks: float) -> bool:
 
 def prices(candidates: Sequence[Candidate], forks: float) -> Prices:
     backlogs_s = sorted(candidate.backlog_s for candidate in candidates)
-    scarcity_s = backlogs_s[len(backlogs_s) // 4]
-    calm = (backlogs_s.count(0.0) / len(backlogs_s)) ** CALM
+    count = len(backlogs_s)
+    calm = (backlogs_s.count(0.0) / count) ** CALM
     return Prices(
-        alpha=1.0 + min(MAX_PRICE, PRICE_PER_S * max(0.0, scarcity_s - SCARCITY_S)),
+        alpha=1.0 + min(MAX_PRICE, PRICE_PER_S * backlogs_s[count // 4]),
+        crowded_s=backlogs_s[count // 2],
         copy=1.0 / (1.0 + calm * min(MAX_FORKS, forks)),
         branch=calm * BRANCH_TURNS if is_branch(candidates, forks) else 0.0,
     )
@@ -77,11 +83,21 @@ def prices(candidates: Sequence[Candidate], forks: float) -> Prices:
 
 def cost_s(candidate: Candidate, prices: Prices) -> float:
     prefill_s = candidate.own_s + prices.copy * candidate.copy_s
+    crowd_s = NEWCOMERS_PER_S * _crowding(candidate, prices.crowded_s)
     balance_s = BALANCE * candidate.own_s * min(2.0, candidate.recent_share - 1.0)
     turn_s = prices.branch * candidate.own_s * min(2.0, candidate.branch_share - 1.0)
     chunks = (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
     decode_s = candidate.decode_step_s * (DECODE_STEPS + chunks)
-    return candidate.backlog_s + prices.alpha * prefill_s + balance_s + turn_s + decode_s
+    priced_s = prices.alpha * prefill_s
+    return candidate.backlog_s + priced_s + crowd_s + balance_s + turn_s + decode_s
+
+
+def _crowding(candidate: Candidate, crowded_s: float) -> float:
+    """Newcomer's seconds of waiting, times seconds, that this request adds."""
+    if candidate.backlog_s >= crowded_s:
+        return 0.0
+    after_s = min(candidate.backlog_s + candidate.own_s + candidate.copy_s, crowded_s)
+    return (after_s**2 - candidate.backlog_s**2) / 2.0
 
 
 def rank(candidates: Sequence[Candidate], *, forks: float, rng: random.Random) -> list[Candidate]:

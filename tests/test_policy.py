@@ -72,6 +72,22 @@ def test_a_crowded_decode_batch_is_avoided() -> None:
     assert best(crowded, replica("calm", decode_step_s=0.001)) == "calm"
 
 
+def test_long_prompts_queue_behind_long_prompts_and_leave_the_emptiest_replica_to_short_ones() -> (
+    None
+):
+    def names(own_s: float) -> str:
+        backlogs_s = {"emptiest": 0.2, "third": 4.0, "second": 5.0, "first": 6.0}
+        return best(*(replica(n, backlog_s=s, own_s=own_s) for n, s in backlogs_s.items()))
+
+    assert names(0.05) == "emptiest"
+    assert names(10.0) == "second"
+
+
+def test_while_half_the_fleet_is_idle_long_prompts_take_an_idle_replica() -> None:
+    busy = [replica("a", backlog_s=2.0, own_s=10.0), replica("b", backlog_s=2.0, own_s=10.0)]
+    assert best(*busy, replica("c", own_s=10.0), replica("d", own_s=10.0)) in "cd"
+
+
 def test_nobody_to_rank_is_no_error() -> None:
     assert rank([], forks=0, rng=RNG) == []
 
@@ -107,11 +123,10 @@ def test_every_replica_is_ranked_once_and_costs_never_fall(
 
 
 @given(candidates.filter(len), seconds)
-def test_a_longer_backlog_never_makes_a_replica_more_attractive(
+def test_a_longer_backlog_never_attracts_a_request_that_adds_nothing_to_it(
     fleet: list[Candidate], more_s: float
 ) -> None:
     common = prices(fleet, 0)
-    candidate = fleet[0]
-    assert cost_s(candidate._replace(backlog_s=candidate.backlog_s + more_s), common) >= cost_s(
-        candidate, common
-    )
+    here = fleet[0]._replace(own_s=0.0, copy_s=0.0)
+    busier = here._replace(backlog_s=here.backlog_s + more_s)
+    assert cost_s(busier, common) >= cost_s(here, common)
