@@ -84,13 +84,18 @@ def explain(
         return f"{name} is no setting; there are {', '.join(fields)}"
     field = fields[name]
     source = flags(name, field)[0] if name in given else next(iter(from_environment(name, field)))
-    expected = details["msg"].split(", unable")[0]
-    for theirs, ours in WORDING.items():
-        expected = expected.replace(theirs, ours)
     return (
-        f"{source} is {details['input']!r}; {expected}, "
+        f"{source} is {details['input']!r}; {expectation(details['msg'])}, "
         f"such as {option(field).example or field.default}"
     )
+
+
+def expectation(message: str) -> str:
+    """What pydantic says of a wrong value, as in `expected a valid integer`."""
+    expected = message.split(", unable")[0]
+    for theirs, ours in WORDING.items():
+        expected = expected.replace(theirs, ours)
+    return expected
 
 
 def _refuse_contradiction(name: str, field: FieldInfo, found: Mapping[str, str]) -> None:

@@ -6,13 +6,26 @@ from typing import Annotated
 
 import typer
 
+from router.replay.profiles import DEFAULT_ENGINE, PROFILES, Profile, ProfileError, load_profile
+
 DEFAULT_LOAD = 0.8
 
 
 def replay(
     trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's format (JSON lines).")],
     replicas: Annotated[int, typer.Option(min=1, help="Engines to replay it on.")] = 16,
-    kv_tokens: Annotated[int, typer.Option(min=512, help="KV cache of each, in tokens.")] = 800_000,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"What each of them is: {', '.join(PROFILES)}; or a JSON file with numbers of "
+            "your own, as kvroute calibrate measures them.",
+        ),
+    ] = DEFAULT_ENGINE,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=512, help="KV cache of each, in tokens (default: the engine's)."),
+    ] = None,
     load: Annotated[
         float | None,
         typer.Option(
@@ -54,27 +67,42 @@ def replay(
     if load is not None and speed is not None:
         raise typer.BadParameter("--load and --speed exclude each other; give one of them")
     names = _names(policy)
-    cluster = Cluster(replicas, kv_tokens, routers, index_delay_ms / 1000, share_delay_ms / 1000)
+    profile = _profile(engine)
+    cluster = Cluster(
+        replicas,
+        kv_tokens or profile.kv_tokens,
+        routers,
+        index_delay_ms / 1000,
+        share_delay_ms / 1000,
+        profile.engine(),
+    )
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         recorded = read(trace, limit=limit, seed=seed)
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
             if speed is None:
-                share = DEFAULT_LOAD if load is None else load
+                load = load or DEFAULT_LOAD
                 saturation = saturation_rps(recorded, cluster, seed=seed, progress=progress)
                 notes.print(f"saturation: {saturation:.2f} requests/s")
-                speed = share * saturation / native_rps(recorded)
+                speed = load * saturation / native_rps(recorded)
             rate = speed * native_rps(recorded)
             notes.print(f"arrivals: {rate:.2f} requests/s, {speed:.2f} x the trace's")
             requests = at_speed(recorded, speed)
             summaries = compare(names, requests, cluster, seed=seed, progress=progress)
+        if as_json:
+            typer.echo(json.dumps([summary.row() for summary in summaries], indent=2))
+        else:
+            Console().print(table(summaries))
     except (OSError, TraceError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None
-    if as_json:
-        typer.echo(json.dumps([summary.row() for summary in summaries], indent=2))
-    else:
-        Console().print(table(summaries))
+
+
+def _profile(engine: str) -> Profile:
+    try:
+        return load_profile(engine)
+    except ProfileError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _names(policy: str) -> list[str]:
