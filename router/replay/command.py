@@ -1,11 +1,13 @@
 """The command `kvroute replay`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from router.replay.output import check_folder
 from router.replay.profiles import DEFAULT_ENGINE, PROFILES, Profile, ProfileError, load_profile
 
 DEFAULT_LOAD = 0.8
@@ -54,12 +56,19 @@ def replay(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a list of objects instead of a table.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            callback=check_folder, help="File for a page with the same table and plots besides."
+        ),
+    ] = None,
 ) -> None:
     """Replay a trace on modelled replicas and compare routing policies."""
     from rich.console import Console
     from rich.progress import Progress
 
     from router.replay.compare import compare, saturation_rps
+    from router.replay.page import page
     from router.replay.report import table
     from router.replay.simulate import Cluster
     from router.replay.trace import TraceError, at_speed, native_rps, read
@@ -88,11 +97,23 @@ def replay(
             rate = speed * native_rps(recorded)
             notes.print(f"arrivals: {rate:.2f} requests/s, {speed:.2f} x the trace's")
             requests = at_speed(recorded, speed)
-            summaries = compare(names, requests, cluster, seed=seed, progress=progress)
+            runs = compare(names, requests, cluster, seed=seed, progress=progress)
         if as_json:
-            typer.echo(json.dumps([summary.row() for summary in summaries], indent=2))
+            typer.echo(json.dumps([run.summary.row() for run in runs], indent=2))
         else:
-            Console().print(table(summaries))
+            Console().print(table([run.summary for run in runs]))
+        if html:
+            pace = f"{load:.0%} of saturation" if load else f"{speed:g} times its own speed"
+            title = f"{trace.name} on {replicas} replicas at {pace}"
+            parameters = {
+                "requests": len(requests),
+                "requests_per_s": rate,
+                "seed": seed,
+                **asdict(cluster),
+                **profile.model_dump(exclude={"kv_tokens"}),
+                "engine": engine,
+            }
+            html.write_text(page(title, requests, runs, parameters))
     except (OSError, TraceError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None

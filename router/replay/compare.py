@@ -1,15 +1,24 @@
 """Policies on one trace at one rate of arrivals, and the rate that is the most they can serve."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.progress import Progress
 
 from router.replay.report import Summary, summarise
-from router.replay.simulate import Cluster, simulate
+from router.replay.simulate import Cluster, Outcome, simulate
 from router.replay.trace import Request, at_speed, ideal_hit_tokens, native_rps
 
 REFERENCES = ("kvroute", "sglang")  # the best of these under overload is the saturation
 OVERLOAD = 1.15  # arrivals over what comes through: a longer queue costs hits, hence throughput
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one policy made of the trace."""
+
+    outcome: Outcome
+    summary: Summary
 
 
 def compare(
@@ -19,8 +28,8 @@ def compare(
     *,
     seed: int,
     progress: Progress,
-) -> list[Summary]:
-    """One summary for each policy, in their order."""
+) -> list[Run]:
+    """One run for each policy, in their order."""
     return [_run(policy, requests, cluster, seed, progress, policy) for policy in policies]
 
 
@@ -32,7 +41,9 @@ def saturation_rps(
     def served_rps(offered_rps: float) -> float:
         requests = at_speed(recorded, offered_rps / native_rps(recorded))
         return max(
-            _run(policy, requests, cluster, seed, progress, f"overload: {policy}").throughput_rps
+            _run(
+                policy, requests, cluster, seed, progress, f"overload: {policy}"
+            ).summary.throughput_rps
             for policy in REFERENCES
         )
 
@@ -55,9 +66,9 @@ def _run(
     seed: int,
     progress: Progress,
     label: str,
-) -> Summary:
+) -> Run:
     task = progress.add_task(label, total=len(requests))
     outcome = simulate(
         requests, cluster, policy, seed=seed, on_first_token=lambda: progress.advance(task)
     )
-    return summarise(policy, requests, outcome)
+    return Run(outcome, summarise(policy, requests, outcome))

@@ -1,0 +1,14 @@
+"""A file that a command writes after minutes of work is known to have its place from the start."""
+
+from pathlib import Path
+
+import typer
+
+
+def check_folder(path: Path | None) -> Path | None:
+    """The path itself; BadParameter when nothing could be written there."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{str(path)!r} is in a folder that does not exist; make it first")
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{str(path)!r} is a folder; name a file in it")
+    return path
