@@ -1,0 +1,279 @@
+"""How fast a running cluster's replicas are, seen through its OpenAI endpoint."""
+
+import asyncio
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import httpx
+from rich.progress import Progress
+
+from router.replay.fit import Decode, Prefill
+
+TOKEN_IDS = range(100, 1000)  # ordinary tokens of any vocabulary
+SHORTEST_TOKENS = 64  # of a prompt
+REPETITIONS = 3  # of each measurement, of which the median counts
+LONG_S = 5.0  # prompts grow no longer once one takes this time
+SOON_S = 3.0  # prompts of long decodes are computed in this time
+BATCHES = (1, 2, 4, 8, 16)  # sequences decoded together on one replica
+LONG_BATCHES = (1, 4)  # ... with the longest prompts
+ANSWER_TOKENS = 32  # of each decode
+LEAST_STEPS = 8  # that sequences must share to count
+WATCH_S = 0.5  # between two looks at what the replicas run
+STALE_S = 3.0  # the oldest that their word on it is: their lease
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be measured; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One answer as it arrived; times on one steady clock."""
+
+    replica: str
+    prompt_tokens: int
+    sent_s: float
+    tokens_s: list[float]  # when each token came
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    prefills: list[Prefill]
+    decodes: list[Decode]
+    kv_tokens: int  # that one replica's cache holds
+    strangers: int  # requests of others that were seen at once
+
+
+async def measure(url: str, model: str | None, progress: Progress) -> Measurement:
+    """Takes a minute or so on fast engines, several on slow ones. Raises ClusterError."""
+    timeout = httpx.Timeout(600, connect=10)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
+        try:
+            cluster = await _Cluster.find(client, url.rstrip("/"), model)
+            async with cluster.watched():
+                prefills = await cluster.prefills(progress)
+                decodes = await cluster.decodes(prefills, progress)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ClusterError(
+                f"the cluster at {url} stopped answering ({error!r}); see its output"
+            ) from None
+    return Measurement(prefills, decodes, cluster.kv_tokens, cluster.strangers)
+
+
+class _Cluster:
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        model: str,
+        max_model_len: int,
+        census: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.replicas = len(census)
+        self.kv_tokens = min(each["capacity_blocks"] * each["block_size"] for each in census)
+        self.strangers = _requests(census)  # that were seen at once
+        self._client = client
+        self._url = url
+        self._model = model
+        self._longest_tokens = min(max_model_len, self.kv_tokens) - ANSWER_TOKENS
+        self._in_flight = 0
+        self._levels: list[tuple[float, int]] = []  # until when so many were in flight
+        self._rng = random.Random()
+
+    @classmethod
+    async def find(cls, client: httpx.AsyncClient, url: str, model: str | None) -> "_Cluster":
+        try:
+            facts = await _facts(client, url)
+            if _requests(facts["replicas"]):
+                await asyncio.sleep(STALE_S)
+                facts = await _facts(client, url)
+            card = (await client.get(f"{url}/v1/models")).raise_for_status().json()["data"][0]
+            census, served = facts["replicas"], facts["model"]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            raise ClusterError(
+                f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve"
+            ) from None
+        if not census or not card["max_model_len"]:
+            raise ClusterError(f"{url} has no replica yet; wait until kvroute status shows one")
+        return cls(client, url, model or served, card["max_model_len"], census)
+
+    async def prefills(self, progress: Progress) -> list[Prefill]:
+        """First tokens of new prompts, one at a time; from short ones to long ones, in rounds."""
+        for _ in range(2 * self.replicas):
+            await self._stream(self._prompt(SHORTEST_TOKENS), 1)
+        lengths = list(_doubling(SHORTEST_TOKENS, self._longest_tokens))
+        task = progress.add_task("prompts", total=len(lengths) * REPETITIONS)
+        samples: list[Prefill] = []
+        for _ in range(REPETITIONS):
+            for tokens in lengths:
+                progress.update(task, description=f"a prompt of {tokens} tokens", advance=1)
+                stream = await self._stream(self._prompt(tokens), 1)
+                samples.append(Prefill(tokens, stream.tokens_s[0] - stream.sent_s))
+                if samples[-1].ttft_s > LONG_S:
+                    lengths = [each for each in lengths if each <= tokens]
+                    break
+        progress.update(task, total=1, completed=1)
+        return median_prefills(samples)
+
+    async def decodes(self, prefills: Sequence[Prefill], progress: Progress) -> list[Decode]:
+        """Steps of batches of growing size, of short prompts and then of long ones, in rounds."""
+        soon = [each.tokens for each in prefills if each.ttft_s <= SOON_S] or [SHORTEST_TOKENS]
+        plan = [(SHORTEST_TOKENS, batch) for batch in BATCHES]
+        plan += [(max(soon), batch) for batch in LONG_BATCHES]
+        batches = [
+            [self._prompt(tokens) for _ in range(batch * self.replicas)]
+            for tokens, batch in plan
+            if batch * (tokens + ANSWER_TOKENS) <= self.kv_tokens
+        ]
+        task = progress.add_task("answers", total=len(batches) * REPETITIONS)
+        for prompts in batches:
+            progress.update(task, description=f"prompts of {len(prompts[0])} tokens")
+            for prompt in prompts:
+                await self._stream(prompt, 1)  # cached from here on, they start together
+        samples: list[list[Decode]] = [[] for _ in batches]
+        for _ in range(REPETITIONS):
+            for prompts, found in zip(batches, samples, strict=True):
+                progress.update(task, description=f"{len(prompts)} answers at once", advance=1)
+                found += await self._together(prompts)
+        if not any(samples):
+            raise ClusterError(
+                "no answers came together long enough to be timed; measure again while the "
+                "cluster has nothing else to do"
+            )
+        return [sample for found in samples for sample in median_decodes(found)]
+
+    async def _together(self, prompts: Sequence[list[int]]) -> list[Decode]:
+        """A sample for each replica, of the answers that it gave at the same time."""
+        streams = await asyncio.gather(*(self._stream(each, ANSWER_TOKENS) for each in prompts))
+        by_replica: dict[str, list[Stream]] = defaultdict(list)
+        for stream in streams:
+            by_replica[stream.replica].append(stream)
+        found = map(decode_sample, by_replica.values())
+        return [sample for sample in found if sample is not None]
+
+    async def _stream(self, prompt: list[int], answer_tokens: int) -> Stream:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": answer_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        address = f"{self._url}/v1/completions"
+        sent_s, tokens_s = time.perf_counter(), []
+        with self._counted():
+            async with self._client.stream("POST", address, json=body) as answer:
+                if answer.is_error:
+                    raise ClusterError(_refusal(await answer.aread()))
+                async for line in answer.aiter_lines():
+                    if line.startswith('data: {"error"'):
+                        raise ClusterError(_refusal(line.removeprefix("data: ").encode()))
+                    if line.startswith("data: {"):
+                        tokens_s.append(time.perf_counter())
+        return Stream(answer.headers.get("x-kvroute-replica", ""), len(prompt), sent_s, tokens_s)
+
+    def _prompt(self, tokens: int) -> list[int]:
+        """Nobody has sent it before."""
+        return self._rng.choices(TOKEN_IDS, k=tokens)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._levels.append((time.perf_counter(), self._in_flight))
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._levels.append((time.perf_counter(), self._in_flight))
+            self._in_flight -= 1
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Counts the requests that are not ours."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            census = (await _facts(self._client, self._url))["replicas"]
+            since_s = time.perf_counter() - STALE_S
+            lately = [number for until_s, number in self._levels if until_s > since_s]
+            # Each replica may still tell of a moment at which all of ours were there.
+            ours = self.replicas * max([self._in_flight, *lately])
+            self.strangers = max(self.strangers, _requests(census) - ours)
+            await asyncio.sleep(WATCH_S)
+
+
+def median_prefills(samples: Sequence[Prefill]) -> list[Prefill]:
+    """One sample for each length."""
+    by_tokens: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        by_tokens[sample.tokens].append(sample.ttft_s)
+    return [Prefill(tokens, median(times_s)) for tokens, times_s in by_tokens.items()]
+
+
+def median_decodes(samples: Sequence[Decode]) -> list[Decode]:
+    """One sample for each number of sequences."""
+    by_sequences: dict[int, list[Decode]] = defaultdict(list)
+    for sample in samples:
+        by_sequences[sample.sequences].append(sample)
+    return [
+        sorted(group, key=lambda sample: sample.step_s)[len(group) // 2]
+        for group in by_sequences.values()
+    ]
+
+
+def decode_sample(streams: Sequence[Stream]) -> Decode | None:
+    """What a replica's streams tell of the time in which all of them decoded.
+
+    None when that was too short a time. Tokens that reach us in one packet share a time, so steps
+    are counted, not timed one by one.
+    """
+    starts_s = max(stream.tokens_s[0] for stream in streams)
+    ends_s = min(stream.tokens_s[-1] for stream in streams)
+    steps_s, context_tokens = [], 0.0
+    for stream in streams:
+        within = [i for i, at_s in enumerate(stream.tokens_s) if starts_s <= at_s <= ends_s]
+        if len(within) <= LEAST_STEPS:
+            return None
+        first, last = within[0], within[-1]
+        steps_s.append((stream.tokens_s[last] - stream.tokens_s[first]) / (last - first))
+        context_tokens += stream.prompt_tokens + (first + last + 1) / 2
+    return Decode(len(streams), context_tokens, median(steps_s))
+
+
+async def _facts(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    facts: dict[str, Any] = (await client.get(f"{url}/v1/cluster")).raise_for_status().json()
+    return facts
+
+
+def _requests(census: Iterable[Mapping[str, Any]]) -> int:
+    """That the replicas have, running or waiting."""
+    return sum(each["running"] + each["waiting"] for each in census)
+
+
+def _doubling(first: int, last: int) -> Iterator[int]:
+    length = first
+    while length < last:
+        yield length
+        length *= 2
+    yield last
+
+
+def _refusal(body: bytes) -> str:
+    try:
+        return f"the cluster refused: {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"the cluster refused: {body[:200]!r}"
