@@ -69,6 +69,8 @@ async def measure(url: str, model: str | None, progress: Progress) -> Measuremen
 
 
 class _Cluster:
+    """A cluster under measurement: all requests to it are ours, as far as can be seen."""
+
     def __init__(
         self,
         client: httpx.AsyncClient,
