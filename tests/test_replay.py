@@ -85,14 +85,14 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_prefill_and_decode_take_the_time_computed_by_hand() -> None:
-    first_s, last_s = run(Replica(ROUND, 8192), [request(0, [], 3, rest=500)])
+    first_s, last_s = run(Replica(ROUND, 16), [request(0, [], 3, rest=500)])
     assert first_s[0] == pytest.approx(1.0 + 0.5)  # one step, 500 tokens at 1000/s
     assert last_s[0] == pytest.approx(1.5 + (1 + 0.501) + (1 + 0.502))  # reads 501, then 502
 
 
 def test_a_long_prompt_is_computed_in_chunks_that_decodes_share() -> None:
     arrivals = [request(0, [], 3, rest=192), request(1, list(range(1, 17)), rest=1, at_s=0.1)]
-    first_s, last_s = run(Replica(ROUND, 40_960), arrivals)
+    first_s, last_s = run(Replica(ROUND, 80), arrivals)
     assert first_s[0] == pytest.approx(1.192)
     # 8191 of 8193 tokens beside one decode of 193 tokens of context, then 2 beside the next
     second_s = 1.192 + 1 + 0.193 + 8.191
@@ -102,39 +102,39 @@ def test_a_long_prompt_is_computed_in_chunks_that_decodes_share() -> None:
 
 def test_an_arrival_waits_for_the_decode_step_under_way_and_no_longer() -> None:
     arrivals = [request(0, [], 100, rest=500), request(1, [], rest=500, at_s=3.1)]
-    first_s, _ = run(Replica(ROUND, 8192), arrivals)
+    first_s, _ = run(Replica(ROUND, 16), arrivals)
     decodes_end_s = 1.5 + 1.501 + 1.502  # the second one runs at 3.1 s
     assert first_s[1] == pytest.approx(decodes_end_s + 1 + 0.503 + 0.5)
 
 
 def test_a_repeated_prefix_is_not_computed_again() -> None:
-    replica = Replica(ROUND, 8192)
+    replica = Replica(ROUND, 16)
     first_s, _ = run(replica, [request(0, [1, 2, 3]), request(1, [1, 2, 4], at_s=10.0)])
     assert replica.hit_tokens == {0: 0, 1: 2 * BLOCK_TOKENS}
     assert first_s[1] == pytest.approx(10.0 + 1 + 0.513)
 
 
 def test_siblings_in_one_step_share_the_prefix_that_the_first_computes() -> None:
-    replica = Replica(ROUND, 40_960)
+    replica = Replica(ROUND, 80)
     run(replica, [request(i, [1, 2], at_s=i / 10) for i in range(3)])
     assert replica.hit_tokens == {0: 0, 1: 2 * BLOCK_TOKENS, 2: 2 * BLOCK_TOKENS}
 
 
 def test_a_prompt_of_full_blocks_computes_its_last_one_again() -> None:
-    replica = Replica(ROUND, 8192)
+    replica = Replica(ROUND, 16)
     run(replica, [request(0, [1, 2], rest=0), request(1, [1, 2], rest=0, at_s=9.0)])
     assert replica.hit_tokens[1] == BLOCK_TOKENS
 
 
 def test_the_oldest_prompt_is_evicted_from_its_tail() -> None:
-    replica = Replica(ROUND, 6 * BLOCK_TOKENS)
+    replica = Replica(ROUND, 6)
     prompts = [[1, 2], [3, 4], [5, 6], [1, 7]]
     run(replica, [request(i, p, at_s=10.0 * i) for i, p in enumerate(prompts)])
     assert replica.hit_tokens[3] == BLOCK_TOKENS  # 2 went, 1 is still there
 
 
 def test_a_prompt_waits_while_there_is_no_room_for_it_and_its_answer() -> None:
-    replica = Replica(ROUND, 4 * BLOCK_TOKENS)
+    replica = Replica(ROUND, 4)
     arrivals = [request(0, [1, 2], 3), request(1, [3, 4], 3)]
     first_s, last_s = run(replica, arrivals)
     assert first_s[1] > last_s[0]
@@ -142,7 +142,7 @@ def test_a_prompt_waits_while_there_is_no_room_for_it_and_its_answer() -> None:
 
 
 def test_changes_name_every_block_that_the_cache_gains_or_loses() -> None:
-    replica = Replica(ROUND, 12 * BLOCK_TOKENS)
+    replica = Replica(ROUND, 12)
     held: set[Fingerprint] = set()
     for coming in conversations(count=1, turns=10):
         if len(coming.blocks) > 10:
@@ -208,6 +208,40 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"timestamp": 0}\n')
     with pytest.raises(TraceError, match="line 1 is no request"):
+        read(path, limit=None, seed=0)
+
+
+def line(at_ms: float, blocks: list[int], **more: object) -> str:
+    """A prompt of these blocks of 128 tokens and one more token, as in a request log."""
+    row = {"timestamp": at_ms, "input_length": 128 * len(blocks) + 1, "output_length": 1}
+    return json.dumps(row | {"hash_ids": blocks, "block_size": 128} | more) + "\n"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hits_are_counted_in_the_blocks_of_the_trace(tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(0, [1, 2, 3]) + line(60_000, [1, 2, 4]))
+    requests = read(path, limit=None, seed=0)
+    assert simulate(requests, Cluster(1, 1024), policy).hit_tokens == [0, 256]
+
+
+def test_logs_of_several_routers_are_one_trace_in_order_of_time(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line(9000, [3]) + line(5000, [1]))
+    (tmp_path / "b.jsonl").write_text(line(6000, [2]))
+    requests = read(tmp_path, limit=None, seed=0)
+    assert [(r.arrival_s, r.blocks) for r in requests] == [(0.0, (2,)), (1.0, (3,)), (4.0, (4,))]
+
+
+def test_failed_requests_are_not_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(0, [1]) + line(1, [1], outcome="failed") + line(2, [1], outcome="ok"))
+    assert len(read(path, limit=None, seed=0)) == 2
+
+
+def test_a_line_with_blocks_of_another_size_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text(line(0, [1]) + line(1, [1], block_size=64, hash_ids=[1, 2]))
+    with pytest.raises(TraceError, match="line 2 has blocks of 64 tokens, those before it 128"):
         read(path, limit=None, seed=0)
 
 

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from replica.kvindex.fingerprint import Fingerprint
 from router.load import PrefillModel
-from router.replay.trace import BLOCK_TOKENS, Request
+from router.replay.trace import Request
 
 PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
 
@@ -87,12 +87,13 @@ class PrefixCache:
                 del self._idle[block]
             holders[block] += 1
         self._take(missing)
-        tokens = len(hits) * BLOCK_TOKENS
+        tokens = len(hits) * request.block_tokens
         return Running(request, tokens, tokens, hits, missing)
 
     def fill(self, sequence: Running, start: int, end: int) -> list[Fingerprint]:
         """Caches the prompt's blocks that become full between two lengths; those that are new."""
-        blocks = sequence.request.blocks[start // BLOCK_TOKENS : end // BLOCK_TOKENS]
+        size = sequence.request.block_tokens
+        blocks = sequence.request.blocks[start // size : end // size]
         new = [block for block in blocks if block not in self._holders]
         self._holders.update(dict.fromkeys(new, 1))
         sequence.held += new
@@ -102,8 +103,8 @@ class PrefixCache:
     def release(self, sequence: Running) -> None:
         """Its blocks are idle from now on, the last to be evicted first."""
         request = sequence.request
-        full = (request.input_tokens + request.output_tokens) // BLOCK_TOKENS
-        answer = full - request.input_tokens // BLOCK_TOKENS
+        full = (request.input_tokens + request.output_tokens) // request.block_tokens
+        answer = full - request.input_tokens // request.block_tokens
         for _ in range(answer):
             self._unnamed -= 1
             self._idle[self._unnamed] = None
@@ -125,7 +126,7 @@ class PrefixCache:
 
 def blocks_needed(request: Request) -> int:
     """KV blocks that a request holds when it is done."""
-    return -(-(request.input_tokens + request.output_tokens) // BLOCK_TOKENS)
+    return -(-(request.input_tokens + request.output_tokens) // request.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +156,8 @@ class Plan:
 class Replica:
     """The caller drives it: `arrive` at any time, `end_step` at the time it names."""
 
-    def __init__(self, model: EngineModel, kv_tokens: int) -> None:
-        self.cache = PrefixCache(kv_tokens // BLOCK_TOKENS)
+    def __init__(self, model: EngineModel, capacity_blocks: int) -> None:
+        self.cache = PrefixCache(capacity_blocks)
         self.hit_tokens: dict[int, int] = {}  # request index -> what it found cached
         self.prefill_s = 0.0  # spent on prompts so far
         self.plan: Plan | None = None

@@ -18,7 +18,7 @@ from router.load import PrefillModel
 from router.mirror import Mirror
 from router.peers import Listener, Loudspeaker, Message
 from router.policy import Candidate
-from router.replay.trace import BLOCK_TOKENS, Request
+from router.replay.trace import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ class Setup:
     replicas: int
     kv_tokens: int
     prefill: PrefillModel
+    block_tokens: int
+
+    @property
+    def capacity_blocks(self) -> int:
+        return self.kv_tokens // self.block_tokens
 
 
 class Policy(Protocol):
@@ -61,7 +66,7 @@ class Production:
         self._fleet = Fleet(
             model="replay",
             revision="",
-            block_size=BLOCK_TOKENS,
+            block_size=setup.block_tokens,
             rng=rng,
             witness=self._loudspeaker,
         )
@@ -73,7 +78,7 @@ class Production:
             "prefill_tokens_per_s": setup.prefill.tokens_per_s,
             "attention_tokens": setup.prefill.attention_tokens,
             "prefix_caching": True,
-            "capacity_blocks": setup.kv_tokens // BLOCK_TOKENS,
+            "capacity_blocks": setup.capacity_blocks,
         }
         load = {"running": 0, "waiting": 0, "used_blocks": 0}
         self._fleet.update(ReplicaRecord(name, "replay", 0, facts, load) for name in self._names)
@@ -232,7 +237,7 @@ class RayPrefix(Counting):
 
     def pick(self, request: Request) -> int:
         known = list(takewhile(self.tree.__contains__, request.blocks))
-        if len(known) * BLOCK_TOKENS >= 0.1 * request.input_tokens and known:
+        if len(known) * request.block_tokens >= 0.1 * request.input_tokens and known:
             holders = [r for r in self.replicas if self.tree[known[-1]] >> r & 1]
             return self.least(self.active, holders)
         smallest = min(self.sizes)
@@ -262,7 +267,7 @@ class SGLang(Counting):
         if most - fewest > 64 and most > 1.5 * fewest:
             return self.least(self.active)
         known = list(takewhile(self.tree.__contains__, request.blocks))
-        if len(known) * BLOCK_TOKENS > 0.3 * request.input_tokens:
+        if len(known) * request.block_tokens > 0.3 * request.input_tokens:
             return self.tree[known[-1]]
         return self.least(self.active)
 
@@ -307,14 +312,15 @@ class Dynamo(Indexed):
     def pick(self, request: Request) -> int:
         hits = self.hits(request)
         cost = [
-            (self.prefill_tokens[r] + request.input_tokens) / BLOCK_TOKENS
+            (self.prefill_tokens[r] + request.input_tokens) / request.block_tokens
             - hits[r]
             + len(self.in_use[r])
             + sum(block not in self.in_use[r] for block in request.blocks)
             for r in self.replicas
         ]
         replica = self.least(cost)
-        self.new_tokens[request.index] = request.input_tokens - hits[replica] * BLOCK_TOKENS
+        hit_tokens = hits[replica] * request.block_tokens
+        self.new_tokens[request.index] = request.input_tokens - hit_tokens
         return replica
 
     def sent(self, request: Request, replica: int) -> None:

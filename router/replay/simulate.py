@@ -10,7 +10,7 @@ from replica.kvindex.fingerprint import Fingerprint
 from router.peers import Message
 from router.replay.engine import EngineModel, Replica, StepResult, blocks_needed
 from router.replay.policies import POLICIES, Policy, Setup
-from router.replay.trace import BLOCK_TOKENS, Request, TraceError
+from router.replay.trace import Request, TraceError
 
 ENGINE = EngineModel()
 
@@ -86,14 +86,19 @@ class _Simulation:
         seed: int,
         on_first_token: Callable[[], None],
     ) -> None:
-        setup = Setup(cluster.replicas, cluster.kv_tokens, cluster.engine.prefill)
+        setup = Setup(
+            cluster.replicas,
+            cluster.kv_tokens,
+            cluster.engine.prefill,
+            requests[0].block_tokens,
+        )
         self._cluster = cluster
         self._on_first_token = on_first_token
         self._routers: list[Policy] = [
             POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
         ]
         self._replicas = [
-            Replica(cluster.engine, cluster.kv_tokens) for _ in range(cluster.replicas)
+            Replica(cluster.engine, setup.capacity_blocks) for _ in range(cluster.replicas)
         ]
         self._order = count()  # of events at the same time
         self._events: list[tuple[float, int, Event]] = [
@@ -175,7 +180,7 @@ class _Simulation:
 
 
 def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:
-    most = max(blocks_needed(request) for request in requests) * BLOCK_TOKENS
+    most = max(blocks_needed(request) * request.block_tokens for request in requests)
     if most > cluster.kv_tokens:
         raise TraceError(
             f"a request of the trace needs room for {most} tokens, more than the "

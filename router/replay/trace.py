@@ -1,20 +1,22 @@
 """Requests of a recorded trace, at the times they arrive in a replay.
 
 The format is Mooncake's: one JSON object a line with `timestamp` (ms), `input_length` and
-`output_length` (tokens) and `hash_ids`, one for each 512-token block of the prompt. Ids are
-chained: an equal id means an equal prefix up to there.
+`output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: an equal
+id means an equal prefix up to there. A cluster's own request log (`router/request_log.py`) says
+besides how many tokens a block has, and which requests failed.
 """
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from replica.kvindex.fingerprint import Fingerprint, reusable_blocks
 
-BLOCK_TOKENS = 512
+BLOCK_TOKENS = 512  # in a trace that does not say: Mooncake's
+FAILED = "failed"  # the outcome of a request that is not replayed
 TICK_S = 3.0  # the longest time that one timestamp stands for
 
 
@@ -29,23 +31,26 @@ class Request:
     input_tokens: int
     output_tokens: int
     blocks: tuple[Fingerprint, ...]  # the prompt's full blocks
+    block_tokens: int = BLOCK_TOKENS  # of each block, the same in all requests of a trace
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
         """The blocks that it could take from a cache: never the last token's."""
-        return self.blocks[: reusable_blocks(self.input_tokens, BLOCK_TOKENS)]
+        return self.blocks[: reusable_blocks(self.input_tokens, self.block_tokens)]
 
 
 def read(path: Path, *, limit: int | None, seed: int) -> list[Request]:
-    """The trace's requests in order of arrival, in the trace's own time."""
-    with path.open() as lines:
-        recorded = [_request(n, line) for n, line in enumerate(islice(lines, limit), 1)]
+    """The trace's requests in order of arrival, from 0 s on, in the trace's own time.
+
+    A folder is the request log of several routers: all of its .jsonl files together.
+    """
+    recorded = sorted(_requests(path), key=lambda request: request.arrival_s)[:limit]
     if len(recorded) < 2:
         raise TraceError(f"{path} holds {len(recorded)} requests; a replay needs two at least")
-    recorded.sort(key=lambda request: request.arrival_s)
-    if recorded[0].arrival_s == recorded[-1].arrival_s:
+    first_s = recorded[0].arrival_s
+    if first_s == recorded[-1].arrival_s:
         raise TraceError(f"{path}: all timestamps are equal; a rate of arrivals needs two")
-    times_s = _spread([request.arrival_s for request in recorded], random.Random(seed))
+    times_s = _spread([r.arrival_s - first_s for r in recorded], random.Random(seed))
     return [
         replace(request, index=i, arrival_s=time_s)
         for i, (request, time_s) in enumerate(zip(recorded, times_s, strict=True))
@@ -74,32 +79,59 @@ def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
     for request in requests:
         reusable = request.reusable
         known = next((i for i, block in enumerate(reusable) if block not in seen), len(reusable))
-        hits.append(known * BLOCK_TOKENS)
+        hits.append(known * request.block_tokens)
         seen.update(request.blocks)
     return hits
 
 
-def _request(number: int, line: str) -> Request:
+def _requests(path: Path) -> Iterator[Request]:
+    block_tokens = None
+    for where, line in _lines(path):
+        request = _request(where, line)
+        if request is None:
+            continue
+        block_tokens = block_tokens or request.block_tokens
+        if request.block_tokens != block_tokens:
+            raise TraceError(
+                f"{where} has blocks of {request.block_tokens} tokens, those before it "
+                f"{block_tokens}; make two traces of them"
+            )
+        yield request
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Every line, and where it stands in words."""
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        with file.open() as lines:
+            for number, line in enumerate(lines, 1):
+                yield f"{file}, line {number}", line
+
+
+def _request(where: str, line: str) -> Request | None:
+    """None for one that failed: it was sent again and has another line, or never ran."""
     try:
         row = json.loads(line)
         input_tokens = int(row["input_length"])
-        full = input_tokens // BLOCK_TOKENS
+        block_tokens = int(row.get("block_size", BLOCK_TOKENS))
+        least = reusable_blocks(input_tokens, block_tokens)
         # Ids count from 0 there, and 0 stands for "no block" in the router.
-        blocks = tuple(Fingerprint(int(id_) + 1) for id_ in row["hash_ids"][:full])
+        ids = row["hash_ids"][: input_tokens // block_tokens]
         request = Request(
-            index=number,
+            index=0,
             arrival_s=row["timestamp"] / 1000.0,
             input_tokens=input_tokens,
             output_tokens=max(1, int(row["output_length"])),
-            blocks=blocks,
+            blocks=tuple(Fingerprint(int(id_) + 1) for id_ in ids),
+            block_tokens=block_tokens,
         )
-    except (ValueError, TypeError, KeyError) as error:
-        raise TraceError(f"line {number} is no request of a Mooncake trace: {error!r}") from None
-    if input_tokens < 1 or len(blocks) < full:
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None
+    if input_tokens < 1 or len(ids) < least:
         raise TraceError(
-            f"line {number}: {input_tokens} tokens are {full} full blocks, but it has {len(blocks)}"
+            f"{where}: {input_tokens} tokens have {least} reusable blocks of {block_tokens}, "
+            f"but it names {len(ids)}"
         )
-    return request
+    return None if row.get("outcome") == FAILED else request
 
 
 def _spread(times_s: Sequence[float], rng: random.Random) -> list[float]:
