@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
 from replica.protocol import TokenIds
+from router.baselines import Ranking
 from router.branches import Branches, relative
 from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness
 from router.mirror import Mirror
@@ -91,6 +92,7 @@ class Fleet:
         block_size: int,
         rng: random.Random,
         witness: Witness = NOBODY,
+        ranking: Ranking = rank,
     ) -> None:
         self.mirror = Mirror()
         self._witness = witness
@@ -98,6 +100,7 @@ class Fleet:
         self._revision = revision
         self._block_size = block_size
         self._rng = rng
+        self._rank = ranking
         self._records: dict[str, ReplicaRecord] = {}
         self._free_blocks: dict[str, int] = {}  # of replicas with a record
         self._loads: dict[str, ReplicaLoad] = {}
@@ -180,7 +183,9 @@ class Fleet:
             )
         ]
         return Placement(
-            ranking=tuple(rank(candidates, forks=self._branches.forks(prefix), rng=self._rng)),
+            ranking=tuple(
+                self._rank(candidates, forks=self._branches.forks(prefix), rng=self._rng)
+            ),
             chain=tuple(chain),
             best_hit_blocks=best,
             prompt_tokens=prompt_tokens,
@@ -242,6 +247,7 @@ class Fleet:
             branch_share=branch_share,
             decode_step_s=load.decode_step_s,
             free_blocks=self._free_blocks.get(replica_id, 0),
+            unanswered=len(load.waiting) + len(load.decoding),
         )
 
     def _load(self, replica_id: str) -> ReplicaLoad:

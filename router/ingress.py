@@ -17,6 +17,7 @@ from replica.kvindex.index import Index, connect
 from replica.model import resolve
 from replica.protocol import TokenIds
 from router.answer import answer
+from router.baselines import RANKINGS
 from router.dispatch import Dispatcher
 from router.errors import ApiError
 from router.feed import Feed
@@ -99,6 +100,7 @@ class Router:
             block_size=self._settings.block_size,
             rng=random.Random(),
             witness=loudspeaker,
+            ranking=RANKINGS[self._settings.policy](),
         )
         self._dispatcher = Dispatcher(replicas, self._fleet)
         self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)

@@ -52,6 +52,7 @@ class Candidate(NamedTuple):
     branch_share: float = 1.0  # branches it took of the prompt's known prefix, over the mean
     decode_step_s: float = 0.0  # time that the replica's decodes add to each step
     free_blocks: int = 0  # KV blocks that no running request holds
+    unanswered: int = 0  # requests sent there and not yet answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,10 @@ class ServeSettings(BaseSettings):
         Option(CLUSTER, "Requests in one batch.", example="64", default="the engine's"),
     ] = None
     max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Largest request body, in MB.")] = 16
+    policy: Annotated[
+        Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
+        Option(CLUSTER, "How replicas are chosen; all but kvroute ignore what is cached."),
+    ] = "kvroute"
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Seconds until a start counts as failed.")
     ] = 600.0
@@ -166,6 +170,7 @@ class RouterSettings(BaseModel):
     redis_url: str
     block_size: int = CPU_BLOCK_SIZE  # tokens
     max_body_mb: int = 16
+    policy: str = "kvroute"  # one of baselines.RANKINGS
 
 
 def load(given: Mapping[str, Any]) -> ServeSettings:
