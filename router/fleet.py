@@ -54,6 +54,7 @@ class Dispatch:
     prompt_tokens: int
     known_prefix: tuple[Fingerprint, ...]  # the end of what some replica had of it; empty: nothing
     expected: tuple[Fingerprint, ...]  # blocks that it will put there
+    placement: Placement | None = None  # why it went there, when this router sent it
 
 
 class Witness(Protocol):
@@ -71,6 +72,25 @@ class _Nobody:
 
 
 NOBODY: Witness = _Nobody()
+
+
+class Witnesses:
+    """Several as one."""
+
+    def __init__(self, *witnesses: Witness) -> None:
+        self._witnesses = witnesses
+
+    def sent(self, dispatch: Dispatch) -> None:
+        for witness in self._witnesses:
+            witness.sent(dispatch)
+
+    def first_token(self, request_id: str) -> None:
+        for witness in self._witnesses:
+            witness.first_token(request_id)
+
+    def ended(self, request_id: str) -> None:
+        for witness in self._witnesses:
+            witness.ended(request_id)
 
 
 class Prompt(NamedTuple):
@@ -204,6 +224,7 @@ class Fleet:
             prompt_tokens=placement.prompt_tokens,
             known_prefix=placement.known_prefix[-1:],
             expected=placement.chain[hit_blocks:] if self._caches(replica_id) else (),
+            placement=placement,
         )
         self._witness.sent(dispatch)
         return self.begin(dispatch, now_s, self._witness)

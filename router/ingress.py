@@ -21,10 +21,11 @@ from router.baselines import RANKINGS
 from router.dispatch import Dispatcher
 from router.errors import ApiError
 from router.feed import Feed
-from router.fleet import Fleet
+from router.fleet import Fleet, Witnesses
 from router.parsing import parse
 from router.peers import Listener, Loudspeaker
 from router.prompt import Prompts
+from router.request_log import HeardReplicas, RequestLog
 from router.responses import ChatReply, CompletionReply, Reply
 from router.routes import running_replicas
 from router.sampling import SamplingRequest
@@ -94,15 +95,17 @@ class Router:
         folder = await asyncio.to_thread(resolve, self._settings.model)
         self._prompts = await asyncio.to_thread(Prompts, folder)
         loudspeaker = Loudspeaker()
+        self._log = self._request_log(loudspeaker.router)
         self._fleet = Fleet(
             model=self._settings.served_model_name,
             revision=self._settings.revision,
             block_size=self._settings.block_size,
             rng=random.Random(),
-            witness=loudspeaker,
+            witness=Witnesses(loudspeaker, self._log) if self._log else loudspeaker,
             ranking=RANKINGS[self._settings.policy](),
         )
-        self._dispatcher = Dispatcher(replicas, self._fleet)
+        handle = HeardReplicas(replicas, self._log) if self._log else replicas
+        self._dispatcher = Dispatcher(handle, self._fleet)
         self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [
@@ -110,6 +113,8 @@ class Router:
             asyncio.create_task(loudspeaker.run(self._index), name="loudspeaker"),
             asyncio.create_task(listener.run(self._index), name="listener"),
         ]
+        if self._log:
+            self._tasks.append(asyncio.create_task(self._log.run(), name="request log"))
 
     @http.post("/v1/chat/completions")
     async def chat(self, request: Request) -> Response:
@@ -178,10 +183,18 @@ class Router:
         for task in self._tasks:
             task.cancel()
         self._prompts.close()
+        if self._log:
+            await self._log.flush()
 
     @property
     def _max_model_len(self) -> int:
         return self._fleet.max_model_len or UNKNOWN_CONTEXT
+
+    def _request_log(self, router: str) -> RequestLog | None:
+        folder = self._settings.request_log
+        if folder is None:
+            return None
+        return RequestLog(folder / f"{router}.jsonl", block_size=self._settings.block_size)
 
     def _check_model(self, name: str | None) -> None:
         served = self._settings.served_model_name

@@ -74,6 +74,7 @@ def _start(
     """Returns when requests are answered; whatever runs by then is on the stack."""
     deadline = time.monotonic() + settings.start_timeout_s
     refuse_taken_port(settings.host, settings.port)
+    refuse_closed_folder(settings.request_log)
     redis_url = _redis(settings, progress, running)
     model = _model(settings, progress)
     progress.step("starting Ray")
@@ -101,6 +102,20 @@ def refuse_taken_port(host: str, port: int) -> None:
             f"port {port} on {host} cannot be had ({os.strerror(error.errno or 0)}); "
             f"try --port {free_port()}, or another --host"
         )
+
+
+def refuse_closed_folder(request_log: Path | None) -> None:
+    """Makes the folder. Raises StartError when nothing can be written there."""
+    if request_log is None:
+        return
+    try:
+        request_log.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=request_log).close()
+    except OSError as error:
+        raise StartError(
+            f"--request-log is {str(request_log)!r}, and nothing can be written there "
+            f"({error.strerror}); name another folder"
+        ) from None
 
 
 def gpus_per_replica(settings: ServeSettings, available: int) -> int:

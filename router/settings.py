@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from replica.model import BUILTIN_MODEL
@@ -21,6 +22,11 @@ SIMULATED = "Simulated engine (--engine simulated)"
 
 Positive = Field(ge=1)
 NotNegative = Field(ge=0)
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """Routers run in folders of their own."""
+    return path and path.absolute()
 
 
 class ServeSettings(BaseSettings):
@@ -87,6 +93,17 @@ class ServeSettings(BaseSettings):
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(CLUSTER, "How replicas are chosen; all but kvroute ignore what is cached."),
     ] = "kvroute"
+    request_log: Annotated[
+        Path | None,
+        AfterValidator(_absolute),
+        Option(
+            CLUSTER,
+            "Folder for logs that kvroute replay reads: a file of each router, a line of each "
+            "request, with lengths, times and block ids, no text.",
+            example="requests",
+            default="none is written",
+        ),
+    ] = None
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Seconds until a start counts as failed.")
     ] = 600.0
@@ -171,6 +188,7 @@ class RouterSettings(BaseModel):
     block_size: int = CPU_BLOCK_SIZE  # tokens
     max_body_mb: int = 16
     policy: str = "kvroute"  # one of baselines.RANKINGS
+    request_log: Path | None = None  # a folder
 
 
 def load(given: Mapping[str, Any]) -> ServeSettings:

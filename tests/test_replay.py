@@ -245,6 +245,14 @@ def test_a_line_with_blocks_of_another_size_is_named(tmp_path: Path) -> None:
         read(path, limit=None, seed=0)
 
 
+def test_a_trace_too_short_for_a_saturation_asks_for_a_speed(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text(line(0, [1]) + line(10, [1]))
+    result = CliRunner().invoke(app, ["replay", str(path)])
+    assert "2 requests are too few to find the saturation; give --speed" in result.stderr
+    assert CliRunner().invoke(app, ["replay", str(path), "--speed", "1"]).exit_code == 0
+
+
 def test_a_request_that_no_replica_can_hold_says_how_much_it_needs() -> None:
     with pytest.raises(TraceError, match="--kv-tokens 2048 at least"):
         simulate([request(0, [1, 2, 3])], Cluster(1, 1024), "kvroute")

@@ -7,7 +7,7 @@ from rich.progress import Progress
 
 from router.replay.report import Summary, summarise
 from router.replay.simulate import Cluster, Outcome, simulate
-from router.replay.trace import Request, at_speed, ideal_hit_tokens, native_rps
+from router.replay.trace import Request, TraceError, at_speed, ideal_hit_tokens, native_rps
 
 REFERENCES = ("kvroute", "sglang")  # the best of these under overload is the saturation
 OVERLOAD = 1.15  # arrivals over what comes through: a longer queue costs hits, hence throughput
@@ -40,12 +40,18 @@ def saturation_rps(
 
     def served_rps(offered_rps: float) -> float:
         requests = at_speed(recorded, offered_rps / native_rps(recorded))
-        return max(
+        rates = [
             _run(
                 policy, requests, cluster, seed, progress, f"overload: {policy}"
             ).summary.throughput_rps
             for policy in REFERENCES
-        )
+        ]
+        if not any(rates):
+            raise TraceError(
+                f"{len(recorded)} requests are too few to find the saturation; give --speed, such "
+                "as 1, instead of --load"
+            )
+        return max(rates)
 
     return served_rps(OVERLOAD * served_rps(_prefill_bound_rps(recorded, cluster)))
 

@@ -1,0 +1,250 @@
+"""The request log tells what happened, replay reads it, and no request ever waits for it."""
+
+import asyncio
+import json
+import os
+import random
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+from typer.testing import CliRunner
+
+from replica.kvindex.fingerprint import Fingerprint
+from replica.kvindex.index import ReplicaRecord
+from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling
+from replica.simulated import SimulatedConfig, SimulatedEngine
+from router import request_log
+from router.cli import app
+from router.fleet import Fleet
+from router.launch import refuse_closed_folder
+from router.progress import StartError
+from router.request_log import HeardReplicas, RequestLog
+from tests.serving import start_cluster
+from tests.workloads import ask, people_table, table_questions, user
+
+BLOCK = 32
+KEYS = (
+    "timestamp input_length output_length hash_ids block_size replica expected_tokens "
+    "cached_tokens predicted_ttft_s ttft_s duration_s outcome"
+).split()
+
+FACTS = {
+    "prefill_tokens_per_s": 1000.0,
+    "attention_tokens": 1e9,
+    "prefix_caching": True,
+    "capacity_blocks": 100,
+    "max_model_len": 4096,
+}
+
+
+class Stream:
+    """What Serve's handle returns, of an engine in this process."""
+
+    def __init__(self, chunks: AsyncIterator[Chunk]) -> None:
+        self.chunks = chunks
+
+    async def __anext__(self) -> Chunk:
+        return await anext(self.chunks)
+
+    def cancel(self) -> None: ...
+
+
+class Router:
+    """A fleet of one simulated engine and its log."""
+
+    def __init__(self, file: Path) -> None:
+        self.engine = SimulatedEngine(SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0))
+        self.log = RequestLog(file, block_size=BLOCK)
+        self.fleet = Fleet(
+            model="m", revision="", block_size=BLOCK, rng=random.Random(0), witness=self.log
+        )
+        load = {"running": 0, "waiting": 0, "used_blocks": 0}
+        self.fleet.update([ReplicaRecord("a", "1", 0, FACTS, load)])
+        self.fleet.mirror.join("a")
+        self.replicas = HeardReplicas(self, self.log)
+
+    def options(self, **options: Any) -> "Router":
+        return self
+
+    @property
+    def generate(self) -> "Router":
+        return self
+
+    def remote(self, request: GenerateRequest) -> Stream:
+        return Stream(self.engine.generate(request))
+
+    async def answer(self, prompt: int, *, stop_after: int | None = None, **sampling: Any) -> None:
+        """As the dispatcher does: sends, listens to so many chunks, and ends."""
+        token_ids = np.arange(prompt, dtype=np.uint32)
+        request = GenerateRequest("r", token_ids, Sampling(**{"max_tokens": 8} | sampling))
+        placement = self.fleet.place(token_ids, "", ["a"], 0.0)
+        stream = self.replicas.options(stream=True).generate.remote(request)
+        trip = self.fleet.sent(placement, "a", "r", 0.0)
+        try:
+            heard = 0
+            async for _ in stream:
+                heard += 1
+                if heard == stop_after:
+                    break
+        finally:
+            stream.cancel()
+            trip.end()
+
+
+@pytest.fixture
+async def router(tmp_path: Path) -> AsyncIterator[Router]:
+    router = Router(tmp_path / "log.jsonl")
+    yield router
+    await router.engine.close()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+async def logged(router: Router) -> list[dict[str, Any]]:
+    await router.log.flush()
+    return lines(router.log._file)
+
+
+async def test_a_line_tells_what_was_expected_and_what_happened(router: Router) -> None:
+    await router.answer(1000)
+    router.fleet.mirror.add("a", router.fleet.chain(np.arange(1000, dtype=np.uint32), "")[:20])
+    await router.answer(1000)
+    first, second = await logged(router)
+    assert list(first) == KEYS
+    assert (first["input_length"], first["output_length"], first["outcome"]) == (1000, 8, "ok")
+    assert (first["expected_tokens"], first["cached_tokens"]) == (0, 0)
+    assert (second["expected_tokens"], second["cached_tokens"]) == (640, 992)
+    assert first["predicted_ttft_s"] == pytest.approx(1.0, rel=0.01)
+    assert second["predicted_ttft_s"] == pytest.approx(0.36, rel=0.01)
+    assert 0 < first["ttft_s"] <= first["duration_s"]
+
+
+async def test_ids_stand_for_128_tokens_and_survive_any_reader(router: Router) -> None:
+    await router.answer(300)
+    await router.answer(600)
+    short, long = await logged(router)
+    assert short["block_size"] == 128
+    assert [len(line["hash_ids"]) for line in (short, long)] == [2, 4]
+    assert long["hash_ids"][:2] == short["hash_ids"]
+    assert all(int(float(id_)) == id_ for id_ in long["hash_ids"])
+
+
+@pytest.mark.parametrize(("block_size", "of_one_id"), [(16, 128), (48, 144), (256, 256)])
+def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id: int) -> None:
+    log = RequestLog(Path("unused"), block_size=block_size)
+    chain = [Fingerprint(1000 + i) for i in range(12)]
+    assert log._ids(chain)[0] == chain[of_one_id // block_size - 1]
+
+
+async def test_choices_count_together(router: Router) -> None:
+    await router.answer(100, n=3)
+    assert [(line["output_length"], line["outcome"]) for line in await logged(router)] == [
+        (24, "ok")
+    ]
+
+
+async def test_a_client_that_left_is_told_apart(router: Router) -> None:
+    await router.answer(100, max_tokens=5000, stop_after=2)
+    (line,) = await logged(router)
+    assert line["outcome"] == "cancelled"
+    assert line["output_length"] < 5000
+
+
+async def test_a_request_that_failed_is_told_apart(router: Router) -> None:
+    await router.engine.close()
+    with pytest.raises(EngineDeadError):
+        await router.answer(100)
+    (line,) = await logged(router)
+    assert (line["outcome"], line["ttft_s"], line["cached_tokens"]) == ("failed", None, None)
+
+
+async def test_a_full_disk_costs_lines_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    router = Router(Path("/dev/full"))
+    for _ in range(3):
+        await router.answer(100)
+        await router.log.flush()
+    assert router.log.dropped == 3
+    assert caplog.messages == [
+        "requests are missing in the log /dev/full: [Errno 28] No space left on device"
+    ]
+    await router.engine.close()
+
+
+async def test_a_disk_that_fills_up_keeps_whole_lines(router: Router) -> None:
+    await router.answer(100)
+    (kept,) = await logged(router)
+    await router.answer(100)
+    with largest_file(router.log._file.stat().st_size + 50):
+        await router.log.flush()
+    await router.answer(300)
+    assert [line["input_length"] for line in await logged(router)] == [kept["input_length"], 300]
+    assert router.log.dropped == 1
+
+
+async def test_a_disk_that_hangs_costs_lines_and_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "WAITING_LINES", 2)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it to write hangs until somebody reads
+    router = Router(pipe)
+    await router.answer(100)
+    writing = asyncio.create_task(router.log.flush())
+    for _ in range(5):
+        await router.answer(100)
+    assert not writing.done()
+    assert router.log.dropped == 3
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    await writing
+    os.close(reader)
+    await router.engine.close()
+
+
+def test_a_folder_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match=r"--request-log is '.*/file'.*name another folder"):
+        refuse_closed_folder(tmp_path / "file")
+
+
+@pytest.mark.timeout(240)
+def test_what_a_cluster_logs_can_be_replayed_under_any_policy(tmp_path: Path) -> None:
+    folder = tmp_path / "requests"
+    with (
+        start_cluster(
+            *("--engine", "simulated", "--routers", "2", "--request-log", str(folder)),
+            *("--simulated-decode-ms", "1", "--policy", "round-robin"),
+        ) as cluster,
+        OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        tables = [people_table(rows) for rows in (10, 20, 30)]
+        answers = [ask(client, user(f"{t}\n{q}")) for t in tables for q in table_questions()]
+    written = lines(folder)
+    assert len({answer.replica for answer in answers}) == 2
+    assert sorted((a.replica, a.prompt_tokens, a.cached_tokens) for a in answers) == sorted(
+        (line["replica"], line["input_length"], line["cached_tokens"]) for line in written
+    )
+    options = ["--replicas", "2", "--policy", "kvroute,round-robin", "--json"]
+    result = CliRunner().invoke(app, ["replay", str(folder), *options])
+    rows = json.loads(result.stdout)
+    assert [row["policy"] for row in rows] == ["kvroute", "round-robin"]
+    assert all(row["hit_share"] > 0.5 for row in rows)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Inside, no file of this process grows beyond that many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
