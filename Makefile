@@ -8,10 +8,10 @@ BIN := .venv/bin
 PROFILE := $(if $(GPU),gpu,$(if $(wildcard .venv/ready-gpu),gpu,cpu))
 READY := .venv/ready-$(PROFILE)
 
-.PHONY: help setup serve test lint bench
+.PHONY: help setup serve test lint bench bench-engines
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s  %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
 	@:
@@ -25,6 +25,9 @@ test: $(READY) ## All tests; options of pytest as in ARGS="-k mirror"
 bench: $(READY) ## What a decision costs, and what the way through the router adds
 	@$(BIN)/python -W ignore tests/bench/decision.py
 	@$(BIN)/python -W ignore tests/bench/path.py
+
+bench-engines: $(READY) ## Policies side by side on real engines; takes about a quarter of an hour
+	@$(BIN)/python -W ignore -m tests.bench.engines
 
 lint: $(READY) ## Formatting, lint and types
 	@$(BIN)/ruff format --check .

@@ -1,0 +1,156 @@
+"""Policies on real engines: `python -m tests.bench.engines` (some minutes, about 7 GB of memory).
+
+Two vLLM replicas with the built-in model serve the same chats under each policy, one cluster after
+another. Chats share a few long system prompts; their histories are more than the caches can hold.
+They begin at random times, and each goes on a while after its last answer: all by a fixed seed.
+"""
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+from openai import AsyncOpenAI
+
+from replica.model import BUILTIN_MODEL
+from tests.serving import start_cluster
+
+POLICIES = ("kvroute", "round-robin", "power-of-two")
+SYSTEM_PROMPTS = 3
+SYSTEM_WORDS = 220
+CHATS = 40
+TURNS = 5
+TURN_WORDS = 50
+ANSWER_TOKENS = 24
+CHATS_PER_S = 0.5
+THINK_S = 12.0  # on average, between an answer and the next turn
+CACHE_MB = 128  # of each replica: about 5,800 tokens
+LEARNING = 20  # first requests, from which a router learns the engines' speed
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    system: str
+    turns: Sequence[str]
+    begins_s: float
+    pauses_s: Sequence[float]  # before each turn
+
+
+def main() -> None:
+    logs = {}
+    print("| policy | hit share | TTFT p50 s | TTFT p90 s |\n|---|---|---|---|", flush=True)
+    for policy in POLICIES:
+        answers, logs[policy] = serve(policy)
+        ttft_s = quantiles([answer.ttft_s for answer in answers])
+        print(f"| {policy} | {hit_share(answers):.3f} | {ttft_s} |", flush=True)
+    print("\n| TTFT observed / predicted | requests | p50 | p90 |\n|---|---|---|---|")
+    for policy, lines in logs.items():
+        ratios = [line["ttft_s"] / line["predicted_ttft_s"] for line in lines]
+        print(f"| {policy} | {len(ratios)} | {quantiles(ratios)} |")
+        later = ratios[LEARNING:]
+        print(f"| {policy}, after the first {LEARNING} | {len(later)} | {quantiles(later)} |")
+
+
+def serve(policy: str) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """The chats on a cluster of that policy: what clients saw, and what the router logged."""
+    with tempfile.TemporaryDirectory() as folder:
+        with start_cluster(
+            *("--policy", policy, "--replicas", "2", "--request-log", folder),
+            *("--max-model-len", "2048", "--kv-cache-memory-mb", str(CACHE_MB)),
+            deadline_s=600,
+        ) as cluster:
+            answers = asyncio.run(talk(f"{cluster.url}/v1", chats()))
+        text = "".join(file.read_text() for file in Path(folder).iterdir())
+    lines = [json.loads(line) for line in text.splitlines()]
+    return answers, sorted(lines, key=lambda line: float(line["timestamp"]))
+
+
+def chats() -> list[Chat]:
+    rng = random.Random(SEED)
+    words = " ".join(topics[name] for name in sorted(topics)).split()  # Python's own manual
+
+    def passage(length: int) -> str:
+        start = rng.randrange(len(words) - length)
+        return " ".join(words[start : start + length])
+
+    systems = [f"Answer from this text. {passage(SYSTEM_WORDS)}" for _ in range(SYSTEM_PROMPTS)]
+    begins_s = np.cumsum([rng.expovariate(CHATS_PER_S) for _ in range(CHATS)])
+    return [
+        Chat(
+            system=rng.choice(systems),
+            turns=[f"What does this mean? {passage(TURN_WORDS)}" for _ in range(TURNS)],
+            begins_s=float(begin_s),
+            pauses_s=[0.0, *(rng.expovariate(1 / THINK_S) for _ in range(TURNS - 1))],
+        )
+        for begin_s in begins_s
+    ]
+
+
+async def talk(url: str, chats: Sequence[Chat]) -> list[Answer]:
+    """All chats, each at its time; the answers to all turns."""
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+        answers = await asyncio.gather(*(hold(client, chat) for chat in chats))
+    return [answer for chat in answers for answer in chat]
+
+
+async def hold(client: AsyncOpenAI, chat: Chat) -> list[Answer]:
+    await asyncio.sleep(chat.begins_s)
+    history = [{"role": "system", "content": chat.system}]
+    answers = []
+    for turn, pause_s in zip(chat.turns, chat.pauses_s, strict=True):
+        await asyncio.sleep(pause_s)
+        history.append({"role": "user", "content": turn})
+        text, answer = await ask(client, history)
+        history.append({"role": "assistant", "content": text})
+        answers.append(answer)
+    return answers
+
+
+async def ask(client: AsyncOpenAI, history: list[dict[str, str]]) -> tuple[str, Answer]:
+    begun_s, first_s, texts = time.monotonic(), None, []
+    stream = await client.chat.completions.create(  # type: ignore[call-overload]
+        model=BUILTIN_MODEL,
+        messages=history,
+        temperature=0,
+        max_tokens=ANSWER_TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    async for event in stream:
+        if event.choices and event.choices[0].delta.content:
+            first_s = first_s or time.monotonic()
+            texts.append(event.choices[0].delta.content)
+        usage = event.usage
+    assert first_s is not None
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+    return "".join(texts), Answer(first_s - begun_s, usage.prompt_tokens, cached_tokens)
+
+
+def hit_share(answers: Sequence[Answer]) -> float:
+    return sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers)
+
+
+def quantiles(values: Sequence[float]) -> str:
+    p50, p90 = np.percentile(values, [50, 90])
+    return f"{p50:.2f} | {p90:.2f}"
+
+
+if __name__ == "__main__":
+    main()
