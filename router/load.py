@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PRIOR_S = 5.0  # prefill seconds that the replica's own guess of its speed is worth
+PRIOR_S = 1.0  # prefill seconds that the replica's own guess of its speed is worth
 MEMORY_S = 40.0  # observed prefill seconds after which an old observation counts 1/e
 RECENT_S = 60.0  # decay of the tokens computed lately
 DECODE_REQUEST_S = 20e-6  # what one decoding request adds to a step

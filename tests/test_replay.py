@@ -180,13 +180,13 @@ def test_kvroute_finds_more_than_chance_does() -> None:
 
 
 def test_routers_that_tell_each_other_spread_a_rush_of_new_prompts() -> None:
-    rush = [request(i, list(range(100 * i, 100 * i + 20)), 10, at_s=i / 1000) for i in range(64)]
+    rush = [request(i, list(range(100 * i, 100 * i + 20)), 10, at_s=i / 1000) for i in range(16)]
 
     def slowest_s(share_delay_s: float) -> float:
         cluster = Cluster(8, 400_000, routers=8, share_delay_s=share_delay_s)
         return max(simulate(rush, cluster, "kvroute").first_token_s)
 
-    assert slowest_s(0.0005) < slowest_s(1e6)
+    assert slowest_s(0.0005) < 0.8 * slowest_s(1e6)
 
 
 def test_requests_of_one_timestamp_are_spread_until_the_next(trace: Path) -> None:
