@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError
 
+from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import Change, FencedError, Index, Position, ReplicaRecord
 from router.fleet import Fleet
 
@@ -13,6 +15,8 @@ log = logging.getLogger("kvroute.feed")
 
 POLL_S = 1.0  # how often the replicas' records are read: loads, ends of leases, missed changes
 WAIT_MS = 200  # the longest wait for a change
+STEP_S = 0.001  # of work on the mirror after which requests have the event loop
+STEP_BLOCKS = 1000  # in one piece of it: half a millisecond, a few when the mirror's tables grow
 RETRY_S = 0.5  # between attempts while Redis is away
 
 
@@ -26,6 +30,7 @@ class Feed:
         self._position = Position("0-0")
         self._seen: dict[str, tuple[str, int]] = {}  # replica id -> incarnation, changes applied
         self._polled: dict[str, int] = {}  # replica id -> seq in its record at the last poll
+        self._step_began_s = 0.0
 
     async def run(self) -> None:
         """Follows the index until cancelled."""
@@ -44,10 +49,12 @@ class Feed:
             for position, change in await self._index.follow(self._position, block_ms=WAIT_MS):
                 await self._apply(change)
                 self._position = position
+                await self._give_way()
             if time.monotonic() >= due:
                 await self._poll()
                 due = time.monotonic() + POLL_S
-            self._mirror.sweep()
+            while self._mirror.sweep():
+                await self._give_way()
 
     async def _apply(self, change: Change) -> None:
         replica_id, last = change.replica_id, (change.incarnation, change.seq)
@@ -60,14 +67,14 @@ class Feed:
             await self._reload(replica_id)
             return
         else:
-            self._take(change)
+            await self._take(change)
         self._seen[replica_id] = last
 
-    def _take(self, change: Change) -> None:
+    async def _take(self, change: Change) -> None:
         if change.cleared:
             self._mirror.join(change.replica_id)
-        self._mirror.remove(change.replica_id, change.removed)
-        self._mirror.add(change.replica_id, change.added)
+        await self._in_steps(self._mirror.remove, change.replica_id, change.removed)
+        await self._in_steps(self._mirror.add, change.replica_id, change.added)
 
     async def _poll(self) -> None:
         """Reads who lives and how busy they are; whoever is not what we think is loaded again."""
@@ -98,9 +105,25 @@ class Feed:
             self._forget(replica_id)  # replaced this moment: its joining is in the stream
             return
         self._mirror.join(replica_id)
-        self._mirror.add(replica_id, blocks)
+        await self._in_steps(self._mirror.add, replica_id, blocks)
         self._seen[replica_id] = (record.incarnation, seq)
 
     def _forget(self, replica_id: str) -> None:
         self._mirror.drop(replica_id)
         self._seen.pop(replica_id, None)
+
+    async def _in_steps(
+        self,
+        act: Callable[[str, Sequence[Fingerprint]], None],
+        replica_id: str,
+        blocks: Sequence[Fingerprint],
+    ) -> None:
+        for begin in range(0, len(blocks), STEP_BLOCKS):
+            act(replica_id, blocks[begin : begin + STEP_BLOCKS])
+            await self._give_way()
+
+    async def _give_way(self) -> None:
+        """Lets requests have the event loop once this work had it for a while."""
+        if time.monotonic() - self._step_began_s >= STEP_S:
+            await asyncio.sleep(0)
+            self._step_began_s = time.monotonic()

@@ -8,22 +8,21 @@ found by galloping and bisection, in about ten dictionary reads for a prompt of 
 from collections.abc import Iterable, Iterator, Sequence
 
 from replica.kvindex.fingerprint import Fingerprint
-
-SWEEP_BLOCKS = 20_000  # entries cleaned in one go: a few milliseconds
+from router.masks import TABLES, Masks
 
 
 class Mirror:
     """The fleet's index in this process. A slot is a bit; a replica that clears gets a new one."""
 
     def __init__(self) -> None:
-        self._held: dict[Fingerprint, int] = {}
-        self._expected: dict[Fingerprint, int] = {}
+        self._held = Masks()
+        self._expected = Masks()
         self._slots: dict[str, int] = {}  # replica id -> its bit
         self._ids: dict[int, str] = {}  # bit -> replica id
         self._live = 0  # bits in use; all others in a mask mean nothing
         self._dirty = 0  # bits given up, perhaps still set in some masks
         self._sweeping = 0  # the bits among them that the sweep under way cleans
-        self._to_sweep: list[Fingerprint] = []
+        self._unswept = 0  # tables that it has still to clean
 
     def __len__(self) -> int:
         """Fingerprints known, of live replicas or not yet swept."""
@@ -50,17 +49,17 @@ class Mirror:
             self._dirty |= bit
 
     def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        _set(self._held, self._slots[replica_id], fingerprints)
+        self._held.mark(self._slots[replica_id], fingerprints)
 
     def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        _unset(self._held, self._slots[replica_id], fingerprints)
+        self._held.unmark(self._slots[replica_id], fingerprints)
 
     def expect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         """A request on its way will put these blocks there: its siblings may count on them."""
-        _set(self._expected, self._slots.get(replica_id, 0), fingerprints)
+        self._expected.mark(self._slots.get(replica_id, 0), fingerprints)
 
     def unexpect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        _unset(self._expected, self._slots.get(replica_id, 0), fingerprints)
+        self._expected.unmark(self._slots.get(replica_id, 0), fingerprints)
 
     def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
         """replica id -> leading blocks of the chain held or expected there; no entry means none."""
@@ -77,21 +76,19 @@ class Mirror:
 
     def held_by(self, replica_id: str) -> set[Fingerprint]:
         """All of one replica's blocks, by a walk over the whole mirror: for audits and tests."""
-        bit = self._slots.get(replica_id, 0)
-        return {fingerprint for fingerprint, mask in self._held.items() if mask & bit}
+        return self._held.all_with(self._slots.get(replica_id, 0))
 
     def sweep(self) -> bool:
-        """Cleans some entries of given-up bits; False once none are left to clean."""
+        """Cleans some of the blocks of given-up bits; False once there is nothing to clean."""
         if not self._dirty:
             return False
-        if not self._to_sweep:
-            self._to_sweep = [*self._held, *self._expected]
+        if not self._unswept:
+            self._unswept = TABLES
             self._sweeping = self._dirty
-        for fingerprint in self._to_sweep[-SWEEP_BLOCKS:]:
-            _unset(self._held, self._sweeping, (fingerprint,))
-            _unset(self._expected, self._sweeping, (fingerprint,))
-        del self._to_sweep[-SWEEP_BLOCKS:]
-        if not self._to_sweep:
+        self._unswept -= 1
+        self._held.unmark_in(self._unswept, self._sweeping)
+        self._expected.unmark_in(self._unswept, self._sweeping)
+        if not self._unswept:
             self._dirty &= ~self._sweeping
         return True
 
@@ -100,8 +97,7 @@ class Mirror:
         if i >= len(chain):
             return 0
         fingerprint = chain[i]
-        mask = self._held.get(fingerprint, 0) | self._expected.get(fingerprint, 0)
-        return mask & self._live
+        return (self._held.get(fingerprint) | self._expected.get(fingerprint)) & self._live
 
     def _settle(
         self, chain: Sequence[Fingerprint], low: int, high: int, lost: int, depths: dict[str, int]
@@ -120,20 +116,6 @@ class Mirror:
     def _free_bit(self) -> int:
         used = self._live | self._dirty
         return ~used & (used + 1)
-
-
-def _set(masks: dict[Fingerprint, int], bit: int, fingerprints: Iterable[Fingerprint]) -> None:
-    for fingerprint in fingerprints:
-        masks[fingerprint] = masks.get(fingerprint, 0) | bit
-
-
-def _unset(masks: dict[Fingerprint, int], bits: int, fingerprints: Iterable[Fingerprint]) -> None:
-    for fingerprint in fingerprints:
-        mask = masks.get(fingerprint, 0) & ~bits
-        if mask:
-            masks[fingerprint] = mask
-        else:
-            masks.pop(fingerprint, None)
 
 
 def _bits(mask: int) -> Iterator[int]:

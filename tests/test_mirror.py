@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.kvindex.fingerprint import Fingerprint
+from router.masks import Masks
 from router.mirror import Mirror
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
@@ -61,20 +62,20 @@ def test_a_chain_with_holes_counts_no_more_than_the_prompt_has(held: set[int]) -
 
 
 def test_a_thousand_block_prompt_costs_few_reads() -> None:
-    class Counting(dict[Fingerprint, int]):
+    class Counting(Masks):
         reads = 0
 
-        def get(self, key: Fingerprint, default: int = 0) -> int:  # type: ignore[override]
-            Counting.reads += 1
-            return super().get(key, default)
+        def get(self, fingerprint: Fingerprint) -> int:
+            self.reads += 1
+            return super().get(fingerprint)
 
     chain = [Fingerprint(i) for i in range(1000)]
     mirror = Mirror()
+    mirror._held = counting = Counting()
     mirror.join("a")
     mirror.add("a", chain[:700])
-    mirror._held = Counting(mirror._held)
     assert mirror.hits(chain) == {"a": 700}
-    assert Counting.reads <= 25
+    assert counting.reads <= 25
 
 
 def test_a_prompt_without_a_full_block_hits_nothing() -> None:
@@ -99,6 +100,21 @@ def test_a_dropped_replica_is_unknown_at_once_and_its_bit_is_reused_only_after_a
         pass
     mirror.join("d")
     assert mirror.hits(CHAIN) == {"b": 9}
+
+
+def test_what_is_expected_of_an_unknown_replica_is_not_kept() -> None:
+    mirror = holding(a=5)
+    mirror.expect("b", CHAIN)
+    assert len(mirror._expected) == 0
+
+
+def test_blocks_that_change_together_share_one_mask() -> None:
+    mirror = Mirror()
+    for replica_id in (f"r{i}" for i in range(64)):
+        mirror.join(replica_id)
+        mirror.add(replica_id, CHAIN)
+    mirror.remove("r7", CHAIN)
+    assert len({id(mirror._held.get(fingerprint)) for fingerprint in CHAIN}) == 1
 
 
 def test_a_sweep_frees_what_only_dropped_replicas_held() -> None:

@@ -16,7 +16,7 @@ nothing.
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NewType, ParamSpec, TypeVar
 
@@ -276,11 +276,17 @@ class Index:
         return int(seq), unpack(b"".join(members))
 
     @answered
-    async def follow(self, position: Position, *, block_ms: int) -> list[tuple[Position, Change]]:
-        """Changes after `position`, oldest first; waits up to block_ms for the first."""
+    async def follow(
+        self, position: Position, *, block_ms: int
+    ) -> Iterator[tuple[Position, Change]]:
+        """Changes after `position`, oldest first; waits up to block_ms for the first.
+
+        They are decoded one by one as the caller takes them: together they may be millions of
+        blocks.
+        """
         answer = await self._redis.xread({self._changes: position}, count=500, block=block_ms)
         entries = answer[0][1] if answer else []
-        return [(Position(at.decode()), _change(fields)) for at, fields in entries]
+        return ((Position(at.decode()), _change(fields)) for at, fields in entries)
 
     @answered
     async def tell_routers(self, payload: bytes) -> None:
