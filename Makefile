@@ -22,9 +22,8 @@ serve: $(READY) ## The cluster, in the foreground; options as in ARGS="--port 81
 test: $(READY) ## All tests; options of pytest as in ARGS="-k mirror"
 	@exec $(BIN)/python -m pytest $(ARGS)
 
-bench: $(READY) ## What a decision costs, and what the way through the router adds
-	@$(BIN)/python -W ignore tests/bench/decision.py
-	@$(BIN)/python -W ignore tests/bench/path.py
+bench: $(READY) ## What a decision, an index and a request's way cost; options as in ARGS="--help"
+	@$(BIN)/python -W ignore -m tests.bench $(ARGS)
 
 bench-engines: $(READY) ## Policies side by side on real engines; takes about a quarter of an hour
 	@$(BIN)/python -W ignore -m tests.bench.engines

@@ -1,78 +1,52 @@
-"""What one routing decision costs, by part: `python tests/bench/decision.py`."""
+"""What one decision costs, whole and by part, beside other routers': medians in milliseconds."""
 
-import random
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
-import numpy as np
-
-from replica.kvindex.fingerprint import Fingerprint
-from replica.kvindex.index import ReplicaRecord
-from replica.model import BUILTIN_MODEL, resolve
 from router.fleet import Fleet
-from router.prompt import Prompts
+from tests.bench import peers
+from tests.bench.indexed import BLOCK, PROMPT_TOKENS, REPLICAS, Tokens, fleet, prompt
+from tests.bench.report import Row, Section, each_s
 
-BLOCK = 32
-REPLICAS = [f"r{i}" for i in range(64)]
-FILLER_BLOCKS = 1_000_000
-ROUNDS = 30
-
-
-def main() -> None:
-    prompts = Prompts(resolve(BUILTIN_MODEL))
-    fleet = filled_fleet()
-    print(f"{len(fleet.mirror):,} blocks on {len(REPLICAS)} replicas, block size {BLOCK}\n")
-    print("| prompt tokens | tokenise | fingerprint | look up | place, whole |")
-    print("|---|---|---|---|---|")
-    for tokens in (500, 5_000, 50_000):
-        print(f"| {tokens:,} | " + " | ".join(row(prompts, fleet, tokens)) + " |")
+ROUNDS = 51
+NOW_S = 300.0  # on the clock of the requests under way
 
 
-def filled_fleet() -> Fleet:
-    """A fleet of 64 that holds a million blocks besides the prompts asked about."""
-    fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
-    facts = {
-        "prefill_tokens_per_s": 25_000.0,
-        "attention_tokens": 32_768.0,
-        "prefix_caching": True,
-        "capacity_blocks": 50_000,
-        "max_model_len": 131_072,
-    }
-    load = {"running": 0, "waiting": 0, "used_blocks": 0}
-    fleet.update([ReplicaRecord(name, "1", 0, facts, load) for name in REPLICAS])
-    rng = np.random.default_rng(0)
-    for name in REPLICAS:
-        fleet.mirror.join(name)
-        blocks = rng.integers(0, 2**63, FILLER_BLOCKS // len(REPLICAS)).tolist()
-        fleet.mirror.add(name, [Fingerprint(block) for block in blocks])
-    return fleet
-
-
-def row(prompts: Prompts, fleet: Fleet, tokens: int) -> list[str]:
-    """The parts' times for a prompt of which one replica has half."""
-    text = " ".join(random.Random(tokens).choices(["river", "stone", "cloud", "lamp"], k=tokens))
-    token_ids = prompts._token_ids([text], False)[0][:tokens]
-    chain = fleet.chain(token_ids, "")
-    fleet.mirror.add(REPLICAS[7], chain[: len(chain) // 2])
-    parts: list[Callable[[], object]] = [
-        lambda: prompts._token_ids([text], False),
-        lambda: fleet.chain(token_ids, ""),
-        lambda: fleet.mirror.hits(chain),
-        lambda: fleet.place(token_ids, "", REPLICAS, time.monotonic()),
+def decision() -> Section:
+    ours = fleet()
+    dynamo = peers.Dynamo() if peers.has_dynamo() else None
+    tree = peers.RayPrefixTree() if peers.has_ray_llm() else None
+    missing = [
+        note for note, found in ((peers.NO_DYNAMO, dynamo), (peers.NO_RAY, tree)) if found is None
     ]
-    return [f"{milliseconds(part):.3f} ms" for part in parts]
+    rows = [row(ours, prompt(tokens), dynamo, tree) for tokens in PROMPT_TOKENS]
+    title = (
+        f"One decision in ms, {len(ours.mirror):,} blocks of {BLOCK} on {len(REPLICAS)} replicas"
+    )
+    return Section(title, rows, notes=missing)
 
 
-def milliseconds(part: Callable[[], object]) -> float:
-    """The median of some rounds."""
-    times = []
-    for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        part()
-        times.append(1000 * (time.perf_counter() - begun))
-    return statistics.median(times)
+def row(ours: Fleet, tokens: Tokens, dynamo: peers.Peer | None, tree: peers.Peer | None) -> Row:
+    chain = ours.chain(tokens, "")
+    placed = ours.place(tokens, "", REPLICAS, NOW_S)
+    assert placed.best_hit_blocks == len(tokens) // 2 // BLOCK
+    fingerprint_ms = median_ms(each_s(lambda: ours.chain(tokens, ""), ROUNDS))
+    lookup_ms = median_ms(each_s(lambda: ours.mirror.hits(chain), ROUNDS))
+    whole_ms = median_ms(each_s(lambda: ours.place(tokens, "", REPLICAS, NOW_S), ROUNDS))
+    dynamo_ms = median_ms(dynamo.each_s(tokens, ROUNDS)) if dynamo else None
+    tree_ms = median_ms(tree.each_s(tokens, ROUNDS)) if tree else None
+    return {
+        "prompt tokens": len(tokens),
+        "fingerprint": fingerprint_ms,
+        "look up": lookup_ms,
+        "rank": whole_ms - fingerprint_ms - lookup_ms,
+        "whole": whole_ms,
+        "SelectionService.select": dynamo_ms,
+        "ours / SelectionService": dynamo_ms and whole_ms / dynamo_ms,
+        "PrefixTree.prefix_match": tree_ms,
+        "ours / PrefixTree": tree_ms and whole_ms / tree_ms,
+    }
 
 
-if __name__ == "__main__":
-    main()
+def median_ms(times_s: Sequence[float]) -> float:
+    return 1000 * statistics.median(times_s)

@@ -1,4 +1,4 @@
-"""What the way through HAProxy and the router adds to a replica: `python tests/bench/path.py`.
+"""What the way through HAProxy and the router adds to a replica.
 
 One simulated engine without delays answers prompts of equal length twice: called directly through
 its Serve handle, and as a client of the HTTP endpoint. All of them share the machine's cores.
@@ -24,6 +24,7 @@ from router.progress import Progress
 from router.ray_cluster import deploy, local_ray
 from router.settings import ServeSettings
 from router.signals import StopSignals
+from tests.bench.report import Row, Section
 
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 16
@@ -31,7 +32,7 @@ REQUESTS = 400
 Ask = Callable[[list[int]], Awaitable[float]]  # seconds to the first token
 
 
-def main() -> None:
+def path() -> Section:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, embedded_redis() as redis_url:
         settings = ServeSettings(
             engine="simulated",
@@ -47,10 +48,12 @@ def main() -> None:
             application = build(settings.model_dump(mode="json"))
             deploy(application, Progress(), StopSignals(), time.monotonic() + 120)
             loop = asyncio.new_event_loop()  # Serve's handle needs it until Serve is shut down
-            loop.run_until_complete(compare(f"http://127.0.0.1:{settings.port}/v1/completions"))
+            url = f"http://127.0.0.1:{settings.port}/v1/completions"
+            rows = loop.run_until_complete(compare(url))
+            return Section("The way of a request, one simulated engine without delays", rows)
 
 
-async def compare(url: str) -> None:
+async def compare(url: str) -> list[Row]:
     from ray import serve
 
     handle = serve.get_deployment_handle("Replica", "kvroute").options(stream=True)
@@ -76,11 +79,11 @@ async def compare(url: str) -> None:
             async with session.post(url, data=json.dumps(body)) as response:
                 return await first_of(response.content, begun)
 
-        print("\n| path | concurrent | requests/s | TTFT p50 ms | TTFT p99 ms |")
-        print("|---|---|---|---|---|")
-        for concurrent in (1, 16):
-            for name, ask in (("replica", direct), ("HAProxy + router + replica", routed)):
-                print(f"| {name} | {concurrent} | " + await measure(ask, concurrent) + " |")
+        return [
+            {"path": name, "concurrent": concurrent, **await measure(ask, concurrent)}
+            for concurrent in (1, 16)
+            for name, ask in (("replica", direct), ("HAProxy + router + replica", routed))
+        ]
 
 
 async def first_of(stream: object, begun: float | None = None) -> float:
@@ -93,7 +96,7 @@ async def first_of(stream: object, begun: float | None = None) -> float:
     return first
 
 
-async def measure(ask: Ask, concurrent: int) -> str:
+async def measure(ask: Ask, concurrent: int) -> Row:
     rng = np.random.default_rng(concurrent)
     prompts = [rng.integers(1000, 40_000, PROMPT_TOKENS).tolist() for _ in range(REQUESTS)]
     remaining, times = iter(prompts), list[float]()
@@ -107,8 +110,4 @@ async def measure(ask: Ask, concurrent: int) -> str:
     await asyncio.gather(*(worker() for _ in range(concurrent)))
     rate = REQUESTS / (time.perf_counter() - begun)
     p50, p99 = statistics.median(times), statistics.quantiles(times, n=100)[-1]
-    return f"{rate:.0f} | {1000 * p50:.2f} | {1000 * p99:.2f}"
-
-
-if __name__ == "__main__":
-    main()
+    return {"requests/s": rate, "TTFT p50 ms": 1000 * p50, "TTFT p99 ms": 1000 * p99}

@@ -1,0 +1,61 @@
+"""All benchmarks, as Markdown on stdout: `make bench`; options as in ARGS="--json FILE"."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tests.bench.apart import apart
+from tests.bench.decision import decision
+from tests.bench.events import memory, rate
+from tests.bench.path import path
+from tests.bench.policies import policies
+from tests.bench.report import Section
+from tests.bench.routers import routers
+
+
+def main(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="KVROUTE_BENCH_TRACE",
+            help="A trace in Mooncake's format: adds the table of policies. Takes an hour.",
+        ),
+    ] = None,
+    with_routers: Annotated[
+        bool, typer.Option("--routers", help="Adds clusters of 1, 2, 4 and 8 routers. 15 minutes.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Where to write the same as JSON.")
+    ] = None,
+) -> None:
+    if trace is not None and not trace.is_file():
+        raise typer.BadParameter(
+            f"--trace is {str(trace)!r}, which is no file; expected one in Mooncake's format, such "
+            "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
+        )
+    found = []
+    for section in sections(trace, with_routers):
+        typer.echo(section.markdown() + "\n")
+        found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
+    if trace is None:
+        typer.echo("The table of policies is left out; `--trace FILE` brings it.")
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def sections(trace: Path | None, with_routers: bool) -> Iterator[Section]:
+    yield apart(decision)
+    yield memory()
+    yield rate()
+    yield apart(path)
+    if with_routers:
+        yield routers()
+    if trace is not None:
+        yield apart(policies, trace)
+
+
+if __name__ == "__main__":
+    typer.run(main)

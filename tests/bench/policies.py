@@ -1,0 +1,34 @@
+"""Routing policies on a recorded trace: what `kvroute replay` says at three loads."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from router.replay.compare import compare, saturation_rps
+from router.replay.policies import POLICIES
+from router.replay.simulate import Cluster
+from router.replay.trace import at_speed, native_rps, read
+from tests.bench.report import Row, Section
+
+LOADS = (0.5, 0.8, 0.95)  # shares of saturation
+CLUSTER = Cluster(
+    replicas=16, kv_tokens=800_000, routers=1, index_delay_s=0.01, share_delay_s=0.005
+)
+SEED = 0
+
+
+def policies(trace: Path) -> Section:
+    recorded = read(trace, limit=None, seed=SEED)
+    with Progress(console=Console(file=sys.stderr)) as progress:
+        saturation = saturation_rps(recorded, CLUSTER, seed=SEED, progress=progress)
+        rows: list[Row] = []
+        for load in LOADS:
+            requests = at_speed(recorded, load * saturation / native_rps(recorded))
+            summaries = compare(list(POLICIES), requests, CLUSTER, seed=SEED, progress=progress)
+            rows += [{"load": load, **summary.row()} for summary in summaries]
+    title = (
+        f"Policies on {trace.name}, {CLUSTER.replicas} replicas, saturated at {saturation:.1f}/s"
+    )
+    return Section(title, rows)

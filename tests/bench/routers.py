@@ -1,0 +1,140 @@
+"""Whether several routers do as well as one: the same chats on clusters that differ in that alone.
+
+The replicas are simulated engines so slow that this machine's cores are not what limits them.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from replica.model import BUILTIN_MODEL
+from tests.bench.report import Row, Section
+from tests.serving import start_cluster
+
+ROUTERS = (1, 2, 4, 8)
+RUNS = 3
+REPLICAS = 4
+PREFILL_TOKENS_PER_S = 2_000
+BLOCKS = 4_096  # of 32 tokens, in each replica's cache
+CHATS_PER_S = 1.65  # keeps the replicas about 80% busy
+CHATS_S = 80.0  # in which requests are sent
+WARM_UP_S = 30.0  # what is sent earlier is not counted: the first chats have fewer turns
+SYSTEM_PROMPTS = 4
+SYSTEM_TOKENS = 512
+TURNS = 6
+TURN_TOKENS = 600  # new ones, on average
+THINK_S = 5.0  # between turns, on average
+ANSWER_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Turn:
+    at_s: float
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class Answered:
+    at_s: float  # of the request
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    replica: str
+
+
+def routers() -> Section:
+    rows = [row(count, run) for run in range(RUNS) for count in ROUTERS]
+    return Section(f"Routers, {REPLICAS} simulated replicas, {len(turns(0))} requests a run", rows)
+
+
+def row(count: int, seed: int) -> Row:
+    """One cluster, one run."""
+    with start_cluster(
+        *("--engine", "simulated", "--replicas", str(REPLICAS), "--routers", str(count)),
+        *("--simulated-prefill-tokens-per-s", str(PREFILL_TOKENS_PER_S)),
+        *("--simulated-blocks", str(BLOCKS)),
+    ) as cluster:
+        answers = asyncio.run(_send(cluster.url, turns(seed)))
+    counted = [answer for answer in answers if answer.at_s >= WARM_UP_S]
+    prompt_tokens = sum(answer.prompt_tokens for answer in counted)
+    cached_tokens = sum(answer.cached_tokens for answer in counted)
+    computed_per_s = (prompt_tokens - cached_tokens) / (CHATS_S - WARM_UP_S)
+    work = Counter[str]()
+    for answer in counted:
+        work[answer.replica] += answer.prompt_tokens - answer.cached_tokens
+    p50_s, p90_s = np.percentile([answer.ttft_s for answer in counted], [50, 90])
+    return {
+        "routers": count,
+        "run": seed,
+        "hit share": cached_tokens / prompt_tokens,
+        "TTFT p50 s": float(p50_s),
+        "TTFT p90 s": float(p90_s),
+        "busy": computed_per_s / (REPLICAS * PREFILL_TOKENS_PER_S),
+        "imbalance": max(work.values()) * REPLICAS / work.total(),
+    }
+
+
+def turns(seed: int) -> list[Turn]:
+    """Chats that begin at random times; each turn repeats what came before and adds to it."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1_000, 40_000) for _ in range(count)]
+
+    systems = [tokens(SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+    sent, begins_s = list[Turn](), 0.0
+    while (begins_s := begins_s + rng.expovariate(CHATS_PER_S)) < CHATS_S:
+        at_s, prompt = begins_s, rng.choice(systems)
+        for _ in range(TURNS):
+            prompt = prompt + tokens(round(TURN_TOKENS * rng.uniform(0.5, 1.5)))
+            sent.append(Turn(at_s, prompt))
+            at_s += rng.uniform(0.5, 1.5) * THINK_S
+    return sorted((turn for turn in sent if turn.at_s < CHATS_S), key=lambda turn: turn.at_s)
+
+
+async def _send(url: str, turns: Sequence[Turn]) -> list[Answered]:
+    """Each at its time, however long the others take."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # HAProxy spreads connections
+    async with aiohttp.ClientSession(connector=connector) as session:
+        begun = time.perf_counter()
+
+        async def send(turn: Turn) -> Answered:
+            await asyncio.sleep(begun + turn.at_s - time.perf_counter())
+            return await _ask(session, url, turn)
+
+        return list(await asyncio.gather(*map(send, turns)))
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, turn: Turn) -> Answered:
+    body = {
+        "model": BUILTIN_MODEL,
+        "prompt": turn.prompt,
+        "max_tokens": ANSWER_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    payload = msgspec.json.encode(body)
+    begun = time.perf_counter()
+    async with session.post(f"{url}/v1/completions", data=payload) as response:
+        response.raise_for_status()
+        events = response.content
+        first = await events.readline()
+        ttft_s = time.perf_counter() - begun
+        lines = [first, *[line async for line in events]]
+    last = [line for line in lines if line.startswith(b"data: {")][-1]
+    usage = msgspec.json.decode(last.removeprefix(b"data: "))["usage"]
+    return Answered(
+        at_s=turn.at_s,
+        ttft_s=ttft_s,
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        replica=response.headers["x-kvroute-replica"],
+    )
