@@ -15,15 +15,17 @@ import msgspec
 import numpy as np
 
 from replica.model import BUILTIN_MODEL
+from replica.simulated import SimulatedConfig
+from router.load import PrefillModel
 from tests.bench.report import Row, Section
 from tests.serving import start_cluster
 
 ROUTERS = (1, 2, 4, 8)
 RUNS = 3
 REPLICAS = 4
-PREFILL_TOKENS_PER_S = 2_000
+SPEED = PrefillModel(tokens_per_s=2_000, attention_tokens=SimulatedConfig().attention_tokens)
 BLOCKS = 4_096  # of 32 tokens, in each replica's cache
-CHATS_PER_S = 1.65  # keeps the replicas about 80% busy
+CHATS_PER_S = 1.65  # keeps the replicas about 70% busy with prefill
 CHATS_S = 80.0  # in which requests are sent
 WARM_UP_S = 30.0  # what is sent earlier is not counted: the first chats have fewer turns
 SYSTEM_PROMPTS = 4
@@ -58,14 +60,14 @@ def row(count: int, seed: int) -> Row:
     """One cluster, one run."""
     with start_cluster(
         *("--engine", "simulated", "--replicas", str(REPLICAS), "--routers", str(count)),
-        *("--simulated-prefill-tokens-per-s", str(PREFILL_TOKENS_PER_S)),
+        *("--simulated-prefill-tokens-per-s", str(SPEED.tokens_per_s)),
         *("--simulated-blocks", str(BLOCKS)),
     ) as cluster:
         answers = asyncio.run(_send(cluster.url, turns(seed)))
     counted = [answer for answer in answers if answer.at_s >= WARM_UP_S]
     prompt_tokens = sum(answer.prompt_tokens for answer in counted)
     cached_tokens = sum(answer.cached_tokens for answer in counted)
-    computed_per_s = (prompt_tokens - cached_tokens) / (CHATS_S - WARM_UP_S)
+    prefill_s = sum(SPEED.seconds(each.cached_tokens, each.prompt_tokens) for each in counted)
     work = Counter[str]()
     for answer in counted:
         work[answer.replica] += answer.prompt_tokens - answer.cached_tokens
@@ -76,7 +78,7 @@ def row(count: int, seed: int) -> Row:
         "hit share": cached_tokens / prompt_tokens,
         "TTFT p50 s": float(p50_s),
         "TTFT p90 s": float(p90_s),
-        "busy": computed_per_s / (REPLICAS * PREFILL_TOKENS_PER_S),
+        "busy": prefill_s / (REPLICAS * (CHATS_S - WARM_UP_S)),
         "imbalance": max(work.values()) * REPLICAS / work.total(),
     }
 
