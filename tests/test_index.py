@@ -21,7 +21,7 @@ from replica.kvindex.index import (
 )
 from replica.publisher import Publisher
 from router.embedded_redis import embedded_redis
-from router.feed import Feed
+from router.feed import STEP_BLOCKS, Feed
 from router.fleet import Fleet
 from tests.waiting import until
 
@@ -201,6 +201,23 @@ async def test_a_router_that_starts_late_finds_everything(index: Index) -> None:
         task = asyncio.create_task(Feed(index, late).run())
         await until(lambda: late.mirror.held_by("a") == set(side.table.held()))
         task.cancel()
+
+
+async def test_requests_go_on_while_a_router_takes_many_blocks_in(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.feed.STEP_S", 0.0)
+    await join(index, "a")
+    many = [Fingerprint(i) for i in range(BATCH_BLOCKS)]
+    await index.change("a", "1", added=many, lease_s=LEASE_S)
+    fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
+    task = asyncio.create_task(Feed(index, fleet).run())
+    seen = set[int]()
+    while len(fleet.mirror) < len(many):
+        await asyncio.sleep(0)
+        seen.add(len(fleet.mirror))
+    assert seen >= set(range(STEP_BLOCKS, BATCH_BLOCKS, STEP_BLOCKS))
+    task.cancel()
 
 
 async def test_after_redis_forgot_everything_the_publisher_announces_all_again(
