@@ -21,11 +21,14 @@ def main(
         Path | None,
         typer.Option(
             envvar="KVROUTE_BENCH_TRACE",
-            help="A trace in Mooncake's format: adds the table of policies. Takes an hour.",
+            help="A trace in Mooncake's format: adds the table of policies, in about two minutes.",
         ),
     ] = None,
     with_routers: Annotated[
-        bool, typer.Option("--routers", help="Adds clusters of 1, 2, 4 and 8 routers. 15 minutes.")
+        bool,
+        typer.Option(
+            "--routers", help="Adds clusters of 1, 2, 4 and 8 routers, in about half an hour."
+        ),
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Where to write the same as JSON.")

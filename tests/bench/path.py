@@ -5,8 +5,10 @@ its Serve handle, and as a client of the HTTP endpoint. All of them share the ma
 """
 
 import asyncio
+import contextlib
 import json
 import statistics
+import sys
 import tempfile
 import time
 import uuid
@@ -33,7 +35,11 @@ Ask = Callable[[list[int]], Awaitable[float]]  # seconds to the first token
 
 
 def path() -> Section:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder, embedded_redis() as redis_url:
+    with (
+        contextlib.redirect_stdout(sys.stderr),  # a start's progress is no part of the report
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        embedded_redis() as redis_url,
+    ):
         settings = ServeSettings(
             engine="simulated",
             replicas=1,
