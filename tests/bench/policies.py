@@ -26,8 +26,8 @@ def policies(trace: Path) -> Section:
         rows: list[Row] = []
         for load in LOADS:
             requests = at_speed(recorded, load * saturation / native_rps(recorded))
-            summaries = compare(list(POLICIES), requests, CLUSTER, seed=SEED, progress=progress)
-            rows += [{"load": load, **summary.row()} for summary in summaries]
+            runs = compare(list(POLICIES), requests, CLUSTER, seed=SEED, progress=progress)
+            rows += [{"load": load, **run.summary.row()} for run in runs]
     title = (
         f"Policies on {trace.name}, {CLUSTER.replicas} replicas, saturated at {saturation:.1f}/s"
     )
