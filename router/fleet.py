@@ -1,16 +1,16 @@
 """What this router knows of every replica, and the judgement it makes of it for one request."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
 from replica.protocol import TokenIds
 from router.baselines import Ranking
 from router.branches import Branches, relative
-from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness
+from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness, prefill_model
 from router.mirror import Mirror
 from router.policy import Candidate, rank
 
@@ -93,12 +93,28 @@ class Witnesses:
             witness.ended(request_id)
 
 
-class Prompt(NamedTuple):
-    """A prompt at one replica."""
+class Prompt:
+    """What a prompt costs to compute; computed once for replicas in a row that are alike."""
 
-    tokens: int
-    hit_blocks: int  # here
-    best_hit_blocks: int  # at the replica that has most of it
+    def __init__(self, tokens: int, best_hit_blocks: int, block_size: int) -> None:
+        self.tokens = tokens
+        self._best_tokens = best_hit_blocks * block_size
+        self._block_size = block_size
+        self._model: PrefillModel | None = None
+        self._costs: dict[int, tuple[int, float, float]] = {}
+
+    def at(self, model: PrefillModel, hit_blocks: int) -> tuple[int, float, float]:
+        """Tokens to compute; seconds for what no replica holds, and for what others hold."""
+        if model is not self._model:
+            self._model, self._costs = model, {}
+        if hit_blocks not in self._costs:
+            hit_tokens = hit_blocks * self._block_size
+            self._costs[hit_blocks] = (
+                self.tokens - hit_tokens,
+                model.seconds(self._best_tokens, self.tokens),
+                model.seconds(hit_tokens, self._best_tokens),
+            )
+        return self._costs[hit_blocks]
 
 
 class Fleet:
@@ -182,30 +198,11 @@ class Fleet:
         hits = self.mirror.hits(chain)
         best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
         prefix = chain[:best]
-        loads = [self._load(replica_id) for replica_id in running]
-        candidates = [
-            self._candidate(
-                replica_id,
-                load,
-                Prompt(prompt_tokens, hits.get(replica_id, 0), best),
-                slowness=slowness,
-                recent_share=recent_share,
-                branch_share=branch_share,
-                now_s=now_s,
-            )
-            for replica_id, load, slowness, recent_share, branch_share in zip(
-                running,
-                loads,
-                learned_slowness(loads),
-                relative([load.recent(now_s) for load in loads]),
-                self._branches.shares(prefix, running),
-                strict=True,
-            )
-        ]
+        prompt = Prompt(prompt_tokens, best, self._block_size)
+        candidates = self._candidates(running, prompt, hits, prefix, now_s)
+        ranking = self._rank(candidates, forks=self._branches.forks(prefix), rng=self._rng)
         return Placement(
-            ranking=tuple(
-                self._rank(candidates, forks=self._branches.forks(prefix), rng=self._rng)
-            ),
+            ranking=tuple(ranking),
             chain=tuple(chain),
             best_hit_blocks=best,
             prompt_tokens=prompt_tokens,
@@ -243,33 +240,45 @@ class Fleet:
             self.mirror, load, witness, dispatch.replica_id, dispatch.request_id, dispatch.expected
         )
 
-    def _candidate(
+    def _candidates(
         self,
-        replica_id: str,
-        load: ReplicaLoad,
+        running: Sequence[str],
         prompt: Prompt,
-        *,
-        slowness: float,
-        recent_share: float,
-        branch_share: float,
+        hits: Mapping[str, int],
+        prefix: Sequence[Fingerprint],
         now_s: float,
-    ) -> Candidate:
-        hit_tokens = prompt.hit_blocks * self._block_size
-        best_tokens = prompt.best_hit_blocks * self._block_size
-        return Candidate(
-            replica_id=replica_id,
-            hit_blocks=prompt.hit_blocks,
-            backlog_s=load.backlog_s(slowness, now_s),
-            own_s=slowness * load.model.seconds(best_tokens, prompt.tokens),
-            copy_s=slowness * load.model.seconds(hit_tokens, best_tokens),
-            pending_tokens=load.pending_tokens,
-            new_tokens=prompt.tokens - hit_tokens,
-            recent_share=recent_share,
-            branch_share=branch_share,
-            decode_step_s=load.decode_step_s,
-            free_blocks=self._free_blocks.get(replica_id, 0),
-            unanswered=len(load.waiting) + len(load.decoding),
+    ) -> list[Candidate]:
+        """Most of a decision's time is spent here, once for each replica: hence no keywords."""
+        loads = [self._load(replica_id) for replica_id in running]
+        replicas = zip(
+            running,
+            loads,
+            learned_slowness(loads),
+            relative([load.recent(now_s) for load in loads]),
+            self._branches.shares(prefix, running),
+            strict=True,
         )
+        candidates = []
+        for replica_id, load, slowness, recent_share, branch_share in replicas:
+            hit_blocks = hits.get(replica_id, 0)
+            new_tokens, own_s, copy_s = prompt.at(load.model, hit_blocks)
+            candidates.append(
+                Candidate(
+                    replica_id,
+                    hit_blocks,
+                    load.backlog_s(slowness, now_s),
+                    slowness * own_s,
+                    slowness * copy_s,
+                    load.pending_tokens,
+                    new_tokens,
+                    recent_share,
+                    branch_share,
+                    load.decode_step_s,
+                    self._free_blocks.get(replica_id, 0),
+                    load.unanswered,
+                )
+            )
+        return candidates
 
     def _load(self, replica_id: str) -> ReplicaLoad:
         load = self._loads.get(replica_id)
@@ -281,10 +290,7 @@ class Fleet:
         record = self._records.get(replica_id)
         if record is None:
             return UNKNOWN_SPEED
-        return PrefillModel(
-            tokens_per_s=record.facts["prefill_tokens_per_s"],
-            attention_tokens=record.facts["attention_tokens"],
-        )
+        return prefill_model(record.facts["prefill_tokens_per_s"], record.facts["attention_tokens"])
 
     def _caches(self, replica_id: str) -> bool:
         record = self._records.get(replica_id)

@@ -6,6 +6,7 @@ Pure bookkeeping: the caller passes the time, in seconds of any steady clock.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 PRIOR_S = 1.0  # prefill seconds that the replica's own guess of its speed is worth
 MEMORY_S = 40.0  # observed prefill seconds after which an old observation counts 1/e
@@ -25,6 +26,12 @@ class PrefillModel:
         """To compute the tokens [start, end) of a prompt."""
         attention = (end * end - start * start) / (2.0 * self.attention_tokens)
         return (end - start + attention) / self.tokens_per_s
+
+
+@lru_cache
+def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
+    """One object for replicas that are alike, so that a decision sees it at a glance."""
+    return PrefillModel(tokens_per_s, attention_tokens)
 
 
 @dataclass(slots=True)
@@ -82,6 +89,10 @@ class ReplicaLoad:
         return bool(self.waiting or self.decoding)
 
     @property
+    def unanswered(self) -> int:
+        return len(self.waiting) + len(self.decoding)
+
+    @property
     def slowness(self) -> float:
         """Seconds observed for each second predicted."""
         return self.observed_s / self.predicted_s
@@ -96,9 +107,9 @@ class ReplicaLoad:
 
     def backlog_s(self, slowness: float, now_s: float) -> float:
         """Seconds of prefill queued or running, less what the head has already had."""
-        head = next(iter(self.waiting.values()), None)
-        if head is None:
+        if not self.waiting:
             return 0.0
+        head = next(iter(self.waiting.values()))
         had_s = min(slowness * head.prefill_s, now_s - self._started_s(head))
         return max(0.0, slowness * self.waiting_s - had_s)
 

@@ -83,22 +83,17 @@ def prices(candidates: Sequence[Candidate], forks: float) -> Prices:
 
 
 def cost_s(candidate: Candidate, prices: Prices) -> float:
-    prefill_s = candidate.own_s + prices.copy * candidate.copy_s
-    crowd_s = NEWCOMERS_PER_S * _crowding(candidate, prices.crowded_s)
-    balance_s = BALANCE * candidate.own_s * min(2.0, candidate.recent_share - 1.0)
-    turn_s = prices.branch * candidate.own_s * min(2.0, candidate.branch_share - 1.0)
+    backlog_s, own_s, copy_s = candidate.backlog_s, candidate.own_s, candidate.copy_s
+    prefill_s = own_s + prices.copy * copy_s
+    crowd_s = 0.0
+    if backlog_s < prices.crowded_s:
+        after_s = min(backlog_s + own_s + copy_s, prices.crowded_s)
+        crowd_s = NEWCOMERS_PER_S * (after_s**2 - backlog_s**2) / 2.0
+    balance_s = BALANCE * own_s * min(2.0, candidate.recent_share - 1.0)
+    turn_s = prices.branch * own_s * min(2.0, candidate.branch_share - 1.0)
     chunks = (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
     decode_s = candidate.decode_step_s * (DECODE_STEPS + chunks)
-    priced_s = prices.alpha * prefill_s
-    return candidate.backlog_s + priced_s + crowd_s + balance_s + turn_s + decode_s
-
-
-def _crowding(candidate: Candidate, crowded_s: float) -> float:
-    """Newcomer's seconds of waiting, times seconds, that this request adds."""
-    if candidate.backlog_s >= crowded_s:
-        return 0.0
-    after_s = min(candidate.backlog_s + candidate.own_s + candidate.copy_s, crowded_s)
-    return (after_s**2 - candidate.backlog_s**2) / 2.0
+    return backlog_s + prices.alpha * prefill_s + crowd_s + balance_s + turn_s + decode_s
 
 
 def rank(candidates: Sequence[Candidate], *, forks: float, rng: random.Random) -> list[Candidate]:
