@@ -2,10 +2,12 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import psutil
 import zmq
 import zmq.asyncio
 from vllm.config import KVEventsConfig
@@ -13,11 +15,15 @@ from vllm.distributed import kv_events
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from replica.cores import Cores
@@ -29,7 +35,6 @@ from replica.protocol import (
     EngineFacts,
     GenerateRequest,
     Load,
-    Sampling,
     TokenLogprob,
 )
 from replica.settings import ReplicaSettings
@@ -37,6 +42,10 @@ from replica.settings import ReplicaSettings
 # First guesses of the prefill speed; the router learns the real one.
 CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
 GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
+
+ANSWERED = "kvroute_answered"  # in a request's extra_args: its last prompt tokens that are answer
+STOPPED_CHECKS = 3  # in a row that find the engine's process stopped: then nobody will wake it
+CONTEXT_TOKENS = 4  # before a token, from which vLLM completes a character for its logprobs
 
 
 class VllmEngine:
@@ -49,6 +58,8 @@ class VllmEngine:
         self._llm = llm
         self._subscriber = subscriber
         self._stats = stats
+        self._processes = psutil.Process().children(recursive=True)  # the engine's
+        self._stopped_checks = 0
 
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
@@ -68,7 +79,7 @@ class VllmEngine:
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
         try:
             async for output in self._llm.generate(
-                prompt, sampling_params(request.sampling), request.request_id
+                prompt, sampling_params(request), request.request_id
             ):
                 for chunk in _chunks(output):
                     yield chunk
@@ -99,6 +110,15 @@ class VllmEngine:
             await self._llm.check_health()
         except VllmDeadError as error:
             raise EngineDeadError(str(error)) from error
+        self._stopped_checks = self._stopped_checks + 1 if self._is_stopped() else 0
+        if self._stopped_checks >= STOPPED_CHECKS:
+            raise EngineDeadError("the engine's process is stopped")
+
+    def _is_stopped(self) -> bool:
+        return any(
+            process.is_running() and process.status() == psutil.STATUS_STOPPED
+            for process in self._processes
+        )
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._llm.reset_prefix_cache())
@@ -136,22 +156,67 @@ def engine_args(settings: ReplicaSettings, model: str, events_endpoint: str) -> 
     )
 
 
-def sampling_params(sampling: Sampling) -> SamplingParams:
+def sampling_params(request: GenerateRequest) -> SamplingParams:
+    """vLLM's parameters for the rest of the answer."""
+    sampling, answered = request.sampling, request.answered
     return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens - answered,
+        min_tokens=max(0, sampling.min_tokens - answered),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        seed=sampling.seed,
+        # A generator cannot be wound forward; the same random numbers must not come twice.
+        seed=None if sampling.seed is None else sampling.seed ^ answered,
         stop=list(sampling.stop),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
+        # vLLM counts its own output only.
+        logit_bias=_penalties(request.answered_ids.tolist(), sampling.frequency_penalty) or None,
         n=sampling.n,
         logprobs=sampling.logprobs,
         ignore_eos=sampling.ignore_eos,
         output_kind=RequestOutputKind.DELTA,
+        extra_args={ANSWERED: answered} if answered else None,
     )
+
+
+def _penalties(said: Sequence[int], frequency_penalty: float) -> dict[int, float]:
+    if not frequency_penalty:
+        return {}
+    return {token_id: -frequency_penalty * times for token_id, times in Counter(said).items()}
+
+
+class _Llm(AsyncLLM):
+    """AsyncLLM that can go on with an answer begun elsewhere. This leans on private API of the
+    pinned version; tests/test_engine.py holds what it relies on."""
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+        answered = (request.sampling_params.extra_args or {}).get(ANSWERED)
+        if answered is None:
+            await super()._add_request(request, *args)
+            return
+        self.output_processor.add_request(request, *args)
+        state = self.output_processor.request_states[request.request_id]
+        _continue(state, request, answered, self.output_processor.tokenizer)
+        await self.engine_core.add_request_async(request)
+
+
+def _continue(
+    state: RequestState, request: EngineCoreRequest, answered: int, tokenizer: Any
+) -> None:
+    """The request's last `answered` prompt tokens count as output that has been delivered."""
+    ids = request.prompt_token_ids
+    prompt, said = ids[:-answered], ids[-answered:]
+    detokenizer = IncrementalDetokenizer.from_new_request(
+        tokenizer, msgspec.structs.replace(request, prompt_token_ids=prompt)
+    )
+    detokenizer.min_tokens += answered  # from which on stop strings end the answer
+    detokenizer.update(said, stop_terminated=False)
+    detokenizer.get_next_output_text(finished=False, delta=True)
+    state.detokenizer = detokenizer
+    if state.logprobs_processor.logprobs is not None:
+        context = said[-CONTEXT_TOKENS:]
+        state.logprobs_processor.logprobs += [{id_: Logprob(0.0)} for id_ in context]
 
 
 class _Stats(StatLoggerBase):
@@ -173,14 +238,14 @@ class _Stats(StatLoggerBase):
         pass
 
 
-def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> AsyncLLM:
+def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> _Llm:
     """Runs in a thread of its own: the engine's process inherits that thread's cores."""
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no worker besides
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first logprobs compile for 14 s
         os.environ["OMP_NUM_THREADS"] = str(len(cores) or 1)
     with cores.bound():
-        return AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
+        return _Llm.from_engine_args(args, stat_loggers=[lambda *_: stats])
 
 
 def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:

@@ -1,7 +1,7 @@
 """What every engine does, and the values that cross between a router and a replica."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -29,13 +29,36 @@ class Sampling:
     logprobs: int | None = None  # alternatives reported for each generated token; None: no logprobs
     ignore_eos: bool = False
 
+    @property
+    def can_continue(self) -> bool:
+        """Whether one engine can go on exactly where another one was lost.
+
+        Not with several choices, of which a prompt can hold but one; nor with a presence penalty,
+        which falls once on a token however often it is said, so that it matters who said it first.
+        """
+        return self.n == 1 and self.presence_penalty == 0
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     request_id: str
-    token_ids: TokenIds  # the prompt, shape (n,)
-    sampling: Sampling
+    token_ids: TokenIds  # the prompt, shape (n,), and what has been answered of it elsewhere
+    sampling: Sampling  # of the whole answer, whoever begins it
     namespace: str = ""  # cache salt: prefixes are shared within one namespace only
+    answered: int = 0  # that many trailing token_ids are the answer's beginning
+
+    @property
+    def prompt_ids(self) -> TokenIds:
+        return self.token_ids[: len(self.token_ids) - self.answered]
+
+    @property
+    def answered_ids(self) -> TokenIds:
+        return self.token_ids[len(self.token_ids) - self.answered :]
+
+    def after(self, said: Sequence[int]) -> "GenerateRequest":
+        """What is left of the request once `said` has reached the client."""
+        token_ids = np.concatenate([self.token_ids, np.array(said, np.uint32)])
+        return replace(self, token_ids=token_ids, answered=self.answered + len(said))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +116,11 @@ class Engine(Protocol):
     facts: EngineFacts
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks as they are made. Closing the generator aborts the request."""
+        """Chunks as they are made. Closing the generator aborts the request.
+
+        An answer that was begun elsewhere goes on as if this engine had made all of it: the text
+        after what `answered` let go, the stop strings, the limits on its length.
+        """
         ...
 
     def events(self) -> AsyncIterator[list[KVEvent]]:

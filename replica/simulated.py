@@ -118,7 +118,7 @@ class SimulatedEngine(Engine):
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Raises ValueError for a request that could never run here."""
-        prompt_tokens = len(request.token_ids)
+        prompt_tokens = len(request.prompt_ids)
         longest = self.config.max_model_len - 1
         if not 1 <= prompt_tokens <= longest:
             raise ValueError(f"the prompt has {prompt_tokens} tokens; expected 1 to {longest}")
@@ -192,13 +192,17 @@ class SimulatedEngine(Engine):
 
     def _choice(self, job: _Job, index: int) -> _Choice:
         request = job.request
-        return _Choice(
+        choice = _Choice(
             job,
             index,
             self._pool.table(request.token_ids, request.namespace),
             Voice(self._vocabulary, request.token_ids, salt=salt(request.sampling, index)),
             StopText(request.sampling.stop),
         )
+        for token_id in request.answered_ids.tolist():
+            choice.generated += 1
+            self._text(choice, token_id)  # the client has it; a stop string may begin in it
+        return choice
 
     def _abort(self, job: _Job) -> None:
         """Nothing of the job is left in the engine."""

@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
 
 from replica.engines import start_engine
 from replica.events import BlockTable, Changes
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
-from replica.model import BUILTIN_MODEL
+from replica.model import BUILTIN_MODEL, resolve
 from replica.protocol import Chunk, Engine, GenerateRequest, Sampling
 from replica.settings import ReplicaSettings
 from tests.waiting import until
@@ -39,10 +41,11 @@ class Running:
     async def ask(
         self, prompt: list[int], sampling: Sampling = GREEDY, namespace: str = ""
     ) -> list[Chunk]:
+        return await self.run(request_of(prompt, sampling, namespace))
+
+    async def run(self, request: GenerateRequest) -> list[Chunk]:
         self.requests += 1
-        request = GenerateRequest(
-            f"r{self.requests}", np.array(prompt, np.uint32), sampling, namespace
-        )
+        request = replace(request, request_id=f"r{self.requests}")
         return [chunk async for chunk in self.engine.generate(request)]
 
     async def pump(self) -> None:
@@ -74,6 +77,10 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
     vars(running).clear()
     del engine
     gc.collect()
+
+
+def request_of(prompt: list[int], sampling: Sampling, namespace: str = "") -> GenerateRequest:
+    return GenerateRequest("r", np.array(prompt, np.uint32), sampling, namespace)
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:
@@ -207,6 +214,43 @@ async def test_logprobs_come_with_each_token_likeliest_first(running: Running) -
         values = [alternative.logprob for alternative in logprob.top]
         assert values == sorted(values, reverse=True)
         assert logprob.chosen == logprob.top[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sampling"),
+    [
+        ("🦜🐢" * 20, Sampling(max_tokens=12, logprobs=2)),
+        ("one two three four " * 6, Sampling(max_tokens=20, min_tokens=4, stop=("four one two",))),
+        ("one two three four " * 6, Sampling(max_tokens=20, frequency_penalty=2.0)),
+    ],
+    ids=["logprobs", "stop", "penalty"],
+)
+async def test_an_answer_goes_on_elsewhere_wherever_it_was_cut(
+    running: Running, text: str, sampling: Sampling
+) -> None:
+    """Also inside a character of several tokens, and inside a stop string."""
+    tokenizer = Tokenizer.from_file(str(Path(resolve(BUILTIN_MODEL)) / "tokenizer.json"))
+    sampling = replace(sampling, temperature=0.0, ignore_eos=True)
+    request = request_of(tokenizer.encode(text).ids, sampling)
+    whole = await running.run(request)
+    for cut in range(1, len(whole)):
+        rest = await running.run(request.after(ids_of(whole[:cut])))
+        assert heard_in(whole[:cut] + rest) == heard_in(whole)
+
+
+def heard_in(chunks: list[Chunk]) -> tuple[object, ...]:
+    """What a client makes of an answer."""
+    tokens = [logprob.chosen.token for chunk in chunks for logprob in chunk.logprobs]
+    return text_of(chunks), ids_of(chunks), tokens, chunks[-1].finish_reason
+
+
+async def test_a_seeded_answer_goes_on_the_same_way_each_time(running: Running) -> None:
+    sampling = Sampling(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+    request = request_of(prompt_of(40, seed=18), sampling)
+    cut = request.after(ids_of(await running.run(request))[:6])
+    first, second = await running.run(cut), await running.run(cut)
+    assert ids_of(first) == ids_of(second)
+    assert len(ids_of(first)) == 6
 
 
 async def test_an_impossible_request_is_refused_and_the_next_one_served(running: Running) -> None:
