@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 
@@ -15,11 +16,13 @@ from replica.engines import start_engine
 from replica.events import BlockTable
 from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, connect
-from replica.protocol import Chunk, GenerateRequest
+from replica.protocol import Chunk, EngineDeadError, GenerateRequest
 from replica.publisher import Publisher
 from replica.settings import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
+
+CHECK_S = 0.5  # between looks at the engine
 
 
 @serve.deployment
@@ -36,6 +39,7 @@ class Replica:
         self._tasks = [
             asyncio.create_task(self._publisher.run(), name="publisher"),
             asyncio.create_task(self._pump_events(), name="events"),
+            asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -87,6 +91,19 @@ class Replica:
 
     def _load(self) -> Mapping[str, int]:
         return dataclasses.asdict(self._engine.load())
+
+    async def _die_with_engine(self) -> None:
+        """Whoever waits for an answer learns at once that none will come, and Serve starts another
+        replica: failing health checks would take it many seconds."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            try:
+                await self._engine.check()
+            except EngineDeadError as error:
+                log.error("the replica ends with its engine: %s", error)
+                for process in psutil.Process().children(recursive=True):
+                    process.kill()  # a stopped one would stay
+                os._exit(1)
 
     async def _pump_events(self) -> None:
         async for events in self._engine.events():

@@ -245,7 +245,8 @@ def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> _Llm:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first logprobs compile for 14 s
         os.environ["OMP_NUM_THREADS"] = str(len(cores) or 1)
     with cores.bound():
-        return _Llm.from_engine_args(args, stat_loggers=[lambda *_: stats])
+        llm: _Llm = _Llm.from_engine_args(args, stat_loggers=[lambda *_: stats])
+        return llm
 
 
 def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:

@@ -1,9 +1,10 @@
-"""One prompt goes to a replica, and its chunks come back; a replica that dies first is replaced."""
+"""One prompt goes to a replica and its chunks come back; when that dies, another one goes on."""
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from ray.exceptions import RayActorError
@@ -13,74 +14,147 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from router.errors import ApiError, invalid
 from router.fleet import Fleet, Placement, Trip
-from router.routes import ROUTES, Route, running_replicas
+from router.routes import ROUTES, Route
+from router.watch import HungError, Watch
 
 log = logging.getLogger("kvroute.dispatch")
 
-ATTEMPTS = 3  # replicas asked before the client is told that none can answer
-LOST = (RayActorError, EngineDeadError)  # the replica, or its engine, is gone
+LOSSES = 5  # replicas that may die under one request: it could be what kills them
+RECOVERY_S = 60.0  # for a replica to come, while there is none
+POLL_S = 0.1
+LOST = (RayActorError, EngineDeadError, HungError)  # the replica, or its engine, is gone
 
 
 @dataclass(slots=True)
-class Generation:
-    """A prompt being answered: its first chunk has come, the others follow."""
+class Attempt:
+    """One replica answering: its first chunk has come, the others follow."""
 
     replica_id: str
+    route: Route
     expected_tokens: int  # prompt tokens the router counted on being in that replica's cache
-    prompt_tokens: int
     first: Chunk
     rest: DeploymentResponseGenerator
     trip: Trip
 
+    def close(self) -> None:
+        """The replica no longer works on it; harmless the second time."""
+        self.rest.cancel()
+        self.trip.end()
+
+
+class Generation:
+    """A prompt being answered in one stream of chunks, by one replica after another if need be."""
+
+    def __init__(
+        self,
+        dispatcher: "Dispatcher",
+        request: GenerateRequest,
+        attempt: Attempt,
+        lost: list[str],
+    ) -> None:
+        self.replica_id = attempt.replica_id  # the first one
+        self.expected_tokens = attempt.expected_tokens
+        self.prompt_tokens = len(request.token_ids)
+        self._dispatcher = dispatcher
+        self._request = request
+        self._attempt = attempt
+        self._lost = lost
+        self._said: list[int] = []  # token ids; of all choices, where there are several
+        self._unfinished = request.sampling.n  # choices
+
     async def chunks(self) -> AsyncIterator[Chunk]:
-        """All chunks; leaving early aborts the request. ApiError when the replica is lost."""
+        """All chunks; leaving early aborts the request. ApiError when nobody can go on with it."""
+        chunk: Chunk | None = self._attempt.first
         try:
-            yield self.first
-            async for chunk in self.rest:
+            while chunk is not None:
+                self._said.extend(chunk.token_ids)
+                self._unfinished -= chunk.finish_reason is not None
                 yield chunk
-        except LOST as error:
-            raise _lost(self.replica_id) from error
+                chunk = await self._next()
         finally:
             self.close()
 
     def close(self) -> None:
         """The request is over, answered or not; harmless the second time."""
-        self.rest.cancel()
-        self.trip.end()
+        self._attempt.close()
+
+    async def _next(self) -> Chunk | None:
+        """The next chunk, whoever makes it; None after the last one."""
+        attempt = self._attempt
+        try:
+            return await self._dispatcher.watch.next(attempt.rest, attempt.route)
+        except LOST as error:
+            attempt.close()
+            if not self._unfinished:
+                return None
+            self._lost.append(attempt.replica_id)
+            return await self._go_on(error)
+
+    async def _go_on(self, error: BaseException) -> Chunk:
+        """The first chunk of the replica that goes on where another one was lost."""
+        replica_id = self._lost[-1]
+        log.warning("replica %s was lost after %d tokens", replica_id, len(self._said))
+        if not self._request.sampling.can_continue:
+            raise _lost(
+                replica_id,
+                "and no other can go on exactly there: n is above 1, or presence_penalty is not 0",
+            ) from error
+        self._attempt = await self._dispatcher.attempt(self._request.after(self._said), self._lost)
+        return self._attempt.first
 
 
 class Dispatcher:
     """Sends prompts where the fleet's ranking says."""
 
-    def __init__(self, handle: DeploymentHandle, fleet: Fleet) -> None:
+    def __init__(self, handle: DeploymentHandle, fleet: Fleet, watch: Watch) -> None:
+        self.watch = watch
         self._generate = handle.options(stream=True).generate
         self._fleet = fleet
 
     async def begin(self, token_ids: TokenIds, sampling: Sampling, namespace: str) -> Generation:
         """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
         request = GenerateRequest(uuid.uuid4().hex, token_ids, sampling, namespace)
-        for _ in range(ATTEMPTS):
-            placement = self._fleet.place(
-                token_ids, namespace, running_replicas(), time.monotonic()
-            )
-            if not placement.ranking:
-                raise ApiError(503, "no replica is ready; try again", type="server_error")
-            generation = await self._attempt(request, placement)
-            if generation is not None:
-                return generation
-        raise _lost(placement.ranking[0].replica_id)
+        lost: list[str] = []
+        return Generation(self, request, await self.attempt(request, lost), lost)
 
-    async def _attempt(self, request: GenerateRequest, placement: Placement) -> Generation | None:
+    async def attempt(self, request: GenerateRequest, lost: list[str]) -> Attempt:
+        """A replica's first chunk; ids of replicas that die over it join `lost`. ApiError as above,
+        and when too many have."""
+        while len(lost) < LOSSES:
+            running = await self._running(lost)
+            placement = self._fleet.place(
+                request.token_ids, request.namespace, running, time.monotonic()
+            )
+            attempt = await self._try(request, placement, lost)
+            if attempt is not None:
+                return attempt
+        raise _lost(lost[-1], f"and {LOSSES - 1} others before it")
+
+    async def _running(self, lost: Sequence[str]) -> list[str]:
+        """The replicas that may get a request; waits for one where none is left."""
+        deadline = time.monotonic() + RECOVERY_S
+        while not (running := [id_ for id_ in self.watch.trusted() if id_ not in lost]):
+            if time.monotonic() >= deadline:
+                raise ApiError(503, "no replica is ready; try again", type="server_error")
+            await asyncio.sleep(POLL_S)
+        return running
+
+    async def _try(
+        self, request: GenerateRequest, placement: Placement, lost: list[str]
+    ) -> Attempt | None:
         """None when the replica was lost before its first chunk."""
         best = placement.ranking[0].replica_id
-        route = ROUTES[request.request_id] = Route([c.replica_id for c in placement.ranking])
+        ranking = [candidate.replica_id for candidate in placement.ranking]
+        route = ROUTES[request.request_id] = Route(ranking, lost)
         stream: DeploymentResponseGenerator = self._generate.remote(request)
         trip = self._fleet.sent(placement, best, request.request_id, time.monotonic())
         try:
-            first: Chunk = await anext(stream)
+            first: Chunk | None = await self.watch.next(stream, route)
         except LOST as error:
             log.warning("replica %s was lost before its first token: %s", route.chosen, error)
             trip.end()
+            stream.cancel()
+            lost.append(route.chosen or best)
             return None
         except BaseException as error:
             trip.end()
@@ -88,19 +162,14 @@ class Dispatcher:
             if refusal := _refusal(error):
                 raise refusal from error
             raise
+        assert first is not None, "an engine's stream has at least its end"
         replica_id = route.chosen or best
         if replica_id != best:  # full, or gone: it went to a later one in the ranking
             trip.end()
             trip = self._fleet.sent(placement, replica_id, request.request_id, time.monotonic())
         trip.first_token(time.monotonic())
-        return Generation(
-            replica_id=replica_id,
-            expected_tokens=placement.expected_tokens(replica_id),
-            prompt_tokens=placement.prompt_tokens,
-            first=first,
-            rest=stream,
-            trip=trip,
-        )
+        expected_tokens = placement.expected_tokens(replica_id)
+        return Attempt(replica_id, route, expected_tokens, first, stream, trip)
 
 
 def _refusal(error: BaseException) -> ApiError | None:
@@ -112,7 +181,9 @@ def _refusal(error: BaseException) -> ApiError | None:
     return None
 
 
-def _lost(replica_id: str) -> ApiError:
+def _lost(replica_id: str, more: str) -> ApiError:
     return ApiError(
-        502, f"replica {replica_id} was lost while it answered; try again", type="server_error"
+        502,
+        f"replica {replica_id} was lost while it answered, {more}; try again",
+        type="server_error",
     )

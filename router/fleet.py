@@ -152,6 +152,11 @@ class Fleet:
         lengths = [record.facts["max_model_len"] for record in self._records.values()]
         return min(lengths, default=None)
 
+    def is_idle(self, replica_id: str) -> bool:
+        """Its lease runs, as far as Redis lets us know, and no request is under way there."""
+        load = self._loads.get(replica_id)
+        return replica_id in self._records and not (load and load.is_busy)
+
     def update(self, records: Iterable[ReplicaRecord]) -> None:
         """The replicas whose lease runs, with their loads of now."""
         self._records = {record.id: record for record in records}

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from replica.kvindex.index import Index, connect
 from replica.model import resolve
 from replica.protocol import TokenIds
+from router import routes
 from router.answer import answer
 from router.baselines import RANKINGS
 from router.dispatch import Dispatcher
@@ -31,6 +32,7 @@ from router.routes import running_replicas
 from router.sampling import SamplingRequest
 from router.schemas import ChatCompletionRequest, CompletionRequest
 from router.settings import RouterSettings
+from router.watch import Watch
 
 log = logging.getLogger("kvroute.ingress")
 
@@ -105,13 +107,15 @@ class Router:
             ranking=RANKINGS[self._settings.policy](),
         )
         handle = HeardReplicas(replicas, self._log) if self._log else replicas
-        self._dispatcher = Dispatcher(handle, self._fleet)
+        watch = Watch(routes.replicas, self._fleet, hang_timeout_s=self._settings.hang_timeout_s)
+        self._dispatcher = Dispatcher(handle, self._fleet, watch)
         self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [
             asyncio.create_task(Feed(self._index, self._fleet).run(), name="feed"),
             asyncio.create_task(loudspeaker.run(self._index), name="loudspeaker"),
             asyncio.create_task(listener.run(self._index), name="listener"),
+            asyncio.create_task(watch.run(), name="watch"),
         ]
         if self._log:
             self._tasks.append(asyncio.create_task(self._log.run(), name="request log"))

@@ -7,7 +7,9 @@ waiting is done here, and each request gets the replica that was chosen for it.
 """
 
 import asyncio
+from collections.abc import Collection
 
+import ray
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from router import routes
@@ -17,11 +19,11 @@ LONGEST_PAUSE_S = 0.5
 
 
 class CacheAwareRequestRouter(RequestRouter):
-    """Takes each request's Route in its order."""
+    """Takes each request's Route in its order. Also a routes.Replicas."""
 
     def initialize_state(self) -> None:
         self.running: dict[str, RunningReplica] = {}
-        routes.report_running(lambda: self.running)
+        routes.report(self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -30,6 +32,18 @@ class CacheAwareRequestRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)  # once for each request that was there
         self.running.pop(replica_id.unique_id, None)
+
+    def ids(self) -> Collection[str]:
+        return self.running
+
+    async def ask(self, replica_id: str) -> None:
+        """A thread of its own answers in the replica's process, whatever its event loop does."""
+        if replica := self.running.get(replica_id):
+            await replica.get_queue_len(deadline_s=0)  # of no effect
+
+    async def kill(self, replica_id: str) -> None:
+        if replica := self.running.get(replica_id):
+            await asyncio.to_thread(ray.kill, replica._actor_handle)  # waits for the process's end
 
     async def choose_replicas(
         self,

@@ -5,8 +5,9 @@ would exist twice.
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 
@@ -15,6 +16,7 @@ class Route:
     """Where a request should go, best first; and where it went."""
 
     ranking: Sequence[str]  # replica ids
+    lost: Collection[str] = ()  # died under this request, whether or not Serve knows it yet
     refused: set[str] = field(default_factory=set)  # full, or dead, when they were asked
     chosen: str | None = None
     pauses: int = 0
@@ -24,21 +26,53 @@ class Route:
         for replica_id in self.ranking:
             if replica_id in running and replica_id not in self.refused:
                 return replica_id
-        unranked = set(running).difference(self.ranking, self.refused)
+        unranked = set(running).difference(self.ranking, self.refused, self.lost)
         return random.choice(list(unranked)) if unranked else None
 
 
 ROUTES: WeakValueDictionary[str, Route] = WeakValueDictionary()  # by request id
 
-_running: Callable[[], Collection[str]] = tuple
+
+class Replicas(Protocol):
+    """What Serve's request router knows of them, and can do to them."""
+
+    def ids(self) -> Collection[str]:
+        """The replicas that Serve would send a request to now."""
+        ...
+
+    async def ask(self, replica_id: str) -> None:
+        """Returns when the replica's process has answered. RayError when it cannot be reached."""
+        ...
+
+    async def kill(self, replica_id: str) -> None:
+        """Ends it at once, even when it hangs; Serve starts another in its place."""
+        ...
 
 
-def report_running(running: Callable[[], Collection[str]]) -> None:
-    """Serve's request router says who tells which replicas run."""
-    global _running
-    _running = running
+class _NoReplicas:
+    """Until Serve's request router has reported itself."""
+
+    def ids(self) -> Collection[str]:
+        return ()
+
+    async def ask(self, replica_id: str) -> None: ...
+
+    async def kill(self, replica_id: str) -> None: ...
+
+
+_replicas: Replicas = _NoReplicas()
+
+
+def report(replicas: Replicas) -> None:
+    """Serve's request router is there."""
+    global _replicas
+    _replicas = replicas
+
+
+def replicas() -> Replicas:
+    return _replicas
 
 
 def running_replicas() -> list[str]:
     """Ids of the replicas that Serve would send a request to now."""
-    return list(_running())
+    return list(_replicas.ids())

@@ -107,6 +107,11 @@ class ServeSettings(BaseSettings):
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Seconds until a start counts as failed.")
     ] = 600.0
+    hang_timeout_s: Annotated[
+        float,
+        Field(ge=2),
+        Option(CLUSTER, "Seconds without a sign of life after which a replica is replaced."),
+    ] = 5.0
 
     prefix_caching: Annotated[
         bool,
@@ -189,6 +194,7 @@ class RouterSettings(BaseModel):
     max_body_mb: int = 16
     policy: str = "kvroute"  # one of baselines.RANKINGS
     request_log: Path | None = None  # a folder
+    hang_timeout_s: float = 5.0
 
 
 def load(given: Mapping[str, Any]) -> ServeSettings:
