@@ -1,0 +1,140 @@
+"""Replicas die and hang while fifty clients listen, and none of them notices."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from openai import APIError, AsyncOpenAI
+
+from replica.model import BUILTIN_MODEL
+from tests.serving import Cluster, start_cluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.timeout(240)
+
+CLIENTS = 50
+BRIEF, LENGTHY = 1, 3000  # words in a prompt; the lengthy ones queue for their first token
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one client got."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Audience:
+    """Clients that stream all at once, each an answer of its own of 1.8 seconds."""
+
+    def __init__(self, client: AsyncOpenAI, words: int) -> None:
+        self.pieces = [0] * CLIENTS  # heard so far
+        self.replicas = [""] * CLIENTS  # that began the answers
+        self._client = client
+        self._words = words
+
+    async def listen(self) -> list[Heard]:
+        return await asyncio.gather(*map(self._listen, range(CLIENTS)))
+
+    async def _listen(self, number: int) -> Heard:
+        stream = await self._client.chat.completions.create(
+            model=BUILTIN_MODEL,
+            messages=[{"role": "user", "content": f"{number} {'word ' * self._words}"}],
+            max_tokens=60,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        self.replicas[number] = stream.response.headers["x-kvroute-replica"]
+        text, reason = "", None
+        async for event in stream:
+            for choice in event.choices:
+                text += choice.delta.content or ""
+                reason = choice.finish_reason
+                self.pieces[number] += bool(choice.delta.content)
+        assert event.usage is not None
+        return Heard(text, reason, event.usage.prompt_tokens, event.usage.completion_tokens)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with start_cluster(
+        *("--engine", "simulated", "--replicas", "3", "--routers", "2"),
+        *("--simulated-decode-ms", "30"),
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
+    url = f"{cluster.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def replicas(cluster: Cluster) -> dict[str, Any]:
+    """By id."""
+    listed = httpx.get(cluster.url + "/v1/cluster", timeout=10).json()["replicas"]
+    return {replica["id"]: replica for replica in listed}
+
+
+def is_replaced(cluster: Cluster, replica_id: str) -> bool:
+    found = replicas(cluster)
+    return replica_id not in found and len(found) == 3
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_answers_under_way_go_on_elsewhere(
+    cluster: Cluster, client: AsyncOpenAI, blow: signal.Signals
+) -> None:
+    """Every answer is in its midst."""
+    undisturbed = await Audience(client, BRIEF).listen()
+    audience = Audience(client, BRIEF)
+    listening = asyncio.create_task(audience.listen())
+    await until(lambda: min(audience.pieces) >= 5)
+    victim = replicas(cluster)[audience.replicas[0]]
+    os.kill(victim["pid"], blow)
+    assert await listening == undisturbed
+    await until(lambda: is_replaced(cluster, victim["id"]), within_s=60)
+    assert not psutil.pid_exists(victim["pid"])
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_requests_that_wait_for_their_first_token_are_answered_elsewhere(
+    cluster: Cluster, client: AsyncOpenAI, blow: signal.Signals
+) -> None:
+    """Most of them are in the engine's queue, behind the first one to be answered."""
+    undisturbed = await Audience(client, LENGTHY).listen()
+    audience = Audience(client, LENGTHY)
+    listening = asyncio.create_task(audience.listen())
+    await until(lambda: max(audience.pieces) >= 1)
+    victim = replicas(cluster)[next(filter(None, audience.replicas))]
+    os.kill(victim["pid"], blow)
+    assert await listening == undisturbed
+    await until(lambda: is_replaced(cluster, victim["id"]), within_s=60)
+
+
+@pytest.mark.parametrize("sampling", [{"n": 2}, {"presence_penalty": 0.5}])
+async def test_an_answer_that_cannot_go_on_ends_in_an_error(
+    cluster: Cluster, client: AsyncOpenAI, sampling: dict[str, Any]
+) -> None:
+    stream = await client.chat.completions.create(
+        model=BUILTIN_MODEL,
+        messages=[{"role": "user", "content": "What cannot go on?"}],
+        max_tokens=100,
+        stream=True,
+        **sampling,
+    )
+    victim = replicas(cluster)[stream.response.headers["x-kvroute-replica"]]
+    os.kill(victim["pid"], signal.SIGKILL)
+    with pytest.raises(APIError, match="lost while it answered"):
+        [event async for event in stream]
+    await until(lambda: is_replaced(cluster, victim["id"]), within_s=60)
