@@ -1,13 +1,17 @@
 """A real cluster with real vLLM engines and the built-in model."""
 
+import asyncio
+import signal
 from collections.abc import Iterator
 
+import httpx
 import psutil
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from replica.model import BUILTIN_MODEL
 from tests.serving import Cluster, start_cluster
+from tests.waiting import until
 from tests.workloads import BLOCK, ask, interleaved_chats, people_table, table_questions, user
 
 pytestmark = pytest.mark.timeout(600)
@@ -85,13 +89,75 @@ def logprobs_of(logprobs: object) -> list[object]:
     return list(getattr(logprobs, "content", None) or [])
 
 
-def test_a_killed_engine_takes_nothing_with_it_but_its_cache(
-    vllm: OpenAI, cluster: Cluster
+@pytest.mark.parametrize(
+    ("process", "blow"),
+    [
+        ("EngineCore", signal.SIGKILL),
+        ("EngineCore", signal.SIGSTOP),
+        ("ServeReplica:kvroute:Replica", signal.SIGKILL),
+        ("ServeReplica:kvroute:Replica", signal.SIGSTOP),
+    ],
+)
+async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
+    cluster: Cluster, process: str, blow: signal.Signals
 ) -> None:
-    """The engine's process dies: its replica is left out, and the next request is answered."""
-    engines = [process for process in cluster.processes() if "EngineCore" in process.name()]
-    assert len(engines) == 2
-    engines[0].kill()
-    psutil.wait_procs(engines[:1], timeout=10)
-    for number in range(4):
-        assert ask(vllm, user(f"Say {number}."), max_tokens=4).text
+    def is_whole() -> bool:
+        return len(httpx.get(cluster.url + "/v1/cluster").json()["replicas"]) == 2
+
+    url = f"{cluster.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        undisturbed = await asyncio.gather(*(recite(client, letters) for letters in SERIES))
+        pieces: list[str] = []
+        reciting = asyncio.gather(*(recite(client, letters, pieces) for letters in SERIES))
+        await until(lambda: len(pieces) >= 5 * len(SERIES), within_s=60)
+        victims = [each for each in cluster.processes() if each.name().startswith(process[:15])]
+        assert len(victims) == 2
+        victims[0].send_signal(blow)
+        assert await reciting == undisturbed
+    psutil.wait_procs(victims[:1], timeout=30)
+    assert not victims[0].is_running()
+    await until(is_whole, within_s=120)
+
+
+SERIES = (
+    "a b c d e f g ",
+    "one two three four ",
+    "red green blue black white ",
+    "1 2 3 4 5 6 7 8 ",
+)
+
+
+async def recite(
+    client: AsyncOpenAI, series: str, pieces: list[str] | None = None
+) -> tuple[str, int]:
+    """A text whose next word is never in doubt, and how many tokens it took."""
+    stream = await client.completions.create(
+        model=BUILTIN_MODEL,
+        prompt=series * 20,
+        max_tokens=80,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    heard = [] if pieces is None else pieces
+    text = ""
+    async for event in stream:
+        for choice in event.choices:
+            text += choice.text
+            heard.append(choice.text)
+    assert event.usage is not None
+    return text, event.usage.completion_tokens
+
+
+async def test_a_client_that_disconnects_stops_its_engine(vllm: OpenAI, cluster: Cluster) -> None:
+    def running() -> int:
+        found = httpx.get(cluster.url + "/v1/cluster").json()["replicas"]
+        return sum(int(replica["running"]) for replica in found)
+
+    stream = vllm.completions.create(
+        model=BUILTIN_MODEL, prompt="Once", max_tokens=3000, stream=True
+    )
+    await until(lambda: running() == 1)
+    stream.close()
+    await until(lambda: ask(vllm, user("And now?"), max_tokens=2) and running() == 0)

@@ -1,0 +1,130 @@
+"""A router ends the replicas that hang, and no others."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from replica.kvindex.index import ReplicaRecord
+from router.fleet import Fleet
+from router.routes import Route
+from router.watch import HungError, Watch
+
+LOOKS = 20  # to a verdict
+
+
+class Replica:
+    """A fleet of one."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.questions = 0
+        self.kills = 0
+
+    def ids(self) -> list[str]:
+        return ["a"]
+
+    async def ask(self, replica_id: str) -> None:
+        self.questions += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    async def kill(self, replica_id: str) -> None:
+        self.kills += 1
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return Replica()
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(model="m", revision="", block_size=4, rng=random.Random(0))
+
+
+@pytest.fixture
+def watch(replica: Replica, fleet: Fleet) -> Watch:
+    return Watch(lambda: replica, fleet, hang_timeout_s=LOOKS / 4)
+
+
+@pytest.fixture
+async def tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    async with asyncio.TaskGroup() as tasks:
+        yield tasks
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+
+async def look(watch: Watch, tasks: asyncio.TaskGroup, times: int) -> None:
+    for _ in range(times):
+        watch.look(tasks)
+        for _ in range(3):
+            await asyncio.sleep(0)  # for what it began
+
+
+async def silence() -> AsyncIterator[int]:
+    await asyncio.Event().wait()
+    yield 0
+
+
+async def numbers() -> AsyncIterator[int]:
+    for number in range(10 * LOOKS):
+        yield number
+
+
+async def test_a_replica_that_answers_is_busy_and_left_in_peace(
+    watch: Watch, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    await look(watch, tasks, 5 * LOOKS)
+    assert replica.questions > 5
+    assert replica.kills == 0
+    assert watch.trusted() == ["a"]
+
+
+async def test_a_replica_that_does_not_answer_is_ended(
+    watch: Watch, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    replica.hangs = True
+    await look(watch, tasks, LOOKS - 1)
+    assert (replica.questions, replica.kills) == (1, 0)
+    assert watch.trusted() == []
+    await look(watch, tasks, 1)
+    assert replica.kills == 1
+
+
+async def test_whoever_waits_for_a_replica_that_is_given_up_waits_no_longer(
+    watch: Watch, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    replica.hangs = True
+    here = asyncio.create_task(watch.next(silence(), Route(["a"], chosen="a")))
+    elsewhere = asyncio.create_task(watch.next(silence(), Route(["b"], chosen="b")))
+    await look(watch, tasks, LOOKS)
+    with pytest.raises(HungError):
+        await here
+    assert not elsewhere.done()
+    elsewhere.cancel()
+
+
+async def test_a_replica_that_speaks_needs_no_question(
+    watch: Watch, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    stream = numbers()
+    for _ in range(2 * LOOKS):
+        await watch.next(stream, Route(["a"], chosen="a"))
+        await look(watch, tasks, 1)
+    assert replica.questions == 0
+
+
+async def test_where_nothing_is_under_way_the_lease_is_sign_enough(
+    watch: Watch, replica: Replica, fleet: Fleet, tasks: asyncio.TaskGroup
+) -> None:
+    facts = {"prefill_tokens_per_s": 1e4, "attention_tokens": 1e4, "capacity_blocks": 8}
+    fleet.update([ReplicaRecord("a", "i", 0, facts, {"used_blocks": 0})])
+    replica.hangs = True
+    await look(watch, tasks, 2 * LOOKS)
+    assert replica.questions == 0
+    fleet.update([])  # its lease has run out
+    await look(watch, tasks, LOOKS)
+    assert replica.kills == 1
