@@ -101,10 +101,15 @@ class Replica:
                 await self._engine.check()
             except EngineDeadError as error:
                 log.error("the replica ends with its engine: %s", error)
-                for process in psutil.Process().children(recursive=True):
-                    process.kill()  # a stopped one would stay
+                _kill_children()  # a stopped one would stay
                 os._exit(1)
 
     async def _pump_events(self) -> None:
         async for events in self._engine.events():
             self._publisher.publish(events)
+
+
+def _kill_children() -> None:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -1,6 +1,7 @@
 """vLLM as an Engine: with scheduler.py, the only file that imports it."""
 
 import asyncio
+import contextlib
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -38,13 +39,13 @@ from replica.protocol import (
     TokenLogprob,
 )
 from replica.settings import ReplicaSettings
+from replica.vitals import Vitals
 
 # First guesses of the prefill speed; the router learns the real one.
 CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
 GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
 
 ANSWERED = "kvroute_answered"  # in a request's extra_args: its last prompt tokens that are answer
-STOPPED_CHECKS = 3  # in a row that find the engine's process stopped: then nobody will wake it
 CONTEXT_TOKENS = 4  # before a token, from which vLLM completes a character for its logprobs
 
 
@@ -59,7 +60,8 @@ class VllmEngine:
         self._subscriber = subscriber
         self._stats = stats
         self._processes = psutil.Process().children(recursive=True)  # the engine's
-        self._stopped_checks = 0
+        self._unfinished = 0  # requests
+        self._vitals = Vitals()
 
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
@@ -77,6 +79,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
+        self._unfinished += 1
         try:
             async for output in self._llm.generate(
                 prompt, sampling_params(request), request.request_id
@@ -87,6 +90,8 @@ class VllmEngine:
             raise EngineDeadError(str(error)) from error
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
+        finally:
+            self._unfinished -= 1
 
     async def events(self) -> AsyncIterator[list[KVEvent]]:
         decoder = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
@@ -110,15 +115,18 @@ class VllmEngine:
             await self._llm.check_health()
         except VllmDeadError as error:
             raise EngineDeadError(str(error)) from error
-        self._stopped_checks = self._stopped_checks + 1 if self._is_stopped() else 0
-        if self._stopped_checks >= STOPPED_CHECKS:
-            raise EngineDeadError("the engine's process is stopped")
+        reason = self._vitals.look(
+            is_stopped=self._is_stopped(),
+            has_work=self._unfinished > 0,
+            steps=self._stats.steps,
+        )
+        if reason is not None:
+            raise EngineDeadError(reason)
 
     def _is_stopped(self) -> bool:
-        return any(
-            process.is_running() and process.status() == psutil.STATUS_STOPPED
-            for process in self._processes
-        )
+        with contextlib.suppress(psutil.NoSuchProcess):  # then vLLM will tell that it is dead
+            return any(each.status() == psutil.STATUS_STOPPED for each in self._processes)
+        return False
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._llm.reset_prefix_cache())
@@ -226,8 +234,10 @@ class _Stats(StatLoggerBase):
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0  # share of the KV blocks that requests hold
+        self.steps = 0
 
     def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
         if scheduler_stats is None:
             return
         self.running = scheduler_stats.num_running_reqs

@@ -93,7 +93,7 @@ class Generation:
     async def _go_on(self, error: BaseException) -> Chunk:
         """The first chunk of the replica that goes on where another one was lost."""
         replica_id = self._lost[-1]
-        log.warning("replica %s was lost after %d tokens", replica_id, len(self._said))
+        log.info("replica %s was lost after %d tokens", replica_id, len(self._said))
         if not self._request.sampling.can_continue:
             raise _lost(
                 replica_id,
@@ -151,7 +151,7 @@ class Dispatcher:
         try:
             first: Chunk | None = await self.watch.next(stream, route)
         except LOST as error:
-            log.warning("replica %s was lost before its first token: %s", route.chosen, error)
+            log.info("replica %s was lost before its first token: %s", route.chosen, error)
             trip.end()
             stream.cancel()
             lost.append(route.chosen or best)

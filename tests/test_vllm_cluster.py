@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import psutil
@@ -89,36 +90,6 @@ def logprobs_of(logprobs: object) -> list[object]:
     return list(getattr(logprobs, "content", None) or [])
 
 
-@pytest.mark.parametrize(
-    ("process", "blow"),
-    [
-        ("EngineCore", signal.SIGKILL),
-        ("EngineCore", signal.SIGSTOP),
-        ("ServeReplica:kvroute:Replica", signal.SIGKILL),
-        ("ServeReplica:kvroute:Replica", signal.SIGSTOP),
-    ],
-)
-async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
-    cluster: Cluster, process: str, blow: signal.Signals
-) -> None:
-    def is_whole() -> bool:
-        return len(httpx.get(cluster.url + "/v1/cluster").json()["replicas"]) == 2
-
-    url = f"{cluster.url}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-        undisturbed = await asyncio.gather(*(recite(client, letters) for letters in SERIES))
-        pieces: list[str] = []
-        reciting = asyncio.gather(*(recite(client, letters, pieces) for letters in SERIES))
-        await until(lambda: len(pieces) >= 5 * len(SERIES), within_s=60)
-        victims = [each for each in cluster.processes() if each.name().startswith(process[:15])]
-        assert len(victims) == 2
-        victims[0].send_signal(blow)
-        assert await reciting == undisturbed
-    psutil.wait_procs(victims[:1], timeout=30)
-    assert not victims[0].is_running()
-    await until(is_whole, within_s=120)
-
-
 SERIES = (
     "a b c d e f g ",
     "one two three four ",
@@ -127,9 +98,34 @@ SERIES = (
 )
 
 
-async def recite(
-    client: AsyncOpenAI, series: str, pieces: list[str] | None = None
-) -> tuple[str, int]:
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("is_engine", [True, False], ids=["engine", "replica"])
+async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
+    cluster: Cluster, is_engine: bool, blow: signal.Signals
+) -> None:
+    url = f"{cluster.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        undisturbed = await asyncio.gather(*(recite(client, series, []) for series in SERIES))
+        pieces: list[str] = []  # the replica that made each
+        reciting = asyncio.gather(*(recite(client, series, pieces) for series in SERIES))
+        await until(lambda: len(pieces) >= 5 * len(SERIES), within_s=60)
+        victim = psutil.Process(replicas(cluster)[pieces[0]]["pid"])
+        if is_engine:
+            (victim,) = [each for each in victim.children() if "EngineCore" in each.name()]
+        victim.send_signal(blow)
+        assert await reciting == undisturbed
+    await until(lambda: set(replicas(cluster)) - set(pieces), within_s=120)
+    await until(lambda: len(replicas(cluster)) == 2)
+    assert not psutil.pid_exists(victim.pid)
+
+
+def replicas(cluster: Cluster) -> dict[str, Any]:
+    """By id."""
+    listed = httpx.get(cluster.url + "/v1/cluster", timeout=10).json()["replicas"]
+    return {replica["id"]: replica for replica in listed}
+
+
+async def recite(client: AsyncOpenAI, series: str, pieces: list[str]) -> tuple[str, int]:
     """A text whose next word is never in doubt, and how many tokens it took."""
     stream = await client.completions.create(
         model=BUILTIN_MODEL,
@@ -140,20 +136,18 @@ async def recite(
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True},
     )
-    heard = [] if pieces is None else pieces
     text = ""
     async for event in stream:
         for choice in event.choices:
             text += choice.text
-            heard.append(choice.text)
+            pieces.append(stream.response.headers["x-kvroute-replica"])
     assert event.usage is not None
     return text, event.usage.completion_tokens
 
 
 async def test_a_client_that_disconnects_stops_its_engine(vllm: OpenAI, cluster: Cluster) -> None:
     def running() -> int:
-        found = httpx.get(cluster.url + "/v1/cluster").json()["replicas"]
-        return sum(int(replica["running"]) for replica in found)
+        return sum(int(replica["running"]) for replica in replicas(cluster).values())
 
     stream = vllm.completions.create(
         model=BUILTIN_MODEL, prompt="Once", max_tokens=3000, stream=True
