@@ -8,6 +8,7 @@ waiting is done here, and each request gets the replica that was chosen for it.
 
 import asyncio
 from collections.abc import Collection
+from weakref import WeakValueDictionary
 
 import ray
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -23,11 +24,13 @@ class CacheAwareRequestRouter(RequestRouter):
 
     def initialize_state(self) -> None:
         self.running: dict[str, RunningReplica] = {}
+        self.known: WeakValueDictionary[str, RunningReplica] = WeakValueDictionary()
         routes.report(self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self.running = {replica.replica_id.unique_id: replica for replica in replicas}
+        self.known.update(self.running)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)  # once for each request that was there
@@ -38,11 +41,11 @@ class CacheAwareRequestRouter(RequestRouter):
 
     async def ask(self, replica_id: str) -> None:
         """A thread of its own answers in the replica's process, whatever its event loop does."""
-        if replica := self.running.get(replica_id):
+        if replica := self.known.get(replica_id):
             await replica.get_queue_len(deadline_s=0)  # of no effect
 
     async def kill(self, replica_id: str) -> None:
-        if replica := self.running.get(replica_id):
+        if replica := self.known.get(replica_id):
             await asyncio.to_thread(ray.kill, replica._actor_handle)  # waits for the process's end
 
     async def choose_replicas(
@@ -63,6 +66,7 @@ class CacheAwareRequestRouter(RequestRouter):
         while True:
             route.chosen = route.next(self.running)
             if route.chosen is not None:
+                route.handle = self.running[route.chosen]
                 return self.running[route.chosen]
             await self._pause(route)
 

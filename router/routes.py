@@ -19,6 +19,7 @@ class Route:
     lost: Collection[str] = ()  # died under this request, whether or not Serve knows it yet
     refused: set[str] = field(default_factory=set)  # full, or dead, when they were asked
     chosen: str | None = None
+    handle: object = None  # Serve's, of the chosen one: it can be asked while this is kept
     pauses: int = 0
 
     def next(self, running: Collection[str]) -> str | None:
@@ -41,7 +42,8 @@ class Replicas(Protocol):
         ...
 
     async def ask(self, replica_id: str) -> None:
-        """Returns when the replica's process has answered. RayError when it cannot be reached."""
+        """Returns when the process of a replica that runs, or is on somebody's Route, has answered.
+        RayError when it cannot be reached."""
         ...
 
     async def kill(self, replica_id: str) -> None:

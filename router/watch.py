@@ -70,10 +70,12 @@ class Watch:
     def look(self, tasks: asyncio.TaskGroup) -> None:
         """Asks those that have been quiet, and ends those that have been so for too long."""
         replicas = self._replicas()
-        running = set(replicas.ids())
-        for replica_id in self._quiet.keys() - running:
+        # Those that Serve has given up, or lets finish, may still owe somebody an answer.
+        awaited = {route.chosen for route in self._waits.values() if route.chosen is not None}
+        watched = awaited.union(replicas.ids())
+        for replica_id in self._quiet.keys() - watched:
             del self._quiet[replica_id]
-        for replica_id in running:
+        for replica_id in watched:
             # Where nothing is under way the lease is sign enough.
             is_idle = self._fleet.is_idle(replica_id)
             quiet = self._quiet[replica_id] = 0 if is_idle else self._quiet.get(replica_id, 0) + 1

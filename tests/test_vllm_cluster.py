@@ -116,7 +116,7 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
         assert await reciting == undisturbed
     await until(lambda: set(replicas(cluster)) - set(pieces), within_s=120)
     await until(lambda: len(replicas(cluster)) == 2)
-    assert not psutil.pid_exists(victim.pid)
+    assert not psutil.pid_exists(victim.pid) or victim.status() == psutil.STATUS_ZOMBIE
 
 
 def replicas(cluster: Cluster) -> dict[str, Any]:

@@ -19,11 +19,12 @@ class Replica:
 
     def __init__(self) -> None:
         self.hangs = False
+        self.is_listed = True
         self.questions = 0
         self.kills = 0
 
     def ids(self) -> list[str]:
-        return ["a"]
+        return ["a"] if self.is_listed else []
 
     async def ask(self, replica_id: str) -> None:
         self.questions += 1
@@ -105,6 +106,19 @@ async def test_whoever_waits_for_a_replica_that_is_given_up_waits_no_longer(
         await here
     assert not elsewhere.done()
     elsewhere.cancel()
+
+
+async def test_a_replica_that_serve_no_longer_lists_is_watched_while_it_is_awaited(
+    watch: Watch, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    replica.is_listed = False
+    waiting = asyncio.create_task(watch.next(silence(), Route(["a"], chosen="a")))
+    await look(watch, tasks, 2 * LOOKS)
+    assert not waiting.done()
+    replica.hangs = True
+    await look(watch, tasks, 2 * LOOKS)
+    with pytest.raises(HungError):
+        await waiting
 
 
 async def test_a_replica_that_speaks_needs_no_question(
