@@ -91,7 +91,7 @@ class Watch:
         log.warning("replica %s does not answer; it is ended", replica_id)
         now_s = asyncio.get_running_loop().time()
         for wait, route in self._waits.items():
-            if route.chosen == replica_id:
+            if route.chosen == replica_id and not wait.expired():
                 wait.reschedule(now_s)
 
     async def _ask(self, replica_id: str) -> None:

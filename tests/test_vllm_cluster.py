@@ -129,7 +129,7 @@ async def recite(client: AsyncOpenAI, series: str, pieces: list[str]) -> tuple[s
     """A text whose next word is never in doubt, and how many tokens it took."""
     stream = await client.completions.create(
         model=BUILTIN_MODEL,
-        prompt=series * 20,
+        prompt=series * 30,
         max_tokens=80,
         temperature=0,
         stream=True,
