@@ -90,12 +90,7 @@ def logprobs_of(logprobs: object) -> list[object]:
     return list(getattr(logprobs, "content", None) or [])
 
 
-SERIES = (
-    "a b c d e f g ",
-    "one two three four ",
-    "red green blue black white ",
-    "1 2 3 4 5 6 7 8 ",
-)
+SERIES = (" a b c d e f g", " 1 2 3 4 5 6 7 8", " A B C D E F", " 9 8 7 6 5 4 3 2 1")
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -114,8 +109,7 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
             (victim,) = [each for each in victim.children() if "EngineCore" in each.name()]
         victim.send_signal(blow)
         assert await reciting == undisturbed
-    await until(lambda: set(replicas(cluster)) - set(pieces), within_s=120)
-    await until(lambda: len(replicas(cluster)) == 2)
+    await until(lambda: len(set(replicas(cluster)) - {pieces[0]}) == 2, within_s=180)
     assert not psutil.pid_exists(victim.pid) or victim.status() == psutil.STATUS_ZOMBIE
 
 
