@@ -73,7 +73,7 @@ class ReplicaLoad:
             return
         keep = 1.0 - min(0.5, sent.prefill_s / MEMORY_S)
         self.predicted_s = keep * self.predicted_s + sent.prefill_s
-        self.observed_s = keep * self.observed_s + (now_s - self._started_s(sent))
+        self.observed_s = keep * self.observed_s + (now_s - self._busy_since_s())
         self.last_first_token_s = now_s
         self._leave_waiting(request_id)
         self.decoding[request_id] = sent.prompt_tokens
@@ -110,12 +110,16 @@ class ReplicaLoad:
         if not self.waiting:
             return 0.0
         head = next(iter(self.waiting.values()))
-        had_s = min(slowness * head.prefill_s, now_s - self._started_s(head))
+        had_s = min(slowness * head.prefill_s, now_s - self._busy_since_s())
         return max(0.0, slowness * self.waiting_s - had_s)
 
-    def _started_s(self, sent: Sent) -> float:
-        """When its prefill can have begun: not before the one ahead of it was done."""
-        return max(sent.sent_s, self.last_first_token_s)
+    def _busy_since_s(self) -> float:
+        """When the oldest waiting request's prefill can have begun: not before the last one's end.
+
+        Whichever first token comes first: those of one step arrive in any order, the other
+        routers' later than one's own.
+        """
+        return max(next(iter(self.waiting.values())).sent_s, self.last_first_token_s)
 
     def _leave_waiting(self, request_id: str) -> None:
         sent = self.waiting.pop(request_id, None)

@@ -65,6 +65,18 @@ def test_a_request_behind_another_is_timed_from_when_its_own_turn_came() -> None
     assert load.observed_s < PRIOR_S + 2.0
 
 
+def test_first_tokens_of_one_step_teach_the_same_in_any_order() -> None:
+    def learned(*order: str) -> float:
+        load = ReplicaLoad(MODEL)
+        load.send("older", sent(0.0))
+        load.send("younger", sent(1.5))
+        for name in order:
+            load.first_token(name, 2.0)
+        return load.slowness
+
+    assert learned("older", "younger") == pytest.approx(learned("younger", "older"), rel=0.02)
+
+
 def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
