@@ -220,9 +220,11 @@ def test_a_killed_replica_is_left_out_and_replaced() -> None:
         start_cluster("--engine", "simulated", "--simulated-decode-ms", "1") as cluster,
         OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        first = ask(client, user(people_table()))
+        until(lambda: len(httpx.get(cluster.url + "/v1/cluster").json()["replicas"]) == 2)
         replicas = httpx.get(cluster.url + "/v1/cluster").json()["replicas"]
-        os.kill(next(r["pid"] for r in replicas if r["id"] == first.replica), signal.SIGKILL)
+        pids = {replica["id"]: replica["pid"] for replica in replicas}
+        first = ask(client, user(people_table()))
+        os.kill(pids[first.replica], signal.SIGKILL)
         for number in range(20):
             assert ask(client, user(f"{people_table()} {number}")).replica != first.replica
         until(lambda: len(httpx.get(cluster.url + "/v1/cluster").json()["replicas"]) == 2)
