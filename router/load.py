@@ -52,15 +52,20 @@ class ReplicaLoad:
     predicted_s: float = PRIOR_S  # decayed sums over first tokens seen
     observed_s: float = PRIOR_S
     last_first_token_s: float = -math.inf
-    # Sums over the above, kept as requests come and go: every decision reads those of all replicas.
+    # What follows from the above, kept as requests come and go: every decision reads all replicas'.
+    slowness: float = 1.0  # seconds observed for each second predicted
     waiting_s: float = 0.0
+    head_s: float = 0.0  # of the oldest waiting request's prefill
+    busy_since_s: float = -math.inf  # when that can have begun; not before the last one's end
     pending_tokens: int = 0
     decoding_tokens: int = 0
+    decode_step_s: float = 0.0  # what the requests decoding there add to each step
     recent_tokens: float = 0.0  # as of recent_at_s
     recent_at_s: float = 0.0
 
     def send(self, request_id: str, sent: Sent) -> None:
         self.waiting[request_id] = sent
+        self._find_head()
         self.waiting_s += sent.prefill_s
         self.pending_tokens += sent.new_tokens
         self.recent_tokens = self.recent(sent.sent_s) + sent.new_tokens
@@ -73,16 +78,18 @@ class ReplicaLoad:
             return
         keep = 1.0 - min(0.5, sent.prefill_s / MEMORY_S)
         self.predicted_s = keep * self.predicted_s + sent.prefill_s
-        self.observed_s = keep * self.observed_s + (now_s - self._busy_since_s())
+        # Since the oldest one's turn, whichever first token comes first: those of one step arrive
+        # in any order, the other routers' later than one's own.
+        self.observed_s = keep * self.observed_s + (now_s - self.busy_since_s)
+        self.slowness = self.observed_s / self.predicted_s
         self.last_first_token_s = now_s
         self._leave_waiting(request_id)
-        self.decoding[request_id] = sent.prompt_tokens
-        self.decoding_tokens += sent.prompt_tokens
+        self._count_decoding(request_id, sent.prompt_tokens)
 
     def finish(self, request_id: str) -> None:
         """Answered, failed or cancelled: the replica no longer works on it."""
         self._leave_waiting(request_id)
-        self.decoding_tokens -= self.decoding.pop(request_id, 0)
+        self._count_decoding(request_id, 0)
 
     @property
     def is_busy(self) -> bool:
@@ -92,42 +99,40 @@ class ReplicaLoad:
     def unanswered(self) -> int:
         return len(self.waiting) + len(self.decoding)
 
-    @property
-    def slowness(self) -> float:
-        """Seconds observed for each second predicted."""
-        return self.observed_s / self.predicted_s
-
-    @property
-    def decode_step_s(self) -> float:
-        return DECODE_REQUEST_S * len(self.decoding) + DECODE_TOKEN_S * self.decoding_tokens
-
     def recent(self, now_s: float) -> float:
         """Uncached prompt tokens sent there lately."""
         return self.recent_tokens * math.exp((self.recent_at_s - now_s) / RECENT_S)
 
     def backlog_s(self, slowness: float, now_s: float) -> float:
         """Seconds of prefill queued or running, less what the head has already had."""
-        if not self.waiting:
-            return 0.0
-        head = next(iter(self.waiting.values()))
-        had_s = min(slowness * head.prefill_s, now_s - self._busy_since_s())
+        had_s = min(slowness * self.head_s, now_s - self.busy_since_s)
         return max(0.0, slowness * self.waiting_s - had_s)
 
-    def _busy_since_s(self) -> float:
-        """When the oldest waiting request's prefill can have begun: not before the last one's end.
-
-        Whichever first token comes first: those of one step arrive in any order, the other
-        routers' later than one's own.
-        """
-        return max(next(iter(self.waiting.values())).sent_s, self.last_first_token_s)
+    def _find_head(self) -> None:
+        head = next(iter(self.waiting.values()))
+        self.head_s = head.prefill_s
+        self.busy_since_s = max(head.sent_s, self.last_first_token_s)
 
     def _leave_waiting(self, request_id: str) -> None:
         sent = self.waiting.pop(request_id, None)
         if sent is None:
             return
         self.pending_tokens -= sent.new_tokens
-        # An empty sum is exact: rounding does not pile up over days.
-        self.waiting_s = self.waiting_s - sent.prefill_s if self.waiting else 0.0
+        if self.waiting:
+            self._find_head()
+            self.waiting_s -= sent.prefill_s
+        else:  # an empty sum is exact: rounding does not pile up over days
+            self.head_s = self.waiting_s = 0.0
+            self.busy_since_s = -math.inf
+
+    def _count_decoding(self, request_id: str, tokens: int) -> None:
+        """From now on so many tokens of context; 0: it no longer decodes."""
+        self.decoding_tokens += tokens - self.decoding.pop(request_id, 0)
+        if tokens:
+            self.decoding[request_id] = tokens
+        self.decode_step_s = (
+            DECODE_REQUEST_S * len(self.decoding) + DECODE_TOKEN_S * self.decoding_tokens
+        )
 
 
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
@@ -138,6 +143,6 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
     if not loads:
         return []
     own = [load.slowness for load in loads]
-    fleet = sum(load.observed_s for load in loads) / sum(load.predicted_s for load in loads)
+    fleet = sum([load.observed_s for load in loads]) / sum([load.predicted_s for load in loads])
     median = sorted(own)[len(own) // 2]
     return [(c + fleet) / 2 if abs(c - median) <= 0.25 * median else c for c in own]

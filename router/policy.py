@@ -83,17 +83,17 @@ def prices(candidates: Sequence[Candidate], forks: float) -> Prices:
 
 
 def cost_s(candidate: Candidate, prices: Prices) -> float:
+    """The terms of the formula above, in its order."""
     backlog_s, own_s, copy_s = candidate.backlog_s, candidate.own_s, candidate.copy_s
-    prefill_s = own_s + prices.copy * copy_s
-    crowd_s = 0.0
+    total_s = backlog_s + prices.alpha * (own_s + prices.copy * copy_s)
     if backlog_s < prices.crowded_s:
         after_s = min(backlog_s + own_s + copy_s, prices.crowded_s)
-        crowd_s = NEWCOMERS_PER_S * (after_s**2 - backlog_s**2) / 2.0
-    balance_s = BALANCE * own_s * min(2.0, candidate.recent_share - 1.0)
-    turn_s = prices.branch * own_s * min(2.0, candidate.branch_share - 1.0)
+        total_s += NEWCOMERS_PER_S * (after_s**2 - backlog_s**2) / 2.0
+    total_s += BALANCE * own_s * min(2.0, candidate.recent_share - 1.0)
+    if prices.branch:
+        total_s += prices.branch * own_s * min(2.0, candidate.branch_share - 1.0)
     chunks = (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
-    decode_s = candidate.decode_step_s * (DECODE_STEPS + chunks)
-    return backlog_s + prices.alpha * prefill_s + crowd_s + balance_s + turn_s + decode_s
+    return total_s + candidate.decode_step_s * (DECODE_STEPS + chunks)
 
 
 def rank(candidates: Sequence[Candidate], *, forks: float, rng: random.Random) -> list[Candidate]:

@@ -87,7 +87,8 @@ def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
 
 def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None:
     loads = [
-        ReplicaLoad(MODEL, predicted_s=5.0, observed_s=seconds) for seconds in (5.0, 5.5, 5.2, 50.0)
+        ReplicaLoad(MODEL, predicted_s=5.0, observed_s=seconds, slowness=seconds / 5.0)
+        for seconds in (5.0, 5.5, 5.2, 50.0)
     ]
     one, two, three, slow = learned_slowness(loads)
     assert 1.0 < one < 2.5

@@ -253,8 +253,8 @@ class RayPrefix(Counting):
 class SGLang(Counting):
     """SGLang's cache_aware: least load if out of balance, else the longest match above 30%.
 
-    Read in sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs; thresholds are those
-    that its documentation gives as defaults. It remembers what it sent where, without eviction: its
+    Read in sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs; thresholds are
+    RouterArgs' defaults there. It remembers what it sent where, without eviction: its
     tree has room for more than this.
     """
 
@@ -300,7 +300,7 @@ class Dynamo(Indexed):
     """NVIDIA Dynamo's default: blocks to prefill there, this prompt's included, plus blocks in use.
 
     Read in ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector/default.rs, with an overlap
-    credit of 1 without decay, scale 1 and temperature 0, taken for its defaults.
+    credit of 1 without decay and temperature 0, KvRouterConfig's defaults there.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
