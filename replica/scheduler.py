@@ -1,7 +1,7 @@
 """vLLM's schedulers with two gaps closed: clears are told at once, and nobody outlives the replica.
 
 vLLM loads these classes by name inside the engine's own process. They lean on private API of the
-pinned version; tests/test_vllm_engine.py holds what they rely on.
+pinned version; tests/test_engine.py holds what they rely on.
 """
 
 import multiprocessing
