@@ -1,4 +1,9 @@
-"""What the engine holds reaches the index, and the index knows that the replica lives."""
+"""What the engine holds reaches the index, and the index knows that the replica lives.
+
+Whatever Redis lost or mixed up is noticed at the next write, after a third of the lease at most;
+RETRY_S later the replica is announced anew with all that it holds. While somebody else has its id,
+it waits until that one has left or its lease is over.
+"""
 
 import asyncio
 import contextlib
@@ -12,12 +17,12 @@ from redis.exceptions import RedisError
 
 from replica.events import BlockTable, Changes, KVEvent
 from replica.kvindex.fingerprint import Fingerprint
-from replica.kvindex.index import BATCH_BLOCKS, FencedError, Index
+from replica.kvindex.index import BATCH_BLOCKS, FencedError, Index, Standing
 
 log = logging.getLogger("kvroute.publisher")
 
 BATCH_S = 0.005  # changes gather this long before they are written
-RETRY_S = 0.5  # between attempts while Redis is away
+RETRY_S = 0.5  # before the replica is announced again
 
 
 class Publisher:
@@ -33,7 +38,6 @@ class Publisher:
         load: Callable[[], Mapping[str, int]],
         lease_s: float,
     ) -> None:
-        self.incarnation = uuid.uuid4().hex[:12]
         self._index = index
         self._table = table
         self._replica_id = replica_id
@@ -42,15 +46,22 @@ class Publisher:
         self._lease_s = lease_s
         self._changes = Changes()
         self._changed = asyncio.Event()
+        self._standing = Standing(replica_id, "")  # of the last registration, or attempt at one
+        self._was_registered = False  # at any time
         self._is_registered = False
         self._renewal_s = 0.0  # on the event loop's clock
 
     def publish(self, events: list[KVEvent]) -> None:
-        """Takes events in, in the engine's order; returns at once."""
+        """Takes events in, in the engine's order; returns at once.
+
+        What waits to be written is never more than twice the engine's blocks, or one batch.
+        """
         self._table.apply(events, self._changes)
         if not self._is_registered:
             self._changes = Changes()  # registering announces the whole table: nothing piles up
-        elif self._changes:
+        elif len(self._changes.removed) > max(len(self._table), BATCH_BLOCKS):
+            self._changes = Changes(cleared=True, added=set(self._table.held()))
+        if self._changes:
             self._changed.set()
 
     async def run(self) -> None:
@@ -59,27 +70,33 @@ class Publisher:
             try:
                 await self._register()
                 await self._follow()
-            except FencedError:
-                log.warning("replica %s lost its lease; announcing it again", self._replica_id)
+            except FencedError as fenced:
+                log.warning("replica %s will be announced again: %s", self._replica_id, fenced)
             except (RedisError, OSError) as away:
                 log.warning("Redis is away (%s); next try in %s s", away, RETRY_S)
-                await asyncio.sleep(RETRY_S)
             finally:
                 self._is_registered = False
+            await asyncio.sleep(RETRY_S)
 
     async def leave(self) -> None:
         """Takes the replica out of the index; its lease does so a little later if Redis is away."""
         with contextlib.suppress(RedisError, OSError):
-            await self._index.leave(self._replica_id, self.incarnation)
+            await self._index.leave(self._replica_id, self._standing.incarnation)
 
     async def _register(self) -> None:
+        """The first time it replaces whoever had the id; later, that one is newer and stays."""
+        if self._was_registered:
+            await self._index.leave(self._replica_id, self._standing.incarnation)
+        self._standing = Standing(self._replica_id, uuid.uuid4().hex[:12])
         await self._index.register(
             self._replica_id,
-            self.incarnation,
+            self._standing.incarnation,
+            replaces=not self._was_registered,
             facts=self._facts,
             load=self._load(),
             lease_s=self._lease_s,
         )
+        self._was_registered = True
         self._plan_renewal()
         self._changes = Changes(added=set(self._table.held()))
         self._is_registered = True
@@ -99,9 +116,7 @@ class Publisher:
     async def _renew_if_due(self) -> None:
         if asyncio.get_running_loop().time() < self._renewal_s:
             return
-        await self._index.renew(
-            self._replica_id, self.incarnation, load=self._load(), lease_s=self._lease_s
-        )
+        await self._index.renew(self._standing, load=self._load(), lease_s=self._lease_s)
         self._plan_renewal()
 
     def _plan_renewal(self) -> None:
@@ -117,9 +132,7 @@ class Publisher:
             await self._change(added=added)
 
     async def _change(self, **change: Any) -> None:
-        await self._index.change(
-            self._replica_id, self.incarnation, lease_s=self._lease_s, **change
-        )
+        self._standing = await self._index.change(self._standing, lease_s=self._lease_s, **change)
         await self._renew_if_due()  # a long row of writes outlasts a lease
 
 

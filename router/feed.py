@@ -1,14 +1,20 @@
-"""The mirror follows the index: a task of its own, never on a request's way."""
+"""The mirror follows the index: a task of its own, never on a request's way.
+
+Changes come within milliseconds. Those that the stream lost, or that came faster than we read, are
+noticed at the replica's next change, or within two polls, and the replica is loaded again. One that
+left, or whose lease ended, is forgotten at the next poll.
+"""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
 from replica.kvindex.fingerprint import Fingerprint
-from replica.kvindex.index import Change, FencedError, Index, Position, ReplicaRecord
+from replica.kvindex.index import END, START, Change, FencedError, Index, Position, ReplicaRecord
 from router.fleet import Fleet
 
 log = logging.getLogger("kvroute.feed")
@@ -20,6 +26,18 @@ STEP_BLOCKS = 1000  # in one piece of it: half a millisecond, a few when the mir
 RETRY_S = 0.5  # between attempts while Redis is away
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the mirror has of a replica."""
+
+    incarnation: str
+    seq: int  # of the last change in it
+    position: Position  # in the stream: whatever stands there or before is in it, or is outdated
+
+
+NOTHING = Seen("", 0, START)
+
+
 class Feed:
     """Keeps one fleet's mirror equal to the index; while Redis is away it stays as it is."""
 
@@ -27,16 +45,16 @@ class Feed:
         self._index = index
         self._fleet = fleet
         self._mirror = fleet.mirror
-        self._position = Position("0-0")
-        self._seen: dict[str, tuple[str, int]] = {}  # replica id -> incarnation, changes applied
+        self._position = END  # a poll takes it back to where the stream ends
+        self._seen: dict[str, Seen] = {}  # by replica id, as in the mirror
         self._polled: dict[str, int] = {}  # replica id -> seq in its record at the last poll
+        self._poll_due_s = 0.0  # on the monotonic clock
         self._step_began_s = 0.0
 
     async def run(self) -> None:
         """Follows the index until cancelled."""
         while True:
             try:
-                self._position = await self._index.position()
                 await self._poll()
                 await self._follow()
             except (RedisError, OSError) as error:
@@ -44,31 +62,29 @@ class Feed:
                 await asyncio.sleep(RETRY_S)
 
     async def _follow(self) -> None:
-        due = time.monotonic() + POLL_S
         while True:
             for position, change in await self._index.follow(self._position, block_ms=WAIT_MS):
-                await self._apply(change)
+                await self._apply(position, change)
                 self._position = position
                 await self._give_way()
-            if time.monotonic() >= due:
-                await self._poll()
-                due = time.monotonic() + POLL_S
+                await self._poll_if_due()
+            await self._poll_if_due()
             while self._mirror.sweep():
                 await self._give_way()
 
-    async def _apply(self, change: Change) -> None:
-        replica_id, last = change.replica_id, (change.incarnation, change.seq)
-        incarnation, seq = self._seen.get(replica_id, ("", 0))
+    async def _apply(self, position: Position, change: Change) -> None:
+        replica_id, seen = change.replica_id, self._seen.get(change.replica_id, NOTHING)
+        if position <= seen.position:
+            return
         if change.joined:
             self._mirror.join(replica_id)
-        elif incarnation == change.incarnation and change.seq <= seq:
-            return  # part of the snapshot that was loaded
-        elif (incarnation, seq + 1) != last:
-            await self._reload(replica_id)
-            return
-        else:
+        elif (change.incarnation, change.seq) == (seen.incarnation, seen.seq + 1):
             await self._take(change)
-        self._seen[replica_id] = last
+        else:
+            if replica_id in self._seen:  # if not, it is gone already, or the next poll finds it
+                await self._reload(replica_id)
+            return
+        self._seen[replica_id] = Seen(change.incarnation, change.seq, position)
 
     async def _take(self, change: Change) -> None:
         if change.cleared:
@@ -76,8 +92,13 @@ class Feed:
         await self._in_steps(self._mirror.remove, change.replica_id, change.removed)
         await self._in_steps(self._mirror.add, change.replica_id, change.added)
 
+    async def _poll_if_due(self) -> None:
+        if time.monotonic() >= self._poll_due_s:
+            await self._poll()
+
     async def _poll(self) -> None:
         """Reads who lives and how busy they are; whoever is not what we think is loaded again."""
+        await self._rewind()
         records = {record.id: record for record in await self._index.records()}
         self._fleet.update(records.values())
         for replica_id in self._mirror.replica_ids - records.keys():
@@ -86,13 +107,21 @@ class Feed:
             if self._is_behind(record):
                 await self._reload(record.id)
         self._polled = {replica_id: record.seq for replica_id, record in records.items()}
+        self._poll_due_s = time.monotonic() + POLL_S
+
+    async def _rewind(self) -> None:
+        """Never ahead of the stream, which a Redis restored from a snapshot can leave us."""
+        end = await self._index.position()
+        if end < self._position:
+            self._position = end
+            self._seen.clear()
 
     def _is_behind(self, record: ReplicaRecord) -> bool:
         """True when changes were missed: the stream had a whole poll's time to bring them."""
-        incarnation, seq = self._seen.get(record.id, ("", 0))
-        if incarnation != record.incarnation or record.seq < seq:
+        seen = self._seen.get(record.id, NOTHING)
+        if seen.incarnation != record.incarnation or record.seq < seen.seq:
             return True
-        return seq < self._polled.get(record.id, 0)
+        return seen.seq < self._polled.get(record.id, 0)
 
     async def _reload(self, replica_id: str) -> None:
         record = await self._index.record(replica_id)
@@ -100,13 +129,13 @@ class Feed:
             self._forget(replica_id)
             return
         try:
-            seq, blocks = await self._index.blocks(record)
+            snapshot = await self._index.blocks(record)
         except FencedError:
             self._forget(replica_id)  # replaced this moment: its joining is in the stream
             return
         self._mirror.join(replica_id)
-        await self._in_steps(self._mirror.add, replica_id, blocks)
-        self._seen[replica_id] = (record.incarnation, seq)
+        await self._in_steps(self._mirror.add, replica_id, snapshot.blocks)
+        self._seen[replica_id] = Seen(record.incarnation, snapshot.seq, snapshot.position)
 
     def _forget(self, replica_id: str) -> None:
         self._mirror.drop(replica_id)

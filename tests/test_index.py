@@ -11,17 +11,19 @@ from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, BlockTab
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import (
     BATCH_BLOCKS,
+    START,
     Change,
     FencedError,
     Index,
-    Position,
+    Snapshot,
+    Standing,
     connect,
     pack,
     unpack,
 )
 from replica.publisher import Publisher
 from router.embedded_redis import embedded_redis
-from router.feed import STEP_BLOCKS, Feed
+from router.feed import STEP_BLOCKS, Feed, Seen
 from router.fleet import Fleet
 from tests.waiting import until
 
@@ -52,17 +54,17 @@ async def index(redis_url: str) -> AsyncIterator[Index]:
     await client.aclose()
 
 
-async def join(index: Index, replica_id: str, incarnation: str = "1") -> None:
-    await index.register(replica_id, incarnation, facts=FACTS, load=LOAD, lease_s=LEASE_S)
+async def join(index: Index, replica_id: str, incarnation: str = "1") -> Standing:
+    return await index.register(replica_id, incarnation, facts=FACTS, load=LOAD, lease_s=LEASE_S)
 
 
 async def changes(index: Index) -> list[Change]:
-    return [change for _, change in await index.follow(Position("0-0"), block_ms=1)]
+    return [change for _, change in await index.follow(START, block_ms=1)]
 
 
 async def test_a_record_says_who_lives_and_how_busy_it_is(index: Index) -> None:
-    await join(index, "a")
-    await index.renew("a", "1", load={**LOAD, "running": 7}, lease_s=LEASE_S)
+    standing = await join(index, "a")
+    await index.renew(standing, load={**LOAD, "running": 7}, lease_s=LEASE_S)
     (record,) = await index.records()
     assert (record.id, record.incarnation, record.seq) == ("a", "1", 0)
     assert record.facts == FACTS
@@ -70,12 +72,14 @@ async def test_a_record_says_who_lives_and_how_busy_it_is(index: Index) -> None:
 
 
 async def test_set_and_stream_change_together(index: Index) -> None:
-    await join(index, "a")
-    await index.change("a", "1", added=BLOCKS, lease_s=LEASE_S)
-    await index.change("a", "1", removed=BLOCKS[5:], lease_s=LEASE_S)
+    standing = await join(index, "a")
+    standing = await index.change(standing, added=BLOCKS, lease_s=LEASE_S)
+    standing = await index.change(standing, removed=BLOCKS[5:], lease_s=LEASE_S)
+    assert standing == Standing("a", "1", seq=2, blocks=5)
     (record,) = await index.records()
-    seq, held = await index.blocks(record)
-    assert (seq, set(held)) == (2, set(BLOCKS[:5]))
+    snapshot = await index.blocks(record)
+    assert (snapshot.seq, set(snapshot.blocks)) == (2, set(BLOCKS[:5]))
+    assert snapshot.position == await index.position()
     assert await changes(index) == [
         Change("a", "1", 0, joined=True),
         Change("a", "1", 1, added=tuple(BLOCKS)),
@@ -84,41 +88,75 @@ async def test_set_and_stream_change_together(index: Index) -> None:
 
 
 async def test_a_clear_forgets_what_came_before_and_keeps_what_comes_with_it(index: Index) -> None:
-    await join(index, "a")
-    await index.change("a", "1", added=BLOCKS[:5], lease_s=LEASE_S)
-    await index.change("a", "1", cleared=True, added=BLOCKS[7:], lease_s=LEASE_S)
+    standing = await join(index, "a")
+    standing = await index.change(standing, added=BLOCKS[:5], lease_s=LEASE_S)
+    await index.change(standing, cleared=True, added=BLOCKS[7:], lease_s=LEASE_S)
     (record,) = await index.records()
-    assert set((await index.blocks(record))[1]) == set(BLOCKS[7:])
+    assert set((await index.blocks(record)).blocks) == set(BLOCKS[7:])
 
 
 async def test_a_replaced_writer_changes_nothing(index: Index) -> None:
-    await join(index, "a", "old")
+    old = await join(index, "a", "old")
     await join(index, "a", "new")
     with pytest.raises(FencedError, match="old"):
-        await index.change("a", "old", added=BLOCKS, lease_s=LEASE_S)
+        await index.change(old, added=BLOCKS, lease_s=LEASE_S)
     with pytest.raises(FencedError):
-        await index.renew("a", "old", load=LOAD, lease_s=LEASE_S)
+        await index.renew(old, load=LOAD, lease_s=LEASE_S)
     await index.leave("a", "old")
     (record,) = await index.records()
-    assert await index.blocks(record) == (0, ())
+    assert await index.blocks(record) == Snapshot(0, await index.position(), ())
+
+
+async def test_a_writer_that_may_not_replace_waits_for_the_other_one_to_leave(index: Index) -> None:
+    async def try_to_join() -> Standing:
+        return await index.register(
+            "a", "old", replaces=False, facts=FACTS, load=LOAD, lease_s=LEASE_S
+        )
+
+    await join(index, "a", "new")
+    with pytest.raises(FencedError):
+        await try_to_join()
+    await index.leave("a", "new")
+    assert await try_to_join() == Standing("a", "old")
+
+
+async def test_a_writer_notices_that_redis_lost_a_write(index: Index) -> None:
+    standing = await join(index, "a")
+    lost = await index.change(standing, added=BLOCKS, lease_s=LEASE_S)
+    await join(index, "a")  # Redis as it was before the change
+    with pytest.raises(FencedError):
+        await index.renew(lost, load=LOAD, lease_s=LEASE_S)
+
+
+async def test_a_writer_notices_that_its_set_was_evicted(index: Index) -> None:
+    standing = await join(index, "a")
+    standing = await index.change(standing, added=BLOCKS, lease_s=LEASE_S)
+    await index._redis.delete(index._blocks_key("a", "1"))
+    with pytest.raises(FencedError):
+        await index.change(standing, removed=BLOCKS[:1], lease_s=LEASE_S)
 
 
 async def test_a_lease_that_is_not_renewed_takes_everything_with_it(index: Index) -> None:
-    await index.register("a", "1", facts=FACTS, load=LOAD, lease_s=0.05)
-    await index.change("a", "1", added=BLOCKS, lease_s=0.05)
+    standing = await index.register("a", "1", facts=FACTS, load=LOAD, lease_s=0.05)
+    standing = await index.change(standing, added=BLOCKS, lease_s=0.05)
     await asyncio.sleep(0.1)
-    assert await index.records() == []
     with pytest.raises(FencedError):
-        await index.change("a", "1", added=BLOCKS, lease_s=LEASE_S)
-    assert [key async for key in index._redis.scan_iter("*blocks*")] == []
+        await index.change(standing, added=BLOCKS, lease_s=LEASE_S)
+    assert [key async for key in index._redis.scan_iter("*")] == []
+
+
+async def test_what_replicas_share_lives_by_the_longest_lease(index: Index) -> None:
+    await join(index, "a")
+    await index.register("b", "1", facts=FACTS, load=LOAD, lease_s=0.05)
+    await asyncio.sleep(0.1)
+    assert [record.id for record in await index.records()] == ["a"]
 
 
 async def test_a_change_of_many_blocks_is_taken_whole(index: Index) -> None:
     many = [Fingerprint(i) for i in range(BATCH_BLOCKS)]
-    await join(index, "a")
-    await index.change("a", "1", added=many, lease_s=LEASE_S)
+    await index.change(await join(index, "a"), added=many, lease_s=LEASE_S)
     (record,) = await index.records()
-    assert set((await index.blocks(record))[1]) == set(many)
+    assert set((await index.blocks(record)).blocks) == set(many)
 
 
 async def test_models_do_not_see_each_other(index: Index) -> None:
@@ -127,8 +165,7 @@ async def test_models_do_not_see_each_other(index: Index) -> None:
 
 
 async def test_all_keys_of_a_model_share_one_hash_tag(index: Index) -> None:
-    await join(index, "a")
-    await index.change("a", "1", added=BLOCKS, lease_s=LEASE_S)
+    await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
     keys = [key.decode() async for key in index._redis.scan_iter("*")]
     assert len(keys) == 4
     assert all(key.startswith("kvroute:{a model}:") for key in keys)
@@ -207,9 +244,8 @@ async def test_requests_go_on_while_a_router_takes_many_blocks_in(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.feed.STEP_S", 0.0)
-    await join(index, "a")
     many = [Fingerprint(i) for i in range(BATCH_BLOCKS)]
-    await index.change("a", "1", added=many, lease_s=LEASE_S)
+    await index.change(await join(index, "a"), added=many, lease_s=LEASE_S)
     fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
     task = asyncio.create_task(Feed(index, fleet).run())
     seen = set[int]()
@@ -230,26 +266,43 @@ async def test_after_redis_forgot_everything_the_publisher_announces_all_again(
         side.publisher.publish([stored(50, 5, parent=49)])
         await until(lambda: len(side.fleet.mirror.held_by("a")) == 55)
         (record,) = await index.records()
-        assert set((await index.blocks(record))[1]) == set(side.table.held())
+        assert set((await index.blocks(record)).blocks) == set(side.table.held())
 
 
 async def test_changes_that_the_stream_lost_are_noticed_and_loaded(index: Index) -> None:
     async with Side(index).running() as side:
         side.publisher.publish([stored(0, 50)])
         await until(lambda: side.is_equal() and len(side.table) == 50)
-        seq = side.feed._seen["a"][1]
-        side.feed._seen["a"] = ("1", seq)  # as if it had followed another incarnation
+        side.feed._seen["a"] = Seen("1", 0, START)  # as if it had followed another incarnation
         side.fleet.mirror.join("a")
         await until(side.is_equal)
 
 
 async def test_a_replica_that_leaves_is_forgotten(index: Index) -> None:
-    async with Side(index).running() as side:
-        side.publisher.publish([stored(0, 50)])
-        await until(lambda: len(side.fleet.mirror.held_by("a")) == 50)
-        await side.publisher.leave()
-        await index._redis.pexpire("kvroute:{a model}:replica:a", 1)
-        await until(lambda: side.fleet.mirror.held_by("a") == set())
+    await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
+    fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
+    task = asyncio.create_task(Feed(index, fleet).run())
+    await until(lambda: fleet.mirror.held_by("a") == set(BLOCKS))
+    await index.leave("a", "1")
+    await until(lambda: not fleet.mirror.replica_ids)
+    task.cancel()
+
+
+async def test_what_waits_for_redis_is_bounded_by_what_the_engine_holds(index: Index) -> None:
+    side = Side(index)
+    side.publisher._is_registered = True
+    for first in range(0, 3 * BATCH_BLOCKS, 100):
+        side.publisher.publish([stored(first, 100), BlockRemoved(list(range(first, first + 99)))])
+        changes = side.publisher._changes
+        assert len(changes.added) <= len(side.table)
+        assert len(changes.removed) <= BATCH_BLOCKS
+    assert changes.cleared
+
+
+async def test_what_redis_does_not_hear_of_does_not_pile_up(index: Index) -> None:
+    side = Side(index)
+    side.publisher.publish([stored(0, 50), BlockRemoved([49])])
+    assert not side.publisher._changes
 
 
 async def test_a_cancelled_task_ends_wherever_it_was(index: Index) -> None:

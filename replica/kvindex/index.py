@@ -8,78 +8,91 @@ All keys of one model share a hash tag, so they live on one node of a Redis Clus
     kvroute:{model}:routers               channel what routers tell each other (router/peers.py)
     kvroute:{model}:changes               stream  r, i, s; j (joined), or c (cleared), a, d
 
-A replica's changes are numbered from its registration (seq 0) on. Every write is one script that
-first checks the incarnation in the record, so a writer that was replaced or lost its lease changes
-nothing.
+A replica's changes are numbered from its registration (seq 0) on, and each registration is an
+incarnation of its own. Every write is one script that names what it builds upon: incarnation, seq
+and number of blocks. Where Redis has anything else (another writer, no lease, an older snapshot, a
+set that was evicted), the write is fenced: it changes nothing, and the writer registers again.
+All keys but the channel end with the last lease.
 """
 
 import asyncio
 import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NewType, ParamSpec, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import redis.asyncio as redis
 
 from replica.kvindex.fingerprint import Fingerprint
 
-Position = NewType("Position", str)  # a place in the stream of changes
-
 BATCH_BLOCKS = 5000  # the most fingerprints in one change: bounds one script's time in Redis
 STREAM_CHANGES = 50_000  # changes kept, roughly; a reader further behind reloads replicas
 ANSWER_S = 5.0  # the longest one call waits for Redis
 
-_FENCED = b"fenced"
-
-# KEYS record, blocks, replicas, changes; ARGV incarnation, lease_ms, id, facts, load
-_REGISTER = """
-redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'seq', 0, 'facts', ARGV[4], 'load', ARGV[5])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('SADD', KEYS[3], ARGV[3])
-redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', 'r', ARGV[3], 'i', ARGV[1], 's', 0, 'j', 1)
-return 'ok'
+# Of all scripts: KEYS record, blocks, replicas, changes; ARGV begins with incarnation, seq, blocks,
+# lease_ms, id
+_STANDING = """
+local function is_fenced()
+  local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
+  return record[1] ~= ARGV[1] or record[2] ~= ARGV[2]
+    or redis.call('SCARD', KEYS[2]) ~= tonumber(ARGV[3])
+end
+local function extend_lease()
+  for _, key in ipairs(KEYS) do
+    if redis.call('PTTL', key) < tonumber(ARGV[4]) then redis.call('PEXPIRE', key, ARGV[4]) end
+  end
+end
 """
 
-# KEYS as above; ARGV incarnation, lease_ms, id, cleared ('1' or ''), added, removed, stream length
-_CHANGE = """
-if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return 'fenced' end
+# ARGV 6 facts, 7 load, 8 replaces ('1' or ''), 9 stream length
+_REGISTER = f"""{_STANDING}
+if ARGV[8] == '' and redis.call('EXISTS', KEYS[1]) == 1 then return 'fenced' end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'seq', 0, 'facts', ARGV[6], 'load', ARGV[7])
+redis.call('SADD', KEYS[3], ARGV[5])
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*', 'r', ARGV[5], 'i', ARGV[1], 's', 0, 'j', 1)
+extend_lease()
+return 0
+"""
+
+# ARGV 6 cleared ('1' or ''), 7 added, 8 removed, 9 stream length; the answer: blocks held now
+_CHANGE = f"""{_STANDING}
+if is_fenced() then return 'fenced' end
 local seq = redis.call('HINCRBY', KEYS[1], 'seq', 1)
 local function each(command, packed)
-  local batch = {}
+  local batch = {{}}
   for i = 1, #packed, 8 do
     batch[#batch + 1] = packed:sub(i, i + 7)
-    if #batch == 1000 then redis.call(command, KEYS[2], unpack(batch)) batch = {} end
+    if #batch == 1000 then redis.call(command, KEYS[2], unpack(batch)) batch = {{}} end
   end
   if #batch > 0 then redis.call(command, KEYS[2], unpack(batch)) end
 end
-if ARGV[4] == '1' then redis.call('DEL', KEYS[2]) end
-each('SADD', ARGV[5])
-each('SREM', ARGV[6])
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
-redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[7], '*',
-  'r', ARGV[3], 'i', ARGV[1], 's', seq, 'c', ARGV[4], 'a', ARGV[5], 'd', ARGV[6])
-return 'ok'
+if ARGV[6] == '1' then redis.call('DEL', KEYS[2]) end
+each('SADD', ARGV[7])
+each('SREM', ARGV[8])
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*',
+  'r', ARGV[5], 'i', ARGV[1], 's', seq, 'c', ARGV[6], 'a', ARGV[7], 'd', ARGV[8])
+extend_lease()
+return redis.call('SCARD', KEYS[2])
 """
 
-# KEYS as above; ARGV incarnation, lease_ms, id, load
-_RENEW = """
-if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return 'fenced' end
-redis.call('HSET', KEYS[1], 'load', ARGV[4])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
-redis.call('SADD', KEYS[3], ARGV[3])
-return 'ok'
+# ARGV 6 load
+_RENEW = f"""{_STANDING}
+if is_fenced() then return 'fenced' end
+redis.call('HSET', KEYS[1], 'load', ARGV[6])
+redis.call('SADD', KEYS[3], ARGV[5])
+extend_lease()
+return 0
 """
 
-# KEYS as above; ARGV incarnation, id
+# ARGV incarnation, id
 _LEAVE = """
-if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return 'fenced' end
-redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('DEL', KEYS[2])
+if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return end
+redis.call('DEL', KEYS[1])
 redis.call('SREM', KEYS[3], ARGV[2])
-return 'ok'
 """
 
 
@@ -111,13 +124,42 @@ def answered(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
 
 
 class FencedError(Exception):
-    """The lease ran out or the replica was replaced: register again before writing."""
+    """Redis does not have what the writer wrote, or has another writer's: register again."""
+
+
+class Position(NamedTuple):
+    """A place in the stream of changes; later ones are greater."""
+
+    at_ms: int  # on Redis's clock
+    number: int  # among the changes of that millisecond
+
+    @classmethod
+    def parse(cls, entry_id: bytes) -> "Position":
+        at_ms, number = entry_id.split(b"-")
+        return cls(int(at_ms), int(number))
+
+    def __str__(self) -> str:
+        return f"{self.at_ms}-{self.number}"
+
+
+START = Position(0, 0)  # before any change
+END = Position(2**64 - 1, 2**64 - 1)  # after any change
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What Redis has of a replica, as its writer knows it: each write builds upon the last one."""
+
+    replica_id: str
+    incarnation: str  # new at every registration
+    seq: int = 0  # changes written
+    blocks: int = 0  # in the replica's set
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
     id: str
-    incarnation: str  # new at every engine start
+    incarnation: str  # new at every registration
     seq: int  # changes since the registration
     facts: Mapping[str, Any]  # what stays true while the incarnation lives
     load: Mapping[str, int]  # running, waiting (requests), used_blocks, held_blocks
@@ -134,6 +176,15 @@ class Change:
     cleared: bool = False  # everything before `added` is forgotten
     added: tuple[Fingerprint, ...] = ()
     removed: tuple[Fingerprint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A replica's set at one moment."""
+
+    seq: int  # the last change in it
+    position: Position  # where the stream ended: no later change is in it
+    blocks: tuple[Fingerprint, ...]
 
 
 def pack(fingerprints: Iterable[Fingerprint]) -> bytes:
@@ -168,58 +219,38 @@ class Index:
         replica_id: str,
         incarnation: str,
         *,
+        replaces: bool = True,
         facts: Mapping[str, Any],
         load: Mapping[str, int],
         lease_s: float,
-    ) -> None:
-        """The replica is known and holds nothing; a writer of an older incarnation is fenced."""
-        await self._register(
-            keys=self._keys(replica_id, incarnation),
-            args=[
-                incarnation,
-                _milliseconds(lease_s),
-                replica_id,
-                json.dumps(facts),
-                json.dumps(load),
-                STREAM_CHANGES,
-            ],
-        )
+    ) -> Standing:
+        """The replica is known and holds nothing; a writer of an older incarnation is fenced.
+
+        With `replaces` false it is FencedError as long as the id has a record.
+        """
+        standing = Standing(replica_id, incarnation)
+        arguments = [json.dumps(facts), json.dumps(load), "1" if replaces else "", STREAM_CHANGES]
+        await self._write(self._register, standing, lease_s, arguments)
+        return standing
 
     @answered
     async def change(
         self,
-        replica_id: str,
-        incarnation: str,
+        standing: Standing,
         *,
         cleared: bool = False,
         added: Iterable[Fingerprint] = (),
         removed: Iterable[Fingerprint] = (),
         lease_s: float,
-    ) -> None:
+    ) -> Standing:
         """Set and stream change together, or FencedError and neither does."""
-        outcome = await self._change(
-            keys=self._keys(replica_id, incarnation),
-            args=[
-                incarnation,
-                _milliseconds(lease_s),
-                replica_id,
-                "1" if cleared else "",
-                pack(added),
-                pack(removed),
-                STREAM_CHANGES,
-            ],
-        )
-        _raise_if_fenced(outcome, replica_id, incarnation)
+        arguments = ["1" if cleared else "", pack(added), pack(removed), STREAM_CHANGES]
+        blocks = await self._write(self._change, standing, lease_s, arguments)
+        return replace(standing, seq=standing.seq + 1, blocks=blocks)
 
     @answered
-    async def renew(
-        self, replica_id: str, incarnation: str, *, load: Mapping[str, int], lease_s: float
-    ) -> None:
-        outcome = await self._renew(
-            keys=self._keys(replica_id, incarnation),
-            args=[incarnation, _milliseconds(lease_s), replica_id, json.dumps(load)],
-        )
-        _raise_if_fenced(outcome, replica_id, incarnation)
+    async def renew(self, standing: Standing, *, load: Mapping[str, int], lease_s: float) -> None:
+        await self._write(self._renew, standing, lease_s, [json.dumps(load)])
 
     @answered
     async def leave(self, replica_id: str, incarnation: str) -> None:
@@ -231,8 +262,7 @@ class Index:
     @answered
     async def position(self) -> Position:
         """The stream's end: `follow` from here misses nothing that is written later."""
-        last = await self._redis.xrevrange(self._changes, count=1)
-        return Position(last[0][0].decode() if last else "0-0")
+        return _end(await self._redis.xrevrange(self._changes, count=1))
 
     @answered
     async def records(self) -> list[ReplicaRecord]:
@@ -265,15 +295,16 @@ class Index:
         return _record(replica_id, fields) if fields else None
 
     @answered
-    async def blocks(self, record: ReplicaRecord) -> tuple[int, tuple[Fingerprint, ...]]:
-        """A replica's set and the sequence number it stands at, of one moment."""
+    async def blocks(self, record: ReplicaRecord) -> Snapshot:
+        """A replica's set as it is, or FencedError when the record no longer is."""
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hmget(self._record_key(record.id), "incarnation", "seq")
         pipeline.smembers(self._blocks_key(record.id, record.incarnation))
-        (incarnation, seq), members = await pipeline.execute()
+        pipeline.xrevrange(self._changes, count=1)
+        (incarnation, seq), members, last = await pipeline.execute()
         if incarnation is None or incarnation.decode() != record.incarnation:
             raise FencedError(f"replica {record.id} is no longer incarnation {record.incarnation}")
-        return int(seq), unpack(b"".join(members))
+        return Snapshot(int(seq), _end(last), unpack(b"".join(members)))
 
     @answered
     async def follow(
@@ -284,9 +315,9 @@ class Index:
         They are decoded one by one as the caller takes them: together they may be millions of
         blocks.
         """
-        answer = await self._redis.xread({self._changes: position}, count=500, block=block_ms)
+        answer = await self._redis.xread({self._changes: str(position)}, count=500, block=block_ms)
         entries = answer[0][1] if answer else []
-        return ((Position(at.decode()), _change(fields)) for at, fields in entries)
+        return ((Position.parse(at), _change(fields)) for at, fields in entries)
 
     @answered
     async def tell_routers(self, payload: bytes) -> None:
@@ -302,6 +333,25 @@ class Index:
                     ignore_subscribe_messages=True, timeout=wait_s
                 )
                 yield message and message["data"]
+
+    async def _write(
+        self, script: Any, standing: Standing, lease_s: float, arguments: list[Any]
+    ) -> int:
+        """The script's answer; FencedError when it changed nothing."""
+        answer: int | bytes = await script(
+            keys=self._keys(standing.replica_id, standing.incarnation),
+            args=[
+                standing.incarnation,
+                standing.seq,
+                standing.blocks,
+                _milliseconds(lease_s),
+                standing.replica_id,
+                *arguments,
+            ],
+        )
+        if isinstance(answer, bytes):
+            raise FencedError(f"Redis does not have {standing}, or has it for another writer")
+        return answer
 
     def _keys(self, replica_id: str, incarnation: str) -> list[str]:
         return [
@@ -322,9 +372,8 @@ def _milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _raise_if_fenced(outcome: bytes, replica_id: str, incarnation: str) -> None:
-    if outcome == _FENCED:
-        raise FencedError(f"incarnation {incarnation} of replica {replica_id} has no lease")
+def _end(last_entries: list[tuple[bytes, Any]]) -> Position:
+    return Position.parse(last_entries[0][0]) if last_entries else START
 
 
 def _record(replica_id: str, fields: Mapping[bytes, bytes]) -> ReplicaRecord:

@@ -138,15 +138,19 @@ def _follow(size: int) -> Row:
 async def _follow_on(url: str, size: int) -> Row:
     client = connect(url)
     index = Index(client, "m")
-    for replica_id in REPLICAS:
-        await index.register(replica_id, "1", facts=FACTS, load=LOAD, lease_s=LEASE_S)
+    standing = {
+        replica_id: await index.register(replica_id, "1", facts=FACTS, load=LOAD, lease_s=LEASE_S)
+        for replica_id in REPLICAS
+    }
     fleet = Fleet(model="m", revision="", block_size=16, rng=random.Random(0))
     feed = Feed(index, fleet)
     async with _running(feed.run()):
         while len(fleet.mirror.replica_ids) < len(REPLICAS):
             await asyncio.sleep(0.01)
     for replica_id, packed in batches(0, size):
-        await index.change(replica_id, "1", added=unpack(packed), lease_s=LEASE_S)
+        standing[replica_id] = await index.change(
+            standing[replica_id], added=unpack(packed), lease_s=LEASE_S
+        )
     longest = LongestPause()
     begun, begun_cpu = time.perf_counter(), time.process_time()
     async with _running(longest.watch()), _running(feed._follow()):
