@@ -1,0 +1,388 @@
+"""Whatever happens to writers, Redis and readers: in the end mirror, Redis and engines agree."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, BlockTable
+from replica.kvindex.index import Change, FencedError, Index, Position, Standing, connect
+from replica.publisher import Publisher
+from router.embedded_redis import _start, _wait_for_ping, embedded_redis
+from router.feed import Feed
+from router.fleet import Fleet
+from router.ports import free_port
+from tests.waiting import until
+
+MODEL = "a model"
+FACTS = {
+    "block_size": 4,
+    "capacity_blocks": 100,
+    "max_model_len": 512,
+    "prefill_tokens_per_s": 1000.0,
+    "attention_tokens": 1000.0,
+    "prefix_caching": True,
+}
+LOAD = {"running": 0, "waiting": 0, "used_blocks": 0}
+LEASE_S = 0.3
+HEALED_S = 30.0  # within which all must be right; it takes a lease and some polls
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with embedded_redis() as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.feed.POLL_S", 0.05)
+    monkeypatch.setattr("router.feed.WAIT_MS", 10)
+    monkeypatch.setattr("replica.publisher.RETRY_S", 0.02)
+
+
+class Wire(Index):
+    """An index whose user can be stopped in the middle of a call, or lose one write."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client, MODEL)
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        self.loses = ""  # the next write: "request" or "answer"
+
+    async def _write(
+        self, script: Any, standing: Standing, lease_s: float, arguments: list[Any]
+    ) -> int:
+        await self.goes_on.wait()
+        loses, self.loses = self.loses, ""
+        if loses == "request":
+            raise TimeoutError
+        answer = await super()._write(script, standing, lease_s, arguments)
+        if loses == "answer":
+            raise TimeoutError
+        return answer
+
+    async def follow(
+        self, position: Position, *, block_ms: int
+    ) -> Iterator[tuple[Position, Change]]:
+        changes = await super().follow(position, block_ms=block_ms)
+        await self.goes_on.wait()
+        return changes
+
+
+class Engine:
+    """Holds the first blocks of one endless prompt, and has a publisher that tells so."""
+
+    def __init__(self, client: Any, replica_id: str, lease_s: float) -> None:
+        self.wire = Wire(client)
+        self.table = BlockTable(model=MODEL, revision="", block_size=4)
+        self.blocks = 0
+        self.publisher = Publisher(
+            self.wire,
+            self.table,
+            replica_id=replica_id,
+            facts=FACTS,
+            load=lambda: LOAD,
+            lease_s=lease_s,
+        )
+        self.task = asyncio.create_task(self.publisher.run())
+
+    def store(self) -> None:
+        new = range(self.blocks, self.blocks + 3)
+        parent = self.blocks - 1 if self.blocks else None
+        token_ids = [4 * block + k for block in new for k in range(4)]
+        self.publisher.publish([BlockStored(list(new), parent, token_ids)])
+        self.blocks += 3
+
+    def evict(self) -> None:
+        if self.blocks:
+            self.blocks -= 1
+            self.publisher.publish([BlockRemoved([self.blocks])])
+
+    def clear(self) -> None:
+        self.blocks = 0
+        self.publisher.publish([AllBlocksCleared()])
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+class World:
+    """A Redis, a router's mirror, and replicas. What may happen to one is a verb that takes its id;
+    it happens in a moment, and what follows from it takes its time."""
+
+    def __init__(self, client: Any, lease_s: float) -> None:
+        self.redis = client
+        self.lease_s = lease_s
+        self.engines: dict[str, Engine] = {}
+        self.replaced: list[Engine] = []  # and still running
+        self.saved: list[tuple[bytes, int, bytes]] = []  # key, when it ends, content
+        self.index = Index(client, MODEL)
+        self.wire = Wire(client)
+        self.fleet = Fleet(model=MODEL, revision="", block_size=4, rng=random.Random(0))
+        self.feed = Feed(self.wire, self.fleet)
+        self.task = asyncio.create_task(self.feed.run())
+
+    def engine(self, replica_id: str) -> Engine:
+        """The one that lives; a new one where none does."""
+        if replica_id not in self.engines:
+            self.engines[replica_id] = Engine(self.redis, replica_id, self.lease_s)
+        return self.engines[replica_id]
+
+    async def wait(self, _: str) -> None:
+        await asyncio.sleep(0.02)
+
+    async def store(self, replica_id: str) -> None:
+        self.engine(replica_id).store()
+
+    async def evict(self, replica_id: str) -> None:
+        self.engine(replica_id).evict()
+
+    async def clear(self, replica_id: str) -> None:
+        self.engine(replica_id).clear()
+
+    async def stop(self, replica_id: str) -> None:
+        self.engine(replica_id).wire.goes_on.clear()
+
+    async def go_on(self, replica_id: str) -> None:
+        self.engine(replica_id).wire.goes_on.set()
+
+    async def lose_a_request(self, replica_id: str) -> None:
+        self.engine(replica_id).wire.loses = "request"
+
+    async def lose_an_answer(self, replica_id: str) -> None:
+        self.engine(replica_id).wire.loses = "answer"
+
+    async def replace(self, replica_id: str) -> None:
+        self.replaced.append(self.engine(replica_id))
+        del self.engines[replica_id]
+        self.engine(replica_id)
+
+    async def die(self, replica_id: str) -> None:
+        await self.engine(replica_id).end()
+        del self.engines[replica_id]
+
+    async def leave(self, replica_id: str) -> None:
+        publisher = self.engine(replica_id).publisher
+        await self.die(replica_id)
+        await publisher.leave()
+
+    async def end_the_lease(self, replica_id: str) -> None:
+        await self._delete(f"*:{replica_id}*")
+
+    async def evict_the_set(self, replica_id: str) -> None:
+        await self._delete(f"blocks:{replica_id}:*")
+
+    async def delete_the_stream(self, _: str) -> None:
+        await self._delete("changes")
+
+    async def trim_the_stream(self, _: str) -> None:
+        await self.redis.xtrim(f"kvroute:{{{MODEL}}}:changes", maxlen=0, approximate=False)
+
+    async def stop_the_router(self, _: str) -> None:
+        self.wire.goes_on.clear()
+
+    async def let_the_router_go_on(self, _: str) -> None:
+        self.wire.goes_on.set()
+
+    async def save(self, _: str) -> None:
+        now_ms = await self._now_ms()
+        self.saved = [
+            (key, now_ms + await self.redis.pttl(key), await self.redis.dump(key))
+            async for key in self.redis.scan_iter("*")
+        ]
+
+    async def restore(self, _: str) -> None:
+        """Redis is what it was at the last `save`, or empty; leases that ended meanwhile ended."""
+        await self.redis.flushall()
+        for key, ends_ms, content in self.saved:
+            if ends_ms > await self._now_ms():
+                await self.redis.restore(key, ends_ms, content, absttl=True)
+
+    async def settle(self) -> None:
+        """All faults end; waits until everything is right, and still is a while later."""
+        for engine in self.replaced:
+            await engine.end()
+        for wire in (self.wire, *(engine.wire for engine in self.engines.values())):
+            wire.goes_on.set()
+        async with asyncio.timeout(HEALED_S):
+            while not (await self._is_right() and await self._is_right(after_s=LEASE_S)):
+                await asyncio.sleep(0.02)
+
+    async def end(self) -> None:
+        """The replicas are killed; waits until nothing is left of them, here or in Redis."""
+        for engine in (*self.engines.values(), *self.replaced):
+            await engine.end()
+        async with asyncio.timeout(HEALED_S):
+            while self._remains() or await self.redis.dbsize():
+                await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        for engine in (*self.engines.values(), *self.replaced):
+            await engine.end()
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        await self.redis.aclose()
+
+    async def _is_right(self, after_s: float = 0.0) -> bool:
+        await asyncio.sleep(after_s)
+        records = {record.id: record for record in await self.index.records()}
+        if not records.keys() == self.engines.keys() == self.fleet.mirror.replica_ids:
+            return False
+        for replica_id, engine in self.engines.items():
+            assert len(engine.table) == engine.blocks
+            held = set(engine.table.held())
+            try:
+                snapshot = await self.index.blocks(records[replica_id])
+            except FencedError:
+                return False
+            if not held == set(snapshot.blocks) == self.fleet.mirror.held_by(replica_id):
+                return False
+        return True
+
+    def _remains(self) -> bool:
+        feed, mirror = self.feed, self.fleet.mirror
+        known = (len(mirror), len(mirror._expected), mirror.replica_ids, mirror._ids)
+        return any((*known, mirror._live, mirror._dirty, feed._seen, feed._polled))
+
+    async def _delete(self, pattern: str) -> None:
+        keys = [key async for key in self.redis.scan_iter(f"kvroute:{{{MODEL}}}:{pattern}")]
+        if keys:
+            await self.redis.delete(*keys)
+
+    async def _now_ms(self) -> int:
+        seconds, microseconds = await self.redis.time()
+        return int(seconds * 1000 + microseconds // 1000)
+
+
+@contextlib.asynccontextmanager
+async def world_on(url: str, lease_s: float = LEASE_S) -> AsyncIterator[World]:
+    client = connect(url)
+    await client.flushall()
+    world = World(client, lease_s)
+    try:
+        yield world
+    finally:
+        await world.close()
+
+
+async def play(world: World, *steps: str) -> None:
+    """Each step is a verb of World, and the id of a replica where it takes one."""
+    for step in steps:
+        verb, _, replica_id = step.partition(" ")
+        await getattr(world, verb)(replica_id)
+
+
+async def play_to_the_end(url: str, *steps: str) -> None:
+    async with world_on(url) as world:
+        await play(world, *steps)
+        await world.settle()
+        await world.end()
+
+
+WORK = ("store", "store", "evict", "clear")
+FAULTS = (
+    *("stop", "go_on", "lose_a_request", "lose_an_answer", "replace", "die", "leave"),
+    *("end_the_lease", "evict_the_set", "delete_the_stream", "trim_the_stream"),
+    *("stop_the_router", "let_the_router_go_on", "save", "restore"),
+)
+verbs = st.one_of(st.sampled_from(WORK), st.sampled_from(FAULTS), st.just("wait"))
+steps = st.tuples(verbs, st.sampled_from("ab")).map(" ".join)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(steps, min_size=5, max_size=40))
+def test_after_any_row_of_faults_mirror_redis_and_engines_agree(
+    redis_url: str, steps: list[str]
+) -> None:
+    asyncio.run(play_to_the_end(redis_url, *steps))
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "clear a",
+        "leave a",
+        "die a",
+        "stop a, end_the_lease a, store a, go_on a",
+        "stop a, end_the_lease a, store a, evict a, wait, go_on a, wait, clear a",
+        "lose_a_request a, store a",
+        "lose_an_answer a, store a",
+        "replace a, store a, wait, wait, store a",
+        "stop a, replace a, store a, wait, go_on a",
+        "evict_the_set a",
+        "restore",
+        "save, store a, evict b, wait, wait, restore",
+        "save, end_the_lease a, store a, wait, wait, wait, restore",
+        "stop_the_router, store a, clear b, wait, wait, trim_the_stream, let_the_router_go_on",
+        "stop_the_router, store a, wait, wait, delete_the_stream, let_the_router_go_on, store a",
+    ],
+)
+async def test_what_went_wrong_heals(redis_url: str, faults: str) -> None:
+    async with world_on(redis_url) as world:
+        await play(world, "store a", "store a", "store b")
+        await world.settle()
+        await play(world, *faults.split(", "))
+        await world.settle()
+
+
+async def test_the_newer_one_of_two_writers_with_one_id_stays(redis_url: str) -> None:
+    async with world_on(redis_url) as world:
+        await play(world, "store a", "wait", "replace a", "store a")
+        await until(lambda: world.engines["a"].publisher._is_registered)
+        await asyncio.sleep(LEASE_S)
+        (old,), new = world.replaced, world.engines["a"]
+        assert new.publisher._is_registered
+        assert not old.publisher._is_registered
+        await play(world, "leave a")
+        await until(lambda: old.publisher._is_registered)
+
+
+async def test_a_router_ahead_of_the_stream_goes_back_to_its_end(redis_url: str) -> None:
+    async with world_on(redis_url) as world:
+        await play(world, "store a")
+        await world.settle()
+        world.feed._position = Position(2**63, 0)  # as after a fail-over to a clock that is behind
+        await until(lambda: world.feed._position < Position(2**63, 0))
+        await play(world, "store a")
+        await world.settle()
+
+
+async def test_redis_killed_and_started_again_from_an_old_snapshot(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}"
+    with server(port, tmp_path):
+        world = World(connect(url), lease_s=10)
+        await play(world, "store a", "store b")
+        await world.settle()
+        await world.redis.save()
+        await play(world, "store a", "evict b", "store c")
+        await world.settle()
+        await play(world, "stop a", "stop b", "stop c")
+    with server(port, tmp_path):
+        engines = world.engines
+        await world.redis.connection_pool.disconnect()
+        restored = {record.id: record.seq for record in await world.index.records()}
+        assert restored.keys() == {"a", "b"}
+        assert all(seq < engines[id_].publisher._standing.seq for id_, seq in restored.items())
+        await world.settle()
+        await world.close()
+
+
+@contextlib.contextmanager
+def server(port: int, folder: Path) -> Iterator[None]:
+    """A Redis that is killed in the end; it starts with what was last saved in the folder."""
+    process = _start(port, folder)
+    try:
+        _wait_for_ping(f"redis://127.0.0.1:{port}", process, folder)
+        yield
+    finally:
+        process.kill()
+        process.wait()
