@@ -77,12 +77,13 @@ class Wire(Index):
 
 
 class Engine:
-    """Holds the first blocks of one endless prompt, and has a publisher that tells so."""
+    """Holds the first blocks of an endless prompt, and has a publisher that tells so."""
 
     def __init__(self, client: Any, replica_id: str, lease_s: float) -> None:
         self.wire = Wire(client)
         self.table = BlockTable(model=MODEL, revision="", block_size=4)
-        self.blocks = 0
+        self.prompt = 0
+        self.blocks = 0  # of that prompt
         self.publisher = Publisher(
             self.wire,
             self.table,
@@ -94,20 +95,26 @@ class Engine:
         self.task = asyncio.create_task(self.publisher.run())
 
     def store(self) -> None:
-        new = range(self.blocks, self.blocks + 3)
-        parent = self.blocks - 1 if self.blocks else None
-        token_ids = [4 * block + k for block in new for k in range(4)]
-        self.publisher.publish([BlockStored(list(new), parent, token_ids)])
-        self.blocks += 3
+        begin, end = self.blocks, self.blocks + 3
+        parent = self._name(begin - 1) if begin else None
+        names = [self._name(block) for block in range(begin, end)]
+        token_ids = list(range(4 * begin, 4 * end))
+        self.publisher.publish([BlockStored(names, parent, token_ids, namespace=f"{self.prompt}")])
+        self.blocks = end
 
     def evict(self) -> None:
         if self.blocks:
             self.blocks -= 1
-            self.publisher.publish([BlockRemoved([self.blocks])])
+            self.publisher.publish([BlockRemoved([self._name(self.blocks)])])
 
     def clear(self) -> None:
+        """The next blocks are of another prompt."""
+        self.prompt += 1
         self.blocks = 0
         self.publisher.publish([AllBlocksCleared()])
+
+    def _name(self, block: int) -> int:
+        return self.prompt << 32 | block
 
     async def end(self) -> None:
         self.task.cancel()
@@ -321,7 +328,10 @@ def test_after_any_row_of_faults_mirror_redis_and_engines_agree(
         "restore",
         "save, store a, evict b, wait, wait, restore",
         "save, end_the_lease a, store a, wait, wait, wait, restore",
+        "save, clear a, store a, store a, end_the_lease a, wait, wait, wait, wait, restore",
         "stop_the_router, store a, clear b, wait, wait, trim_the_stream, let_the_router_go_on",
+        "stop_the_router, store a, wait, wait, trim_the_stream, store b, wait, wait, "
+        "let_the_router_go_on",
         "stop_the_router, store a, wait, wait, delete_the_stream, let_the_router_go_on, store a",
     ],
 )
