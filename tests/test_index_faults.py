@@ -44,6 +44,7 @@ def redis_url() -> Iterator[str]:
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.feed.POLL_S", 0.05)
     monkeypatch.setattr("router.feed.WAIT_MS", 10)
+    monkeypatch.setattr("router.feed.RETRY_S", 0.02)
     monkeypatch.setattr("replica.publisher.RETRY_S", 0.02)
 
 
@@ -54,6 +55,7 @@ class Wire(Index):
         super().__init__(client, MODEL)
         self.goes_on = asyncio.Event()
         self.goes_on.set()
+        self.has_stopped = False  # a reader
         self.loses = ""  # the next write: "request" or "answer"
 
     async def _write(
@@ -72,7 +74,9 @@ class Wire(Index):
         self, position: Position, *, block_ms: int
     ) -> Iterator[tuple[Position, Change]]:
         changes = await super().follow(position, block_ms=block_ms)
+        self.has_stopped = not self.goes_on.is_set()
         await self.goes_on.wait()
+        self.has_stopped = False
         return changes
 
 
@@ -195,6 +199,7 @@ class World:
 
     async def stop_router(self, _: str) -> None:
         self.wire.goes_on.clear()
+        await until(lambda: self.wire.has_stopped)
 
     async def resume_router(self, _: str) -> None:
         self.wire.goes_on.set()
@@ -329,9 +334,9 @@ def test_after_any_row_of_faults_mirror_redis_and_engines_agree(
         "save, store a, evict b, wait, wait, restore",
         "save, end_lease a, store a, wait, wait, wait, restore",
         "save, clear a, store a, store a, end_lease a, wait, wait, wait, wait, restore",
-        "stop_router, wait, store a, clear b, wait, wait, trim, resume_router",
-        "stop_router, wait, store a, wait, wait, trim, store b, wait, wait, resume_router",
-        "stop_router, wait, store a, wait, wait, delete_stream, resume_router, store a",
+        "stop_router, store a, clear b, wait, wait, trim, resume_router",
+        "stop_router, store a, wait, wait, trim, store b, wait, wait, resume_router",
+        "stop_router, store a, wait, wait, delete_stream, resume_router, store a",
     ],
 )
 async def test_what_went_wrong_heals(redis_url: str, faults: str) -> None:
