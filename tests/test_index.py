@@ -273,6 +273,8 @@ async def test_changes_that_the_stream_lost_are_noticed_and_loaded(index: Index)
     async with Side(index).running() as side:
         side.publisher.publish([stored(0, 50)])
         await until(lambda: side.is_equal() and len(side.table) == 50)
+        (record,) = await index.records()
+        await until(lambda: side.feed._seen["a"].seq == record.seq)  # it has nothing in hand
         side.feed._seen["a"] = Seen("1", 0, START)  # as if it had followed another incarnation
         side.fleet.mirror.join("a")
         await until(side.is_equal)
