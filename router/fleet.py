@@ -171,6 +171,8 @@ class Fleet:
         }
         for replica_id, load in self._loads.items():
             load.model = self._speed(replica_id)
+            if record := self._records.get(replica_id):
+                load.report(record.load["waiting"])
 
     def chain(self, token_ids: TokenIds, namespace: str) -> list[Fingerprint]:
         """The fingerprints of the blocks that this prompt could take from a cache."""

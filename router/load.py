@@ -10,6 +10,7 @@ from functools import lru_cache
 
 PRIOR_S = 1.0  # prefill seconds that the replica's own guess of its speed is worth
 MEMORY_S = 40.0  # observed prefill seconds after which an old observation counts 1/e
+MEAN_SHARE = 0.05  # of the latest request in the mean prefill
 RECENT_S = 60.0  # decay of the tokens computed lately
 DECODE_REQUEST_S = 20e-6  # what one decoding request adds to a step
 DECODE_TOKEN_S = 27e-9  # what each token of its context adds: KV read once a step
@@ -62,6 +63,9 @@ class ReplicaLoad:
     decode_step_s: float = 0.0  # what the requests decoding there add to each step
     recent_tokens: float = 0.0  # as of recent_at_s
     recent_at_s: float = 0.0
+    mean_prefill_s: float = 0.0  # of requests sent lately
+    unheard_s: float = 0.0  # prefill waiting there that nobody told us of, guessed
+    peaks: tuple[int, int] = (0, 0)  # the most that waited, as we know: since last report, before
 
     def send(self, request_id: str, sent: Sent) -> None:
         self.waiting[request_id] = sent
@@ -70,6 +74,15 @@ class ReplicaLoad:
         self.pending_tokens += sent.new_tokens
         self.recent_tokens = self.recent(sent.sent_s) + sent.new_tokens
         self.recent_at_s = sent.sent_s
+        self.mean_prefill_s += MEAN_SHARE * (sent.prefill_s - self.mean_prefill_s)
+        self.peaks = (max(self.peaks[0], len(self.waiting)), self.peaks[1])
+
+    def report(self, waiting: int) -> None:
+        """The replica says how many requests wait there, as of some time since the last report but
+        one: what it has above the most we knew of since then is somebody else's, and counts as
+        the mean of those we know."""
+        self.unheard_s = self.mean_prefill_s * max(0, waiting - max(self.peaks))
+        self.peaks = (len(self.waiting), self.peaks[0])
 
     def first_token(self, request_id: str, now_s: float) -> None:
         """The request's prefill is over: its time teaches the replica's speed."""
@@ -106,7 +119,7 @@ class ReplicaLoad:
     def backlog_s(self, slowness: float, now_s: float) -> float:
         """Seconds of prefill queued or running, less what the head has already had."""
         had_s = min(slowness * self.head_s, now_s - self.busy_since_s)
-        return max(0.0, slowness * self.waiting_s - had_s)
+        return max(0.0, slowness * (self.waiting_s + self.unheard_s) - had_s)
 
     def _find_head(self) -> None:
         head = next(iter(self.waiting.values()))

@@ -103,6 +103,30 @@ def test_work_done_lately_is_forgotten_with_time() -> None:
     assert load.recent(600.0) < 1
 
 
+def test_requests_that_the_replica_has_and_nobody_told_us_of_count_as_the_mean_of_ours() -> None:
+    load = ReplicaLoad(MODEL)
+    for number in range(200):
+        load.send(str(number), sent(0.0, prefill_s=0.5))
+        load.finish(str(number))
+    load.report(waiting=0)
+    load.report(waiting=0)
+    load.report(waiting=4)
+    assert load.backlog_s(1.0, 0.0) == pytest.approx(4 * 0.5, rel=0.01)
+    load.report(waiting=0)
+    assert load.backlog_s(1.0, 0.0) == 0.0
+
+
+def test_a_report_that_is_late_adds_nothing_to_what_we_knew_then() -> None:
+    load = ReplicaLoad(MODEL)
+    for name in "abc":
+        load.send(name, sent(0.0))
+    load.report(waiting=3)
+    for name in "abc":
+        load.finish(name)
+    load.report(waiting=3)
+    assert load.backlog_s(1.0, 0.0) == 0.0
+
+
 @given(st.lists(st.tuples(st.sampled_from(["send", "first_token", "finish"]), st.integers(0, 5))))
 def test_the_sums_are_those_of_the_requests_that_are_there(steps: list[tuple[str, int]]) -> None:
     load = ReplicaLoad(MODEL)

@@ -113,6 +113,16 @@ async def test_routers_that_hear_each_other_spread_new_prompts(redis_url: str) -
     assert chosen.count("a") == chosen.count("b")
 
 
+def test_what_a_replica_reports_beyond_all_that_was_told_counts_as_backlog() -> None:
+    router = Router()
+    for number in range(100):
+        router.send(prompt(number), str(number)).end()
+    busy = {**LOAD, "waiting": 3}
+    for loads in ({"a": LOAD, "b": LOAD}, {"a": LOAD, "b": LOAD}, {"a": LOAD, "b": busy}):
+        router.fleet.update(ReplicaRecord(n, "1", 0, FACTS, load) for n, load in loads.items())
+    assert router.backlogs_s() == {"a": 0.0, "b": pytest.approx(3 * 0.4, rel=0.1)}
+
+
 async def test_a_sibling_follows_its_leader_through_another_router(redis_url: str) -> None:
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
