@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from router.cli import app
 from router.load import PrefillModel
-from router.replay.engine import EngineModel
 from router.replay.fit import Decode, FitError, Prefill, fit, non_negative_fit
 from router.replay.measure import Stream, decode_sample, median_decodes, median_prefills
+from router.replay.model import EngineModel
 from router.replay.profiles import Profile, load_profile
 from tests.serving import Cluster, start_cluster
 

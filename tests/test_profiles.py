@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from router.cli import app
-from router.replay.engine import EngineModel
+from router.replay.model import EngineModel
 from router.replay.profiles import (
     DEFAULT_ENGINE,
     H200,

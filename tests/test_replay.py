@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from replica.kvindex.fingerprint import Fingerprint
 from router.cli import app
 from router.load import PrefillModel
-from router.replay.engine import EngineModel, Replica
+from router.replay.engine import Replica
+from router.replay.model import EngineModel
 from router.replay.policies import POLICIES
 from router.replay.simulate import Cluster, simulate
 from router.replay.trace import (

@@ -1,6 +1,6 @@
 """A vLLM-like replica in modelled time: chunked prefill, batched decode, a paged LRU prefix cache.
 
-The numbers are those of an 8B model on a GPU like H200. A prompt reserves room for its answer when
+A prompt reserves room for its answer when
 it is admitted, so nothing is preempted.
 """
 
@@ -11,20 +11,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from replica.kvindex.fingerprint import Fingerprint
-from router.load import PrefillModel
+from router.replay.model import EngineModel
 from router.replay.trace import Request
-
-PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineModel:
-    prefill: PrefillModel = PREFILL
-    step_s: float = 5e-3  # each step
-    sequence_s: float = 20e-6  # each sequence in it
-    context_token_s: float = 27e-9  # each token that a decode reads
-    chunk_tokens: int = 8192  # tokens of one step, prefill and decode together
-    max_sequences: int = 256
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from router.load import PrefillModel
 from router.options import expectation
-from router.replay.engine import EngineModel
+from router.replay.model import EngineModel
 
 DEFAULT_ENGINE = "h200-8b"
 ASSUMED = EngineModel()

@@ -8,7 +8,8 @@ from itertools import count
 
 from replica.kvindex.fingerprint import Fingerprint
 from router.peers import Message
-from router.replay.engine import EngineModel, Replica, StepResult, blocks_needed
+from router.replay.engine import Replica, StepResult, blocks_needed
+from router.replay.model import EngineModel
 from router.replay.policies import POLICIES, Policy, Setup
 from router.replay.trace import Request, TraceError
 
