@@ -65,15 +65,6 @@ class Witness(Protocol):
     def ended(self, request_id: str) -> None: ...
 
 
-class _Nobody:
-    def sent(self, dispatch: Dispatch) -> None: ...
-    def first_token(self, request_id: str) -> None: ...
-    def ended(self, request_id: str) -> None: ...
-
-
-NOBODY: Witness = _Nobody()
-
-
 class Witnesses:
     """Several as one."""
 
@@ -91,6 +82,9 @@ class Witnesses:
     def ended(self, request_id: str) -> None:
         for witness in self._witnesses:
             witness.ended(request_id)
+
+
+NOBODY: Witness = Witnesses()
 
 
 class Prompt:

@@ -22,9 +22,7 @@ from router.fleet import Dispatch
 
 log = logging.getLogger("kvroute.request_log")
 
-ID_TOKENS = (
-    128  # tokens that one id stands for, at least: the engines' blocks would make long lines
-)
+ID_TOKENS = 128  # that one id stands for, at least: the engines' blocks would make long lines
 ID_BITS = (1 << 53) - 1  # of a fingerprint: what every reader of JSON keeps of a number
 WRITE_S = 0.5  # between writes
 WAITING_LINES = 10_000  # not yet written; more are dropped
