@@ -1,10 +1,11 @@
-"""Clusters that several tests share: starting one costs seconds."""
+"""What several tests share, since starting it takes time."""
 
 from collections.abc import Iterator
 
 import pytest
 from openai import OpenAI
 
+from router.embedded_redis import embedded_redis
 from tests.serving import Cluster, start_cluster
 
 
@@ -16,6 +17,13 @@ def simulated_cluster() -> Iterator[Cluster]:
         *("--simulated-prefill-tokens-per-s", "50000", "--simulated-decode-ms", "2"),
     ) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    """A Redis of the module's own."""
+    with embedded_redis() as url:
+        yield url
 
 
 @pytest.fixture

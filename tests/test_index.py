@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -22,28 +22,13 @@ from replica.kvindex.index import (
     unpack,
 )
 from replica.publisher import Publisher
-from router.embedded_redis import embedded_redis
 from router.feed import STEP_BLOCKS, Feed, Seen
 from router.fleet import Fleet
+from tests.records import FACTS, LOAD
 from tests.waiting import until
 
-FACTS = {
-    "block_size": 4,
-    "capacity_blocks": 100,
-    "max_model_len": 512,
-    "prefill_tokens_per_s": 1000.0,
-    "attention_tokens": 1000.0,
-    "prefix_caching": True,
-}
-LOAD = {"running": 0, "waiting": 0, "used_blocks": 0}
 LEASE_S = 5.0
 BLOCKS = [Fingerprint(2**63 + i) for i in range(10)]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with embedded_redis() as url:
-        yield url
 
 
 @pytest.fixture

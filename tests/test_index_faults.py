@@ -14,30 +14,16 @@ from hypothesis import strategies as st
 from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, BlockTable
 from replica.kvindex.index import Change, FencedError, Index, Position, Standing, connect
 from replica.publisher import Publisher
-from router.embedded_redis import _start, _wait_for_ping, embedded_redis
+from router.embedded_redis import _start, _wait_for_ping
 from router.feed import Feed
 from router.fleet import Fleet
 from router.ports import free_port
+from tests.records import FACTS, LOAD
 from tests.waiting import until
 
 MODEL = "a model"
-FACTS = {
-    "block_size": 4,
-    "capacity_blocks": 100,
-    "max_model_len": 512,
-    "prefill_tokens_per_s": 1000.0,
-    "attention_tokens": 1000.0,
-    "prefix_caching": True,
-}
-LOAD = {"running": 0, "waiting": 0, "used_blocks": 0}
 LEASE_S = 0.3
 HEALED_S = 30.0  # within which all must be right; it takes a lease and some polls
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with embedded_redis() as url:
-        yield url
 
 
 @pytest.fixture(autouse=True)

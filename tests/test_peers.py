@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import numpy as np
@@ -11,20 +11,12 @@ import pytest
 
 from replica.kvindex.index import Index, ReplicaRecord, connect
 from replica.protocol import TokenIds
-from router.embedded_redis import embedded_redis
 from router.fleet import Fleet, Trip
 from router.peers import SILENCE_S, WAITING_EVENTS, Listener, Loudspeaker
+from tests.records import FACTS, LOAD
 from tests.waiting import until
 
 REPLICAS = ["a", "b"]
-FACTS = {
-    "prefill_tokens_per_s": 1000.0,
-    "attention_tokens": 1e9,
-    "prefix_caching": True,
-    "capacity_blocks": 100,
-    "max_model_len": 4096,
-}
-LOAD = {"running": 0, "waiting": 0, "used_blocks": 0}
 
 
 class Router:
@@ -63,12 +55,6 @@ class Router:
 
 def prompt(seed: int, tokens: int = 400) -> TokenIds:
     return np.random.default_rng(seed).integers(0, 1000, tokens).astype(np.uint32)
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with embedded_redis() as url:
-        yield url
 
 
 @contextlib.asynccontextmanager

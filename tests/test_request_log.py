@@ -25,6 +25,7 @@ from router.fleet import Fleet
 from router.launch import refuse_closed_folder
 from router.progress import StartError
 from router.request_log import HeardReplicas, RequestLog
+from tests.records import FACTS, LOAD
 from tests.serving import start_cluster
 from tests.workloads import ask, people_table, table_questions, user
 
@@ -33,14 +34,6 @@ KEYS = (
     "timestamp input_length output_length hash_ids block_size replica expected_tokens "
     "cached_tokens predicted_ttft_s ttft_s duration_s outcome"
 ).split()
-
-FACTS = {
-    "prefill_tokens_per_s": 1000.0,
-    "attention_tokens": 1e9,
-    "prefix_caching": True,
-    "capacity_blocks": 100,
-    "max_model_len": 4096,
-}
 
 
 class Stream:
@@ -64,8 +57,7 @@ class Router:
         self.fleet = Fleet(
             model="m", revision="", block_size=BLOCK, rng=random.Random(0), witness=self.log
         )
-        load = {"running": 0, "waiting": 0, "used_blocks": 0}
-        self.fleet.update([ReplicaRecord("a", "1", 0, FACTS, load)])
+        self.fleet.update([ReplicaRecord("a", "1", 0, FACTS, LOAD)])
         self.fleet.mirror.join("a")
         self.replicas = HeardReplicas(self, self.log)
 
