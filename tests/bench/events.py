@@ -17,20 +17,11 @@ from router.feed import Feed
 from router.fleet import Fleet
 from router.mirror import Mirror
 from tests.bench.apart import apart
+from tests.bench.indexed import BLOCKS, FACTS, REPLICAS
 from tests.bench.report import Row, Section
 
-BLOCKS = 1_000_000
-REPLICAS = [f"r{i}" for i in range(64)]
 CHAIN = 100  # blocks that the same replicas hold
 LEASE_S = 600.0
-FACTS = {
-    "block_size": 16,
-    "capacity_blocks": 50_000,
-    "max_model_len": 131_072,
-    "prefill_tokens_per_s": 25_000.0,
-    "attention_tokens": 32_768.0,
-    "prefix_caching": True,
-}
 LOAD = {"running": 0, "waiting": 0, "used_blocks": 0}
 
 

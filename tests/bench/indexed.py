@@ -17,6 +17,14 @@ VOCABULARY = 40_000
 PROMPT_TOKENS = (512, 2_048, 8_192, 16_384, 32_768, 131_072)
 HOLDER = 7  # the replica that holds the first half of each prompt
 UNDER_WAY = 4  # requests at each replica
+FACTS = {
+    "block_size": BLOCK,
+    "prefill_tokens_per_s": 25_000.0,
+    "attention_tokens": 32_768.0,
+    "prefix_caching": True,
+    "capacity_blocks": 50_000,
+    "max_model_len": 131_072,
+}
 
 Tokens = NDArray[np.uint32]
 
@@ -43,15 +51,8 @@ def requests_under_way() -> Iterator[tuple[int, Tokens]]:
 def fleet() -> Fleet:
     """As one router sees all of that."""
     fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
-    facts = {
-        "prefill_tokens_per_s": 25_000.0,
-        "attention_tokens": 32_768.0,
-        "prefix_caching": True,
-        "capacity_blocks": 50_000,
-        "max_model_len": 131_072,
-    }
     load = {"running": UNDER_WAY, "waiting": 0, "used_blocks": 250}
-    fleet.update([ReplicaRecord(name, "1", 0, facts, load) for name in REPLICAS])
+    fleet.update([ReplicaRecord(name, "1", 0, FACTS, load) for name in REPLICAS])
     for name in REPLICAS:
         fleet.mirror.join(name)
     for replica, tokens in documents():
