@@ -26,6 +26,7 @@ class Placement:
     best_hit_blocks: int  # the most that any replica has of it
     prompt_tokens: int
     block_size: int
+    forks: float = 0.0  # requests that left the known prefix before this one
 
     def at(self, replica_id: str) -> Candidate:
         """The candidate of that name; one without hits when the replica was not ranked."""
@@ -201,13 +202,15 @@ class Fleet:
         prefix = chain[:best]
         prompt = Prompt(prompt_tokens, best, self._block_size)
         candidates = self._candidates(running, prompt, hits, prefix, now_s)
-        ranking = self._rank(candidates, forks=self._branches.forks(prefix), rng=self._rng)
+        forks = self._branches.forks(prefix)
+        ranking = self._rank(candidates, forks=forks, rng=self._rng)
         return Placement(
             ranking=tuple(ranking),
             chain=tuple(chain),
             best_hit_blocks=best,
             prompt_tokens=prompt_tokens,
             block_size=self._block_size,
+            forks=forks,
         )
 
     def sent(self, placement: Placement, replica_id: str, request_id: str, now_s: float) -> "Trip":

@@ -2,10 +2,11 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import Candidate, cost_s, prices, rank
+from router.policy import Candidate, cost_s, prices, rank, terms_s
 
 RNG = random.Random(7)
 
@@ -120,6 +121,15 @@ def test_every_replica_is_ranked_once_and_costs_never_fall(
     assert sorted(c.replica_id for c in ranking) == sorted(c.replica_id for c in fleet)
     costs = [cost_s(candidate, prices(fleet, forks)) for candidate in ranking]
     assert costs == sorted(costs)
+
+
+@given(candidates.filter(len), st.integers(0, 100))
+def test_the_terms_that_are_shown_add_up_to_the_cost_that_decides(
+    fleet: list[Candidate], forks: int
+) -> None:
+    common = prices(fleet, forks)
+    for candidate in fleet:
+        assert sum(terms_s(candidate, common)) == pytest.approx(cost_s(candidate, common))
 
 
 @given(candidates.filter(len), seconds)
