@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from replica.events import BlockTable, Changes, KVEvent
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import BATCH_BLOCKS, FencedError, Index, Standing
+from replica.kvindex.outage import Outage
 
 log = logging.getLogger("kvroute.publisher")
 
@@ -49,6 +50,7 @@ class Publisher:
         self._standing = Standing(replica_id, "")  # of the last registration, or attempt at one
         self._was_registered = False  # at any time
         self._is_registered = False
+        self._outage = Outage(log, f"replica {replica_id} will be announced again")
         self._renewal_s = 0.0  # on the event loop's clock
 
     def publish(self, events: list[KVEvent]) -> None:
@@ -73,7 +75,7 @@ class Publisher:
             except FencedError as fenced:
                 log.warning("replica %s will be announced again: %s", self._replica_id, fenced)
             except (RedisError, OSError) as away:
-                log.warning("Redis is away (%s); next try in %s s", away, RETRY_S)
+                self._outage.begin(away)
             finally:
                 self._is_registered = False
             await asyncio.sleep(RETRY_S)
@@ -96,6 +98,7 @@ class Publisher:
             load=self._load(),
             lease_s=self._lease_s,
         )
+        self._outage.end()
         self._was_registered = True
         self._plan_renewal()
         self._changes = Changes(added=set(self._table.held()))

@@ -241,7 +241,7 @@ class Fleet:
         self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
         return Trip(
-            self.mirror, load, witness, dispatch.replica_id, dispatch.request_id, dispatch.expected
+            self.mirror, load, witness, dispatch, self._capacity_blocks(dispatch.replica_id)
         )
 
     def _candidates(
@@ -296,6 +296,12 @@ class Fleet:
             return UNKNOWN_SPEED
         return prefill_model(record.facts["prefill_tokens_per_s"], record.facts["attention_tokens"])
 
+    def _capacity_blocks(self, replica_id: str) -> int:
+        """Of its cache; 0 when it has none, or is unknown."""
+        if not self._caches(replica_id):
+            return 0
+        return int(self._records[replica_id].facts["capacity_blocks"])
+
     def _caches(self, replica_id: str) -> bool:
         record = self._records.get(replica_id)
         return record is not None and bool(record.facts["prefix_caching"])
@@ -308,20 +314,30 @@ class Trip:
     mirror: Mirror
     load: ReplicaLoad
     witness: Witness
-    replica_id: str
-    request_id: str
-    expected: tuple[Fingerprint, ...]
+    dispatch: Dispatch
+    capacity_blocks: int  # of the replica's cache
+    has_first_token: bool = False
     has_ended: bool = False
 
+    @property
+    def replica_id(self) -> str:
+        return self.dispatch.replica_id
+
     def first_token(self, now_s: float) -> None:
-        self.load.first_token(self.request_id, now_s)
-        self.witness.first_token(self.request_id)
+        self.has_first_token = True
+        self.load.first_token(self.dispatch.request_id, now_s)
+        self.witness.first_token(self.dispatch.request_id)
 
     def end(self) -> None:
         """Harmless the second time."""
         if self.has_ended:
             return
         self.has_ended = True
-        self.load.finish(self.request_id)
-        self.mirror.unexpect(self.replica_id, self.expected)
-        self.witness.ended(self.request_id)
+        dispatch, placement = self.dispatch, self.dispatch.placement
+        self.load.finish(dispatch.request_id)
+        self.mirror.unexpect(dispatch.replica_id, dispatch.expected)
+        if placement and self.has_first_token and self.capacity_blocks:
+            self.mirror.presume(
+                dispatch.replica_id, placement.chain, capacity_blocks=self.capacity_blocks
+            )
+        self.witness.ended(dispatch.request_id)

@@ -6,7 +6,7 @@ All keys of one model share a hash tag, so they live on one node of a Redis Clus
     kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load; with the lease
     kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; with the lease
     kvroute:{model}:routers               channel what routers tell each other (router/peers.py)
-    kvroute:{model}:changes               stream  r, i, s; j (joined), or c (cleared), a, d
+    kvroute:{model}:changes               stream  r, i, s; j (joined), l (left), or c, a, d
 
 A replica's changes are numbered from its registration (seq 0) on, and each registration is an
 incarnation of its own. Every write is one script that names what it builds upon: incarnation, seq
@@ -29,6 +29,7 @@ from replica.kvindex.fingerprint import Fingerprint
 
 BATCH_BLOCKS = 5000  # the most fingerprints in one change: bounds one script's time in Redis
 STREAM_CHANGES = 50_000  # changes kept, roughly; a reader further behind reloads replicas
+READ_CHANGES = 500  # the most that `follow` reads at once
 ANSWER_S = 5.0  # the longest one call waits for Redis
 
 # Of all scripts: KEYS record, blocks, replicas, changes; ARGV begins with incarnation, seq, blocks,
@@ -87,12 +88,24 @@ extend_lease()
 return 0
 """
 
-# ARGV incarnation, id
+# ARGV incarnation, id, stream length
 _LEAVE = """
 redis.call('DEL', KEYS[2])
-if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return end
+local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
+if record[1] ~= ARGV[1] then return end
 redis.call('DEL', KEYS[1])
 redis.call('SREM', KEYS[3], ARGV[2])
+redis.call('XADD', KEYS[4], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*',
+  'r', ARGV[2], 'i', ARGV[1], 's', record[2] + 1, 'l', 1)
+"""
+
+# ARGV incarnation; the answer: seq, packed blocks, the stream's last id or ''. One string: the
+# reader shall not be the one who puts its pieces together.
+_SNAPSHOT = """
+local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
+if record[1] ~= ARGV[1] then return nil end
+local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
+return {record[2], table.concat(redis.call('SMEMBERS', KEYS[2])), last and last[1] or ''}
 """
 
 
@@ -173,6 +186,7 @@ class Change:
     incarnation: str
     seq: int
     joined: bool = False  # the replica (re)registered and holds nothing yet
+    left: bool = False  # it is gone, and said so
     cleared: bool = False  # everything before `added` is forgotten
     added: tuple[Fingerprint, ...] = ()
     removed: tuple[Fingerprint, ...] = ()
@@ -184,7 +198,11 @@ class Snapshot:
 
     seq: int  # the last change in it
     position: Position  # where the stream ended: no later change is in it
-    blocks: tuple[Fingerprint, ...]
+    packed: bytes
+
+    @property
+    def blocks(self) -> tuple[Fingerprint, ...]:
+        return unpack(self.packed)
 
 
 def pack(fingerprints: Iterable[Fingerprint]) -> bytes:
@@ -210,6 +228,7 @@ class Index:
         self._change = client.register_script(_CHANGE)
         self._renew = client.register_script(_RENEW)
         self._leave = client.register_script(_LEAVE)
+        self._snapshot = client.register_script(_SNAPSHOT)
 
     # The write path: one replica's verbs.
 
@@ -255,7 +274,10 @@ class Index:
     @answered
     async def leave(self, replica_id: str, incarnation: str) -> None:
         """Nothing of this incarnation is left, whether or not it still had its lease."""
-        await self._leave(keys=self._keys(replica_id, incarnation), args=[incarnation, replica_id])
+        await self._leave(
+            keys=self._keys(replica_id, incarnation),
+            args=[incarnation, replica_id, STREAM_CHANGES],
+        )
 
     # The read path: a router's verbs.
 
@@ -297,25 +319,25 @@ class Index:
     @answered
     async def blocks(self, record: ReplicaRecord) -> Snapshot:
         """A replica's set as it is, or FencedError when the record no longer is."""
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hmget(self._record_key(record.id), "incarnation", "seq")
-        pipeline.smembers(self._blocks_key(record.id, record.incarnation))
-        pipeline.xrevrange(self._changes, count=1)
-        (incarnation, seq), members, last = await pipeline.execute()
-        if incarnation is None or incarnation.decode() != record.incarnation:
+        keys = self._keys(record.id, record.incarnation)
+        found = await self._snapshot(keys=keys, args=[record.incarnation])
+        if found is None:
             raise FencedError(f"replica {record.id} is no longer incarnation {record.incarnation}")
-        return Snapshot(int(seq), _end(last), unpack(b"".join(members)))
+        seq, packed, last = found
+        return Snapshot(int(seq), Position.parse(last) if last else START, packed)
 
     @answered
     async def follow(
         self, position: Position, *, block_ms: int
     ) -> Iterator[tuple[Position, Change]]:
-        """Changes after `position`, oldest first; waits up to block_ms for the first.
+        """Up to READ_CHANGES after `position`, oldest first; waits up to block_ms for the first.
 
         They are decoded one by one as the caller takes them: together they may be millions of
         blocks.
         """
-        answer = await self._redis.xread({self._changes: str(position)}, count=500, block=block_ms)
+        answer = await self._redis.xread(
+            {self._changes: str(position)}, count=READ_CHANGES, block=block_ms
+        )
         entries = answer[0][1] if answer else []
         return ((Position.parse(at), _change(fields)) for at, fields in entries)
 
@@ -392,6 +414,7 @@ def _change(fields: Mapping[bytes, bytes]) -> Change:
         incarnation=fields[b"i"].decode(),
         seq=int(fields[b"s"]),
         joined=b"j" in fields,
+        left=b"l" in fields,
         cleared=fields.get(b"c") == b"1",
         added=unpack(fields.get(b"a", b"")),
         removed=unpack(fields.get(b"d", b"")),
