@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 CLIENTS = 20
 SERVE = ("--engine", "simulated", "--routers", "2", "--simulated-decode-ms", "30")
 
+
 class Crowd:
     """Clients that stream, each the same answer again and again."""
 
