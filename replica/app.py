@@ -12,6 +12,7 @@ import psutil
 import ray
 from ray import serve
 
+from replica.draining import draining
 from replica.engines import start_engine
 from replica.events import BlockTable
 from replica.kvindex.fingerprint import FINGERPRINT_VERSION
@@ -37,7 +38,7 @@ class Replica:
         self._redis = connect(self._settings.redis_url)
         self._publisher = self._make_publisher()
         self._tasks = [
-            asyncio.create_task(self._publisher.run(), name="publisher"),
+            asyncio.create_task(self._keep_index(), name="index"),
             asyncio.create_task(self._pump_events(), name="events"),
             asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
@@ -56,7 +57,7 @@ class Replica:
                 task.result()  # an index that is no longer fed goes wrong for good
 
     async def __del__(self) -> None:
-        """Serve's shutdown hook: leave the index first, so that nobody is sent here any more."""
+        """Serve's shutdown hook, when what ran is finished or was given up."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -91,6 +92,14 @@ class Replica:
 
     def _load(self) -> Mapping[str, int]:
         return dataclasses.asdict(self._engine.load())
+
+    async def _keep_index(self) -> None:
+        """The replica is in the index until it drains: what it then finishes ends with it."""
+        async with asyncio.TaskGroup() as tasks:
+            publishing = tasks.create_task(self._publisher.run(), name="publisher")
+            await draining()
+            publishing.cancel()
+        await self._publisher.leave()
 
     async def _die_with_engine(self) -> None:
         """Whoever waits for an answer learns at once that none will come, and Serve starts another

@@ -52,19 +52,18 @@ async def _begin(
     dispatcher: Dispatcher, body: SamplingRequest, prompts: Iterable[tuple[TokenIds, int]]
 ) -> list[Generation]:
     """All prompts of one call under way, or none of them."""
-    begun = await asyncio.gather(
-        *(
-            dispatcher.begin(prompt, body.sampling(room), body.cache_salt)
-            for prompt, room in prompts
-        ),
-        return_exceptions=True,
-    )
-    generations = [result for result in begun if isinstance(result, Generation)]
-    for result in begun:
-        if isinstance(result, BaseException):
-            _close(generations)
-            raise result
-    return generations
+    tasks = [
+        asyncio.create_task(dispatcher.begin(prompt, body.sampling(room), body.cache_salt))
+        for prompt, room in prompts
+    ]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:  # one cannot be, or the client has gone meanwhile
+        for task in tasks:
+            task.cancel()
+        begun = await asyncio.gather(*tasks, return_exceptions=True)
+        _close(result for result in begun if isinstance(result, Generation))
+        raise
 
 
 async def _events(reply: Reply, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:

@@ -32,8 +32,9 @@ class Branches:
         """A branch of the prefix went to that replica."""
         keep = 1.0 - 1.0 / (ROUNDS * len(fleet))
         before = self._taken.pop(_key(prefix), {})
-        taken = self._taken[_key(prefix)] = {id_: keep * before.get(id_, 0.0) for id_ in fleet}
+        taken = {id_: keep * count for id_, count in before.items() if id_ in fleet}
         taken[replica_id] = taken.get(replica_id, 0.0) + 1.0
+        self._taken[_key(prefix)] = taken
         if len(self._taken) > KNOWN_PREFIXES:
             self._taken.popitem(last=False)
 

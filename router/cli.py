@@ -15,6 +15,7 @@ from router.replay.calibrate import calibrate
 from router.replay.command import replay
 from router.settings import ServeSettings, load
 
+Url = Annotated[str, typer.Option(help="Where the cluster listens.")]
 COLUMNS = ("id", "node", "pid", "blocks", "running", "waiting", "incarnation")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -51,16 +52,38 @@ def serve(**given: Any) -> None:
 
 
 @app.command()
-def status(
-    url: Annotated[str, typer.Option(help="Where the cluster listens.")] = "http://127.0.0.1:8000",
-) -> None:
+def status(url: Url = "http://127.0.0.1:8000") -> None:
     """Show the replicas of a running cluster."""
+    Console().print(_table(_cluster(url, "replicas")))
+
+
+@app.command()
+def scale(
+    replicas: Annotated[int, typer.Argument(help="How many there shall be.", show_default=False)],
+    url: Url = "http://127.0.0.1:8000",
+) -> None:
+    """Add replicas to a running cluster, or take some away; no request is lost over it."""
+    from router.progress import Progress
+    from router.scale import ScaleError
+    from router.scale import scale as scale_to
+
+    if replicas < 1:
+        _fail(f"REPLICAS is {replicas}; at least 1 stays. Ctrl-C of kvroute serve ends them all")
+    try:
+        scale_to(replicas, _cluster(url, "ray_address"), Progress())
+    except ScaleError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("not waited for; the cluster goes on with it")
+
+
+def _cluster(url: str, field: str) -> Any:
+    """What the cluster there says of itself."""
     try:
         answer = httpx.get(f"{url.rstrip('/')}/v1/cluster", timeout=10)
-        replicas = answer.raise_for_status().json()["replicas"]
+        return answer.raise_for_status().json()[field]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         _fail(f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve")
-    Console().print(_table(replicas))
 
 
 def _table(replicas: list[dict[str, Any]]) -> Table:

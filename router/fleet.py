@@ -134,7 +134,7 @@ class Fleet:
         self._rank = ranking
         self._records: dict[str, ReplicaRecord] = {}
         self._free_blocks: dict[str, int] = {}  # of replicas with a record
-        self._loads: dict[str, ReplicaLoad] = {}
+        self._loads: dict[str, ReplicaLoad] = {}  # of those with a record or with requests
         self._branches = Branches()
 
     @property

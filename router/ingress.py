@@ -6,6 +6,7 @@ import random
 import time
 from typing import Any
 
+import ray
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from ray import serve
@@ -169,6 +170,7 @@ class Router:
         return JSONResponse(
             {
                 "model": self._settings.served_model_name,
+                "ray_address": ray.get_runtime_context().gcs_address,
                 "replicas": [
                     {
                         "id": record.id,

@@ -19,6 +19,7 @@ from router.signals import StopSignals
 
 LOOPBACK = "127.0.0.1"
 APPLICATION = "kvroute"
+LOGICAL_CPUS = 1000  # that Ray hands out, one to each process: it counts, and limits nothing
 OBJECT_STORE_BYTES = 200_000_000
 SHUTDOWN_S = 10.0  # for Serve and again for Ray, before they are killed
 POLL_S = 0.2
@@ -43,7 +44,7 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
     from ray import serve
 
     serve.run_many(
-        [serve.RunTarget(application, name=APPLICATION)],
+        [serve.RunTarget(application, name=APPLICATION, external_scaler_enabled=True)],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
@@ -70,6 +71,11 @@ def gpu_count() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
+def plain(message: str) -> str:
+    """Without the colours of Ray's tracebacks."""
+    return Text.from_ansi(message).plain
+
+
 def _start(settings: ServeSettings, folder: Path) -> None:
     _prepare_environment(folder)
     import ray
@@ -79,7 +85,7 @@ def _start(settings: ServeSettings, folder: Path) -> None:
         ray.init(
             address="local",
             namespace=APPLICATION,
-            num_cpus=_logical_cpus(settings),
+            num_cpus=LOGICAL_CPUS,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -126,18 +132,13 @@ def _news(deployments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _last_line(message: str) -> str:
-    return _plain(message).strip().splitlines()[-1]
+    return plain(message).strip().splitlines()[-1]
 
 
 def _reason(status: Any) -> str:
     """What the deployments say."""
     messages = [each.message for each in status.deployments.values() if each.message]
-    return _plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
-
-
-def _plain(message: str) -> str:
-    """Without the colours of Ray's tracebacks."""
-    return Text.from_ansi(message).plain
+    return plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
 
 
 def _prepare_environment(folder: Path) -> None:
@@ -158,11 +159,6 @@ def _prepare_environment(folder: Path) -> None:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
     }
-
-
-def _logical_cpus(settings: ServeSettings) -> int:
-    """What Ray may hand out: it counts, and limits nothing."""
-    return (os.cpu_count() or 1) + 2 * (settings.replicas + settings.routers)
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

@@ -112,6 +112,15 @@ class ServeSettings(BaseSettings):
         Field(ge=2),
         Option(CLUSTER, "Seconds without a sign of life after which a replica is replaced."),
     ] = 5.0
+    drain_timeout_s: Annotated[
+        float,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "Seconds in which a replica that is taken away may finish what it runs; what is left "
+            "then goes on at another one.",
+        ),
+    ] = 600.0
 
     prefix_caching: Annotated[
         bool,

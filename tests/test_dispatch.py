@@ -1,8 +1,10 @@
 """One stream of chunks for a prompt, whatever becomes of the replicas that make it."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,15 @@ import pytest
 
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling
 from replica.simulated import SimulatedConfig, SimulatedEngine
+from router.answer import answer
 from router.dispatch import LOSSES, Dispatcher
 from router.errors import ApiError
 from router.fleet import Fleet
+from router.responses import CompletionReply
 from router.routes import ROUTES
+from router.schemas import CompletionRequest
 from router.watch import Watch
+from tests.waiting import until
 
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
@@ -85,11 +91,11 @@ class Client:
         self.fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
         handle: Any = self.replicas
         watch = Watch(lambda: self.replicas, self.fleet, hang_timeout_s=5)
-        self._dispatcher = Dispatcher(handle, self.fleet, watch)
+        self.dispatcher = Dispatcher(handle, self.fleet, watch)
 
     async def ask(self, **sampling: Any) -> list[Chunk]:
         greedy = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
-        generation = await self._dispatcher.begin(PROMPT, greedy, "")
+        generation = await self.dispatcher.begin(PROMPT, greedy, "")
         try:
             return [chunk async for chunk in generation.chunks()]
         finally:
@@ -152,3 +158,20 @@ async def test_no_load_is_left_where_a_replica_was_lost() -> None:
     await client.ask()
     candidates = client.fleet.place_chain([], 1, client.replicas.ids(), now_s=0).ranking
     assert [(each.backlog_s, each.decode_step_s) for each in candidates] == [(0, 0)] * 3
+
+
+async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have_begun() -> None:
+    client = Client(IMMORTAL, IMMORTAL)
+    client.replicas.engines["r1"] = SimulatedEngine(replace(INSTANT, decode_step_s=1000))
+    body = CompletionRequest(prompt=["one", "two"], max_tokens=12)
+    asking = asyncio.create_task(
+        answer(
+            *(client.dispatcher, CompletionReply, body, [PROMPT, PROMPT + 1]),
+            model="m",
+            max_model_len=1000,
+        )
+    )
+    await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert [load.unanswered for load in client.fleet._loads.values()] == [0, 0]

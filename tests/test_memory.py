@@ -1,0 +1,145 @@
+"""However much has passed through, what stays in memory is what lives."""
+
+import asyncio
+import gc
+import random
+import time
+import tracemalloc
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from replica.blocks import BlockPool
+from replica.events import BlockTable
+from replica.kvindex.index import Index, connect
+from replica.protocol import TokenIds
+from replica.publisher import Publisher
+from router.feed import Feed
+from router.fleet import Fleet
+from router.peers import Listener, Loudspeaker
+from tests.records import FACTS, LOAD
+from tests.waiting import until
+
+pytestmark = pytest.mark.timeout(300)
+
+MODEL = "soaked"
+BLOCK = 4  # tokens
+CAPACITY = 1000  # blocks of one replica
+PROMPT = 100  # blocks
+LIFE = 200  # prompts, until the replica leaves
+GROWTH_BYTES = 1_000_000  # a trace of each block would be fifty times that
+
+
+class Replica:
+    """A cache, and a publisher that tells of it."""
+
+    def __init__(self, index: Index) -> None:
+        self.id = uuid.uuid4().hex[:8]
+        self.table = BlockTable(model=MODEL, revision="", block_size=BLOCK)
+        self._pool = BlockPool(block_size=BLOCK, capacity_blocks=CAPACITY)
+        self._publisher = Publisher(
+            *(index, self.table),
+            replica_id=self.id,
+            facts=FACTS,
+            load=lambda: LOAD,
+            lease_s=3.0,
+        )
+
+    @asynccontextmanager
+    async def living(self) -> AsyncIterator[None]:
+        publishing = asyncio.create_task(self._publisher.run())
+        yield
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        await self._publisher.leave()
+
+    def compute(self, token_ids: TokenIds) -> None:
+        table = self._pool.table(token_ids, "")
+        self._pool.admit(table)
+        self._pool.extend(table, len(token_ids))
+        self._pool.free(table)
+        self._publisher.publish(self._pool.drain())
+
+
+class Router:
+    """All that one knows of the replicas. It hears its own requests as if they were another's."""
+
+    def __init__(self, index: Index) -> None:
+        self._loudspeaker = Loudspeaker()
+        self.fleet = Fleet(
+            model=MODEL,
+            revision="",
+            block_size=BLOCK,
+            rng=random.Random(0),
+            witness=self._loudspeaker,
+        )
+        self.feed = Feed(index, self.fleet)
+        self._listener = Listener(self.fleet, own="")
+
+    def send(self, token_ids: TokenIds, replica_id: str) -> None:
+        now_s = time.monotonic()
+        placement = self.fleet.place(token_ids, "", [replica_id], now_s)
+        trip = self.fleet.sent(placement, replica_id, uuid.uuid4().hex, now_s)
+        self._listener.hear(self._loudspeaker.take())
+        trip.first_token(now_s)
+        trip.end()
+        self._listener.hear(self._loudspeaker.take())
+
+    def knows(self, replica: Replica) -> bool:
+        return self.fleet.mirror.held_by(replica.id) == set(replica.table.held())
+
+
+async def live(index: Index, router: Router, rng: np.random.Generator) -> None:
+    """One replica comes, takes a whole life's prompts, no two of them alike, and leaves."""
+    replica = Replica(index)
+    async with replica.living():
+        for number in range(LIFE):
+            token_ids = rng.integers(0, 2**16, PROMPT * BLOCK).astype(np.uint32)
+            router.send(token_ids, replica.id)
+            replica.compute(token_ids)
+            if number % 10 == 0:
+                await asyncio.sleep(0.01)  # to write and to read
+        await until(lambda: router.knows(replica))
+    await until(lambda: not router.fleet.records)
+
+
+def traced_bytes() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.fixture
+async def index(redis_url: str) -> AsyncIterator[Index]:
+    async with connect(redis_url) as client:
+        yield Index(client, MODEL)
+
+
+@pytest.fixture
+async def router(index: Index, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
+    monkeypatch.setattr("router.feed.POLL_S", 0.05)
+    monkeypatch.setattr("router.feed.WAIT_MS", 10)
+    router = Router(index)
+    following = asyncio.create_task(router.feed.run())
+    yield router
+    following.cancel()
+    await asyncio.wait([following])
+
+
+async def test_a_million_blocks_leave_nothing_behind(index: Index, router: Router) -> None:
+    rng = np.random.default_rng(0)
+    tracemalloc.start()
+    try:
+        for _ in range(10):
+            await live(index, router, rng)
+        before = traced_bytes()
+        for _ in range(40):
+            await live(index, router, rng)
+        assert traced_bytes() - before < GROWTH_BYTES
+    finally:
+        tracemalloc.stop()
+    mirror = router.fleet.mirror
+    await until(lambda: not len(mirror))  # once it has swept
+    assert (len(mirror._expected), router.fleet._loads) == (0, {})
