@@ -134,6 +134,15 @@ class ServeSettings(BaseSettings):
             env=("SEQ_SIZE_PER_BLOCK",),
         ),
     ] = None
+    pin_share: Annotated[
+        float,
+        Field(ge=0, le=1),
+        Option(
+            CACHE,
+            "Share of the cache that named prefixes may take for good; what a longest request "
+            "needs is always left.",
+        ),
+    ] = 0.3
     kv_cache_memory_mb: Annotated[
         int, Positive, Option(CACHE, "Memory of one replica's cache in MB, on CPUs.")
     ] = 512
