@@ -286,16 +286,19 @@ def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> _Llm:
 def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:
     config = llm.vllm_config
     speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
-    shape = {
-        "block_size": config.cache_config.block_size,
-        "capacity_blocks": config.cache_config.num_gpu_blocks - 1,  # one is vLLM's null block
-        "max_model_len": config.model_config.max_model_len,
-    }
+    capacity_blocks = config.cache_config.num_gpu_blocks - 1  # one is vLLM's null block
     return EngineFacts(
+        block_size=config.cache_config.block_size,
+        capacity_blocks=capacity_blocks,
+        max_model_len=config.model_config.max_model_len,
         prefix_caching=settings.prefix_caching,
-        pin_blocks=pin_budget(settings.pin_share * settings.prefix_caching, **shape),
+        pin_blocks=pin_budget(
+            settings.pin_share * settings.prefix_caching,
+            capacity_blocks=capacity_blocks,
+            block_size=config.cache_config.block_size,
+            max_model_len=config.model_config.max_model_len,
+        ),
         engine="vllm",
-        **shape,
         **speed,
     )
 
