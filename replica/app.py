@@ -17,9 +17,11 @@ from replica.engines import start_engine
 from replica.events import BlockTable
 from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, connect
+from replica.kvindex.prefixes import Prefixes
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest
 from replica.publisher import Publisher
 from replica.settings import ReplicaSettings
+from replica.warmer import Warmer
 
 log = logging.getLogger("kvroute.replica")
 
@@ -37,11 +39,14 @@ class Replica:
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
         self._publisher = self._make_publisher()
+        self._warmer = self._make_warmer()
         self._tasks = [
             asyncio.create_task(self._keep_index(), name="index"),
             asyncio.create_task(self._pump_events(), name="events"),
             asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
+        await self._warmer.start(self._settings.declared)
+        self._tasks.append(asyncio.create_task(self._warmer.run(), name="warmer"))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Chunks as the engine makes them; a caller that goes away aborts the request."""
@@ -79,7 +84,18 @@ class Replica:
             replica_id=self.id,
             facts=dataclasses.asdict(facts) | self._identity(),
             load=lambda: self._load(),
+            pins=lambda: self._warmer.kept(),
             lease_s=settings.lease_s,
+        )
+
+    def _make_warmer(self) -> Warmer:
+        model = self._settings.served_model_name
+        return Warmer(
+            self._engine,
+            Prefixes(self._redis, model),
+            Index(self._redis, model),
+            replica_id=self.id,
+            tell=self._publisher.renew_soon,
         )
 
     def _identity(self) -> dict[str, Any]:

@@ -87,6 +87,14 @@ class BlockPool:
         table.blocks = []
         table.cached = 0
 
+    def share(self, table: Table, blocks: int) -> Table:
+        """Another table, which holds the first blocks of this one; they must be cached."""
+        held = table.blocks[:blocks]
+        for block in held:
+            self._hold(block)
+        tokens = table.token_ids[: blocks * self.block_size]
+        return Table(tokens, table.namespace, table.hashes[:blocks], held, cached=blocks)
+
     def reset(self) -> bool:
         """Forgets every cached block; False, and nothing is forgotten, while a block is held."""
         if self.used_blocks:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from replica.cores import Cores
 from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsLost, KVEvent
+from replica.pins import admit_pin, pin_budget
 from replica.protocol import (
     Alternative,
     Chunk,
@@ -38,6 +39,7 @@ from replica.protocol import (
     Load,
     TokenLogprob,
 )
+from replica.scheduler import PIN
 from replica.settings import ReplicaSettings
 from replica.vitals import Vitals
 
@@ -45,7 +47,8 @@ from replica.vitals import Vitals
 CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
 GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
 
-ANSWERED = "kvroute_answered"  # in a request's extra_args: its last prompt tokens that are answer
+# In a request's extra_args:
+ANSWERED = "kvroute_answered"  # its last prompt tokens that are answer
 CONTEXT_TOKENS = 4  # before a token, from which vLLM completes a character for its logprobs
 
 
@@ -59,6 +62,7 @@ class VllmEngine:
         self._llm = llm
         self._subscriber = subscriber
         self._stats = stats
+        self._pins: dict[str, int] = {}
         self._processes = psutil.Process().children(recursive=True)  # the engine's
         self._unfinished = 0  # requests
         self._vitals = Vitals()
@@ -78,6 +82,8 @@ class VllmEngine:
         return cls(llm, _facts(llm, settings), subscriber, stats)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if request.pin:
+            admit_pin(request, self.pins, self.facts)
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
         self._unfinished += 1
         try:
@@ -86,12 +92,22 @@ class VllmEngine:
             ):
                 for chunk in _chunks(output):
                     yield chunk
+            if request.pin:
+                self._pins[request.pin] = await self._call("kvroute_pinned", request.pin)
         except VllmDeadError as error:
             raise EngineDeadError(str(error)) from error
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
         finally:
             self._unfinished -= 1
+
+    @property
+    def pins(self) -> Mapping[str, int]:
+        return self._pins
+
+    async def unpin(self, name: str) -> None:
+        if self._pins.pop(name, None) is not None:
+            self._stats.kv_usage = await self._call("kvroute_unpin", name)
 
     async def events(self) -> AsyncIterator[list[KVEvent]]:
         decoder = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
@@ -129,7 +145,14 @@ class VllmEngine:
         return False
 
     async def reset_prefix_cache(self) -> bool:
-        return bool(await self._llm.reset_prefix_cache())
+        is_forgotten = bool(await self._llm.reset_prefix_cache())
+        if is_forgotten:
+            self._pins.clear()
+        return is_forgotten
+
+    async def _call(self, method: str, name: str) -> Any:
+        """One of the methods that scheduler.py adds to vLLM's."""
+        return await self._llm.engine_core.call_utility_async(method, name)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
@@ -167,6 +190,7 @@ def engine_args(settings: ReplicaSettings, model: str, events_endpoint: str) -> 
 def sampling_params(request: GenerateRequest) -> SamplingParams:
     """vLLM's parameters for the rest of the answer."""
     sampling, answered = request.sampling, request.answered
+    extra_args = {ANSWERED: answered, PIN: request.pin}
     return SamplingParams(
         max_tokens=sampling.max_tokens - answered,
         min_tokens=max(0, sampling.min_tokens - answered),
@@ -184,7 +208,7 @@ def sampling_params(request: GenerateRequest) -> SamplingParams:
         logprobs=sampling.logprobs,
         ignore_eos=sampling.ignore_eos,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={ANSWERED: answered} if answered else None,
+        extra_args={key: value for key, value in extra_args.items() if value} or None,
     )
 
 
@@ -262,11 +286,18 @@ def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> _Llm:
 def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:
     config = llm.vllm_config
     speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
+    capacity_blocks = config.cache_config.num_gpu_blocks - 1  # one is vLLM's null block
     return EngineFacts(
         block_size=config.cache_config.block_size,
-        capacity_blocks=config.cache_config.num_gpu_blocks - 1,  # one is vLLM's null block
+        capacity_blocks=capacity_blocks,
         max_model_len=config.model_config.max_model_len,
         prefix_caching=settings.prefix_caching,
+        pin_blocks=pin_budget(
+            settings.pin_share * settings.prefix_caching,
+            capacity_blocks=capacity_blocks,
+            block_size=config.cache_config.block_size,
+            max_model_len=config.model_config.max_model_len,
+        ),
         engine="vllm",
         **speed,
     )

@@ -37,6 +37,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
         decode_per_seq_s=0.0,
         max_running=settings.max_num_seqs or 256,
         prefix_caching=settings.prefix_caching,
+        pin_share=settings.pin_share,
     )
     return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
 

@@ -1,6 +1,6 @@
 """What every engine does, and the values that cross between a router and a replica."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -46,6 +46,7 @@ class GenerateRequest:
     sampling: Sampling  # of the whole answer, whoever begins it
     namespace: str = ""  # cache salt: prefixes are shared within one namespace only
     answered: int = 0  # that many trailing token_ids are the answer's beginning
+    pin: str = ""  # under this name the prompt's full blocks stay in the KV cache
 
     @property
     def prompt_ids(self) -> TokenIds:
@@ -92,7 +93,7 @@ class Load:
 
     running: int = 0  # requests in the batch
     waiting: int = 0  # requests queued in the engine
-    used_blocks: int = 0  # KV blocks that running requests hold
+    used_blocks: int = 0  # KV blocks that running requests and pins hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class EngineFacts:
     prefill_tokens_per_s: float  # at a prompt's start; a guess: the router learns the real speed
     attention_tokens: float = 32_768.0  # context at which a token's prefill costs twice as much
     prefix_caching: bool = True
+    pin_blocks: int = 0  # KV blocks that pins may take
     engine: str = "vllm"  # "vllm" | "simulated"
 
 
@@ -112,15 +114,32 @@ class EngineDeadError(RuntimeError):
     """The engine cannot answer any more; the replica must be replaced."""
 
 
+class PinRefusedError(ValueError):
+    """Pins would take more of the KV cache than they may."""
+
+
 class Engine(Protocol):
     facts: EngineFacts
+
+    @property
+    def pins(self) -> Mapping[str, int]:
+        """Blocks that stay in the KV cache, by the name of their pin."""
+        ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Chunks as they are made. Closing the generator aborts the request.
 
         An answer that was begun elsewhere goes on as if this engine had made all of it: the text
         after what `answered` let go, the stop strings, the limits on its length.
+
+        A request with a `pin` that comes to its end leaves the prompt's full blocks pinned, in
+        place of what had the name. They are never evicted, and serve requests of the same
+        namespace. PinRefusedError, before anything is computed, where pins may not take as much.
         """
+        ...
+
+    async def unpin(self, name: str) -> None:
+        """The blocks may be evicted, once no other pin and no request holds them."""
         ...
 
     def events(self) -> AsyncIterator[list[KVEvent]]:
@@ -134,7 +153,8 @@ class Engine(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and forgets none, while requests hold some."""
+        """Forgets every cached block, and every pin; False, and forgets none, while requests hold
+        some."""
         ...
 
     async def close(self) -> None: ...

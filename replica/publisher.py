@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from replica.events import BlockTable, Changes, KVEvent
 from replica.kvindex.fingerprint import Fingerprint
-from replica.kvindex.index import BATCH_BLOCKS, FencedError, Index, Standing
+from replica.kvindex.index import BATCH_BLOCKS, FencedError, Index, Standing, Warm
 from replica.kvindex.outage import Outage
 
 log = logging.getLogger("kvroute.publisher")
@@ -37,6 +37,7 @@ class Publisher:
         replica_id: str,
         facts: Mapping[str, Any],
         load: Callable[[], Mapping[str, int]],
+        pins: Callable[[], Mapping[str, Warm]] = dict,
         lease_s: float,
     ) -> None:
         self._index = index
@@ -44,6 +45,7 @@ class Publisher:
         self._replica_id = replica_id
         self._facts = facts
         self._load = load
+        self._pins = pins
         self._lease_s = lease_s
         self._changes = Changes()
         self._changed = asyncio.Event()
@@ -65,6 +67,11 @@ class Publisher:
             self._changes = Changes(cleared=True, added=set(self._table.held()))
         if self._changes:
             self._changed.set()
+
+    def renew_soon(self) -> None:
+        """Load and pins reach the record within milliseconds; returns at once."""
+        self._renewal_s = 0.0
+        self._changed.set()
 
     async def run(self) -> None:
         """Announces the replica, writes its changes and renews its lease until cancelled."""
@@ -96,6 +103,7 @@ class Publisher:
             replaces=not self._was_registered,
             facts=self._facts,
             load=self._load(),
+            pins=self._pins(),
             lease_s=self._lease_s,
         )
         self._outage.end()
@@ -119,7 +127,9 @@ class Publisher:
     async def _renew_if_due(self) -> None:
         if asyncio.get_running_loop().time() < self._renewal_s:
             return
-        await self._index.renew(self._standing, load=self._load(), lease_s=self._lease_s)
+        await self._index.renew(
+            self._standing, load=self._load(), pins=self._pins(), lease_s=self._lease_s
+        )
         self._plan_renewal()
 
     def _plan_renewal(self) -> None:

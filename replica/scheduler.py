@@ -1,4 +1,5 @@
-"""vLLM's schedulers with two gaps closed: clears are told at once, and nobody outlives the replica.
+"""vLLM's schedulers with three gaps closed: clears are told at once, blocks can be pinned, and
+nobody outlives the replica.
 
 vLLM loads these classes by name inside the engine's own process. They lean on private API of the
 pinned version; tests/test_engine.py holds what they rely on.
@@ -12,18 +13,61 @@ import time
 from typing import Any
 
 from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned
 
 
 class _Kvroute:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.pins: dict[str, list[KVCacheBlock]] = {}  # a pin is a holder of blocks, like a request
         _die_with_parent()
 
+    def _free_blocks(self, request: Request) -> None:
+        """Called at a request's end; not when it is preempted."""
+        params = request.sampling_params
+        name = ((params and params.extra_args) or {}).get(PIN)
+        if name and request.status != RequestStatus.FINISHED_ABORTED:
+            self._pin(name, request)
+        super()._free_blocks(request)  # type: ignore[misc]
+
+    def _pin(self, name: str, request: Request) -> None:
+        """Holds the prompt's full blocks in place of what had the name. Only in caches of one group
+        of layers: elsewhere a block is not simply there or not."""
+        groups = self.kv_cache_manager.get_blocks(request.request_id).blocks  # type: ignore[attr-defined]
+        if len(groups) != 1:
+            return
+        full_blocks = request.num_prompt_tokens // self.block_size  # type: ignore[attr-defined]
+        blocks = list(groups[0][:full_blocks])
+        self._pool.touch(blocks)
+        self.unpin(name)
+        self.pins[name] = blocks
+
+    def unpin(self, name: str) -> None:
+        self._pool.free_blocks(reversed(self.pins.pop(name, [])))
+
+    @property
+    def _pool(self) -> BlockPool:
+        pool: BlockPool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        return pool
+
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """vLLM queues AllBlocksCleared until its next step, which an idle engine does not have."""
+        """Pins go with the cache. vLLM queues AllBlocksCleared until its next step, which an idle
+        engine does not have."""
+        pins = dict(self.pins)
+        for name in pins:
+            self.unpin(name)
         done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        if not done:
+            for blocks in pins.values():
+                self._pool.touch(blocks)
+            self.pins = pins
         events = self.kv_cache_manager.take_events()  # type: ignore[attr-defined]
         if events:
             self.kv_event_publisher.publish(  # type: ignore[attr-defined]
@@ -38,6 +82,22 @@ class KvrouteScheduler(_Kvroute, Scheduler):
 
 class KvrouteAsyncScheduler(_Kvroute, AsyncScheduler):
     """For GPUs, where the next step is scheduled while the last one runs."""
+
+
+def _pinned(core: EngineCore, name: str) -> int:
+    return len(core.scheduler.pins.get(name, ()))
+
+
+def _unpin(core: EngineCore, name: str) -> float:
+    """The share of the cache that is in use without it."""
+    core.scheduler.unpin(name)
+    usage: float = core.scheduler.kv_cache_manager.usage
+    return usage
+
+
+# vLLM's client calls methods of its core by name.
+EngineCore.kvroute_pinned = _pinned
+EngineCore.kvroute_unpin = _unpin
 
 
 def _die_with_parent() -> None:

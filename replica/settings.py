@@ -17,6 +17,8 @@ class ReplicaSettings(BaseModel):
     block_size: int = 32  # tokens
     max_model_len: int | None = None  # tokens; None: the model's own
     max_num_seqs: int | None = None  # requests in one batch; None: the engine's own
+    pin_share: float = 0.3  # of the KV cache, that named prefixes may take for good
+    declared: tuple[str, ...] = ()  # ids of named prefixes that are there from the start
     kv_cache_memory_mb: int = 512  # on CPUs; a GPU's free memory decides by itself
     tensor_parallel_size: int = 1
     cores: int = 1  # CPU cores that compute for one replica, where there is no GPU

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from replica.blocks import BlockPool, Table
 from replica.events import EventsLost, KVEvent
+from replica.pins import admit_pin, pin_budget
 from replica.protocol import (
     Chunk,
     Engine,
@@ -39,6 +40,7 @@ class SimulatedConfig:
     max_running: int = 128  # sequences in the batch
     max_batched_tokens: int = 2048  # in one step
     prefix_caching: bool = True
+    pin_share: float = 0.3  # of the KV cache, that pins may take
     vocabulary: Sequence[int] = range(1000, 1512)  # token ids it may say; unused with a tokenizer
 
 
@@ -93,6 +95,12 @@ class SimulatedEngine(Engine):
             prefill_tokens_per_s=config.prefill_tokens_per_s or INSTANT_TOKENS_PER_S,
             attention_tokens=config.attention_tokens,
             prefix_caching=config.prefix_caching,
+            pin_blocks=pin_budget(
+                config.pin_share * config.prefix_caching,
+                capacity_blocks=config.capacity_blocks,
+                block_size=config.block_size,
+                max_model_len=config.max_model_len,
+            ),
             engine="simulated",
         )
         self._vocabulary = (
@@ -105,6 +113,7 @@ class SimulatedEngine(Engine):
             capacity_blocks=config.capacity_blocks,
             prefix_caching=config.prefix_caching,
         )
+        self._pins: dict[str, Table] = {}
         self._jobs: set[_Job] = set()
         self._waiting: deque[_Choice] = deque()
         self._running: list[_Choice] = []  # the latest admitted last
@@ -116,8 +125,14 @@ class SimulatedEngine(Engine):
         self._failure: BaseException | None = None
         self._is_closed = False
 
+    @property
+    def pins(self) -> Mapping[str, int]:
+        return {name: len(table.blocks) for name, table in self._pins.items()}
+
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Raises ValueError for a request that could never run here."""
+        if request.pin:
+            admit_pin(request, self.pins, self.facts)
         prompt_tokens = len(request.prompt_ids)
         longest = self.config.max_model_len - 1
         if not 1 <= prompt_tokens <= longest:
@@ -148,7 +163,15 @@ class SimulatedEngine(Engine):
         if self._is_closed or has_ended:
             raise EngineDeadError("the simulated engine has stopped") from self._failure
 
+    async def unpin(self, name: str) -> None:
+        if table := self._pins.pop(name, None):
+            self._pool.free(table)
+
     async def reset_prefix_cache(self) -> bool:
+        if self._running:
+            return False
+        for name in self.pins:
+            await self.unpin(name)
         is_forgotten = self._pool.reset()
         self._publish()
         return is_forgotten
@@ -335,7 +358,16 @@ class SimulatedEngine(Engine):
             self._queue_siblings(job)
         if finish_reason:
             job.unfinished -= 1
+            if job.request.pin:
+                self._pin(job.request, choice.table)
             self._leave(choice)
+
+    def _pin(self, request: GenerateRequest, table: Table) -> None:
+        replaced = self._pins.get(request.pin)
+        blocks = len(request.prompt_ids) // self.config.block_size
+        self._pins[request.pin] = self._pool.share(table, blocks)
+        if replaced:
+            self._pool.free(replaced)
 
     def _text(self, choice: _Choice, token_id: int) -> tuple[str, str | None]:
         """The text that the token lets go, and the finish reason when it is the last one."""

@@ -16,7 +16,7 @@ from replica.engines import start_engine
 from replica.events import BlockTable, Changes
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
 from replica.model import BUILTIN_MODEL, resolve
-from replica.protocol import Chunk, Engine, GenerateRequest, Sampling
+from replica.protocol import Chunk, Engine, GenerateRequest, PinRefusedError, Sampling
 from replica.settings import ReplicaSettings
 from tests.waiting import until
 
@@ -42,6 +42,20 @@ class Running:
         self, prompt: list[int], sampling: Sampling = GREEDY, namespace: str = ""
     ) -> list[Chunk]:
         return await self.run(request_of(prompt, sampling, namespace))
+
+    async def pin(self, name: str, prompt: list[int], namespace: str = "") -> None:
+        request = request_of([*prompt, 0], replace(GREEDY, max_tokens=1), namespace)
+        await self.run(replace(request, pin=name))
+
+    async def cached_tokens(self, prompt: list[int]) -> int:
+        return (await self.ask([*prompt, 0], replace(GREEDY, max_tokens=1)))[0].cached_tokens
+
+    async def flood(self, seeds: range) -> None:
+        """Half of the prompts one by one, half at once; 1,500 tokens each."""
+        prompts = [prompt_of(1500, seed) for seed in seeds]
+        for prompt in prompts[::2]:
+            await self.cached_tokens(prompt)
+        await asyncio.gather(*(self.cached_tokens(prompt) for prompt in prompts[1::2]))
 
     async def run(self, request: GenerateRequest) -> list[Chunk]:
         self.requests += 1
@@ -165,6 +179,99 @@ async def test_a_reset_is_told_at_once(running: Running) -> None:
     await until(lambda: len(running.table) > 0)
     assert await running.engine.reset_prefix_cache()
     await until(lambda: len(running.table) == 0)
+
+
+async def test_no_flood_evicts_what_is_pinned(running: Running) -> None:
+    pinned, other = prompt_of(20 * BLOCK, seed=30), prompt_of(20 * BLOCK, seed=31)
+    await running.pin("a", pinned)
+    assert await running.cached_tokens(other) == 0
+    await running.flood(range(200, 212))  # three times the KV cache
+    assert await running.cached_tokens(other) == 0
+    assert await running.cached_tokens(pinned) == 20 * BLOCK
+    await running.engine.unpin("a")
+    await running.flood(range(212, 218))
+    assert await running.cached_tokens(pinned) == 0
+
+
+async def test_a_pin_grows_in_the_place_of_what_had_its_name(running: Running) -> None:
+    prompt = prompt_of(10 * BLOCK, seed=32)
+    for blocks in (3, 10):
+        await running.pin("a", prompt[: blocks * BLOCK])
+        assert running.engine.pins == {"a": blocks}
+        assert running.engine.load().used_blocks == blocks
+    await running.engine.unpin("a")
+    assert running.engine.pins == {}
+    assert running.engine.load().used_blocks == 0
+
+
+async def test_a_block_stays_while_one_of_two_pins_holds_it(running: Running) -> None:
+    prompt = prompt_of(10 * BLOCK, seed=33)
+    await running.pin("a", prompt)
+    await running.pin("b", prompt[: 4 * BLOCK])
+    await running.engine.unpin("a")
+    assert running.engine.load().used_blocks == 4
+    await running.flood(range(220, 226))
+    assert await running.cached_tokens(prompt) == 4 * BLOCK
+    await running.engine.unpin("b")
+
+
+async def test_a_pin_beyond_the_budget_is_refused_and_the_others_stay(running: Running) -> None:
+    budget = running.engine.facts.pin_blocks
+    assert 0 < budget < running.engine.facts.capacity_blocks / 3
+    await running.pin("a", prompt_of((budget - 10) * BLOCK, seed=34))
+    with pytest.raises(PinRefusedError, match="b needs 11 KV blocks and 10 of the 5"):
+        await running.pin("b", prompt_of(11 * BLOCK, seed=35))
+    await running.pin("b", prompt_of(10 * BLOCK, seed=35))
+    assert running.engine.pins == {"a": budget - 10, "b": 10}
+    assert len(ids_of(await running.ask(prompt_of(2040, seed=36)))) == 8  # the longest still runs
+    await running.engine.unpin("a")
+    await running.engine.unpin("b")
+
+
+async def test_a_pin_whose_caller_leaves_is_none(running: Running) -> None:
+    sampling = Sampling(max_tokens=1500, temperature=0.0, ignore_eos=True)
+    request = replace(request_of(prompt_of(100, seed=37), sampling), pin="a")
+    async with contextlib.aclosing(running.engine.generate(request)) as chunks:
+        await anext(chunks)
+    await running.ask(prompt_of(40, seed=38))  # a step for the statistics
+    assert running.engine.pins == {}
+    await until(lambda: running.engine.load().used_blocks == 0)
+
+
+async def test_pins_go_with_the_cache_but_not_when_it_has_to_stay(running: Running) -> None:
+    prompt = prompt_of(4 * BLOCK, seed=39)
+    await running.pin("a", prompt)
+    longer = Sampling(max_tokens=1500, temperature=0.0, ignore_eos=True)
+    request = request_of(prompt_of(40, seed=40), longer)
+    async with contextlib.aclosing(running.engine.generate(request)) as chunks:
+        await anext(chunks)
+        assert not await running.engine.reset_prefix_cache()
+        assert running.engine.pins == {"a": 4}
+    await running.ask(prompt_of(40, seed=41))
+    assert await running.engine.reset_prefix_cache()
+    assert running.engine.pins == {}
+    assert await running.cached_tokens(prompt) == 0
+
+
+async def test_a_pin_serves_its_own_namespace_only(running: Running) -> None:
+    prompt = prompt_of(4 * BLOCK, seed=42)
+    await running.pin("a", prompt)
+    assert (await running.ask([*prompt, 0], namespace="tenant"))[0].cached_tokens == 0
+    assert await running.cached_tokens(prompt) == 4 * BLOCK
+    await running.engine.unpin("a")
+
+
+async def test_an_answer_is_the_same_whether_its_beginning_is_pinned_or_not(
+    running: Running,
+) -> None:
+    prefix, rest = prompt_of(23 * BLOCK, seed=43), prompt_of(50, seed=44)
+    cold = await running.ask(prefix + rest)
+    await running.engine.reset_prefix_cache()
+    await running.pin("a", prefix)
+    pinned = await running.ask(prefix + rest)
+    assert (cold[0].cached_tokens, pinned[0].cached_tokens) == (0, 23 * BLOCK)
+    assert ids_of(cold) == ids_of(pinned)
+    await running.engine.unpin("a")
 
 
 async def test_a_caller_that_leaves_frees_the_engine(running: Running) -> None:

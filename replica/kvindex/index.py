@@ -3,8 +3,8 @@
 All keys of one model share a hash tag, so they live on one node of a Redis Cluster:
 
     kvroute:{model}:replicas              set     ids registered and not yet pruned
-    kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load; with the lease
-    kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; with the lease
+    kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load, pins; leased
+    kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; leased
     kvroute:{model}:routers               channel what routers tell each other (router/peers.py)
     kvroute:{model}:changes               stream  r, i, s; j (joined), l (left), or c, a, d
 
@@ -12,14 +12,15 @@ A replica's changes are numbered from its registration (seq 0) on, and each regi
 incarnation of its own. Every write is one script that names what it builds upon: incarnation, seq
 and number of blocks. Where Redis has anything else (another writer, no lease, an older snapshot, a
 set that was evicted), the write is fenced: it changes nothing, and the writer registers again.
-All keys but the channel end with the last lease.
+All keys but the channel end with the last lease. Named prefixes have keys besides: prefixes.py.
 """
 
 import asyncio
 import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -47,11 +48,12 @@ local function extend_lease()
 end
 """
 
-# ARGV 6 facts, 7 load, 8 replaces ('1' or ''), 9 stream length
+# ARGV 6 facts, 7 load, 8 replaces ('1' or ''), 9 stream length, 10 pins
 _REGISTER = f"""{_STANDING}
 if ARGV[8] == '' and redis.call('EXISTS', KEYS[1]) == 1 then return 'fenced' end
 redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'seq', 0, 'facts', ARGV[6], 'load', ARGV[7])
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'seq', 0, 'facts', ARGV[6], 'load', ARGV[7],
+  'pins', ARGV[10])
 redis.call('SADD', KEYS[3], ARGV[5])
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*', 'r', ARGV[5], 'i', ARGV[1], 's', 0, 'j', 1)
 extend_lease()
@@ -79,10 +81,10 @@ extend_lease()
 return redis.call('SCARD', KEYS[2])
 """
 
-# ARGV 6 load
+# ARGV 6 load, 7 pins
 _RENEW = f"""{_STANDING}
 if is_fenced() then return 'fenced' end
-redis.call('HSET', KEYS[1], 'load', ARGV[6])
+redis.call('HSET', KEYS[1], 'load', ARGV[6], 'pins', ARGV[7])
 redis.call('SADD', KEYS[3], ARGV[5])
 extend_lease()
 return 0
@@ -136,6 +138,12 @@ def answered(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     return bounded
 
 
+def key_prefix(model: str) -> str:
+    """What every key of the model begins with."""
+    tag = model.replace("{", "(").replace("}", ")")
+    return f"kvroute:{{{tag}}}"
+
+
 class FencedError(Exception):
     """Redis does not have what the writer wrote, or has another writer's: register again."""
 
@@ -169,6 +177,16 @@ class Standing:
     blocks: int = 0  # in the replica's set
 
 
+class Warm(NamedTuple):
+    """How a replica keeps a named prefix."""
+
+    blocks: int  # the first ones of the prefix, all of which were computed
+    is_pinned: bool  # they stay until the prefix is dropped
+
+
+NO_PINS: Mapping[str, Warm] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
     id: str
@@ -176,6 +194,7 @@ class ReplicaRecord:
     seq: int  # changes since the registration
     facts: Mapping[str, Any]  # what stays true while the incarnation lives
     load: Mapping[str, int]  # running, waiting (requests), used_blocks, held_blocks
+    pins: Mapping[str, Warm] = field(default_factory=dict)  # by Prefix.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +238,7 @@ class Index:
 
     def __init__(self, client: "redis.Redis", model: str) -> None:
         self._redis: Any = client  # its types allow every answer of every protocol version
-        tag = model.replace("{", "(").replace("}", ")")
-        self._prefix = f"kvroute:{{{tag}}}"
+        self._prefix = key_prefix(model)
         self._changes = f"{self._prefix}:changes"
         self._replicas = f"{self._prefix}:replicas"
         self._routers = f"{self._prefix}:routers"
@@ -241,6 +259,7 @@ class Index:
         replaces: bool = True,
         facts: Mapping[str, Any],
         load: Mapping[str, int],
+        pins: Mapping[str, Warm] = NO_PINS,
         lease_s: float,
     ) -> Standing:
         """The replica is known and holds nothing; a writer of an older incarnation is fenced.
@@ -249,6 +268,7 @@ class Index:
         """
         standing = Standing(replica_id, incarnation)
         arguments = [json.dumps(facts), json.dumps(load), "1" if replaces else "", STREAM_CHANGES]
+        arguments.append(json.dumps(dict(pins)))
         await self._write(self._register, standing, lease_s, arguments)
         return standing
 
@@ -268,8 +288,18 @@ class Index:
         return replace(standing, seq=standing.seq + 1, blocks=blocks)
 
     @answered
-    async def renew(self, standing: Standing, *, load: Mapping[str, int], lease_s: float) -> None:
-        await self._write(self._renew, standing, lease_s, [json.dumps(load)])
+    async def renew(
+        self,
+        standing: Standing,
+        *,
+        load: Mapping[str, int],
+        pins: Mapping[str, Warm] = NO_PINS,
+        lease_s: float,
+    ) -> None:
+        """The lease runs anew, and the record says how busy the replica is and what it pins."""
+        await self._write(
+            self._renew, standing, lease_s, [json.dumps(load), json.dumps(dict(pins))]
+        )
 
     @answered
     async def leave(self, replica_id: str, incarnation: str) -> None:
@@ -405,6 +435,7 @@ def _record(replica_id: str, fields: Mapping[bytes, bytes]) -> ReplicaRecord:
         seq=int(fields[b"seq"]),
         facts=json.loads(fields[b"facts"]),
         load=json.loads(fields[b"load"]),
+        pins={name: Warm(*warm) for name, warm in json.loads(fields[b"pins"]).items()},
     )
 
 
