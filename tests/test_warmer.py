@@ -58,7 +58,7 @@ class Replica:
             facts=dataclasses.asdict(self.engine.facts),
             load=lambda: dataclasses.asdict(self.engine.load()),
             pins=lambda: self.warmer.kept(),
-            lease_s=1.0,
+            lease_s=60.0,  # renewed by itself only long after what is tested
         )
         self.warmer = Warmer(
             self.engine,
@@ -99,10 +99,12 @@ async def declare(prefixes: Prefixes, id_: str, blocks: int = 10, **changes: Any
     return await prefixes.declare(id_, token_ids=token_ids, source={"prompt": id_}, **changes)
 
 
-async def pins(replica: Replica) -> dict[str, Warm]:
-    """What everybody can read of the replica."""
-    record = await replica.warmer._index.record(replica.id)
-    return dict(record.pins) if record else {}
+async def until_told(replica: Replica, pins: dict[str, Warm]) -> None:
+    """Everybody can read of the replica that it keeps these."""
+    index = replica.warmer._index
+    async with asyncio.timeout(5):
+        while (record := await index.record(replica.id)) is None or record.pins != pins:
+            await asyncio.sleep(0.01)
 
 
 async def until_kept(replica: Replica, *names: str) -> None:
@@ -133,14 +135,11 @@ async def test_what_is_declared_later_is_warmed_told_and_let_go_when_dropped(
 ) -> None:
     async with Replica(prefixes._redis).running() as replica:
         prefix = await declare(prefixes, "x")
-        await until_kept(replica, "x@1")
-        await asyncio.sleep(0.1)
-        assert await pins(replica) == {"x@1": Warm(10, is_pinned=True)}
+        await until_told(replica, {"x@1": Warm(10, is_pinned=True)})
         assert await replica.cached_blocks(prefix) == 10
         await prefixes.drop("x")
-        await until(lambda: not replica.engine.pins)
-        await asyncio.sleep(0.1)
-        assert await pins(replica) == {}
+        await until_told(replica, {})
+        assert not replica.engine.pins
 
 
 async def test_what_expires_is_let_go(prefixes: Prefixes) -> None:
