@@ -8,7 +8,7 @@ assigned to by now have it. While Redis is away everything stays as it is.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,9 @@ from replica.protocol import Engine, GenerateRequest, Sampling
 log = logging.getLogger("kvroute.warmer")
 
 POLL_S = 0.5  # between looks at Redis
-SLICE_TOKENS = 256  # computed in one go while the replica serves
+FIRST_SLICE_TOKENS = 64  # computed in one go while the replica serves ...
+LONGEST_SLICE_TOKENS = 256
+SLICE_S = 0.2  # ... and how long that may take, so that streams go on
 DECLARED_S = 60.0  # the longest a start waits for the prefixes that it was told of
 
 COMPUTE = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -57,6 +59,7 @@ class Warmer:
         self._kept: dict[str, _Kept] = {}
         self._impossible: set[str] = set()  # names that the engine refuses
         self._is_serving = False
+        self._slice_blocks = self._blocks_in(FIRST_SLICE_TOKENS)
 
     def kept(self) -> Mapping[str, Warm]:
         """What is warm here as a whole, by Prefix.name."""
@@ -144,8 +147,7 @@ class Warmer:
         """The prefix is kept, unpinned where pins have no room for it; or known as impossible."""
         is_pinned = prefix.is_pinned and self._has_room(prefix)
         try:
-            for blocks in self._slices(prefix):
-                await self._compute(prefix, blocks, pin=prefix.name if is_pinned else "")
+            await self._compute(prefix, pin=prefix.name if is_pinned else "")
         except ValueError as error:
             log.warning("named prefix %s cannot be warmed: %s", prefix.name, error)
             self._impossible.add(prefix.name)
@@ -158,18 +160,32 @@ class Warmer:
         self._kept[prefix.name] = _Kept(prefix, Warm(full_blocks, is_pinned))
         self._tell()
 
-    def _slices(self, prefix: Prefix) -> Iterator[int]:
-        """Up to which block to compute next. Before the replica serves, nobody has to wait."""
-        size = self._engine.facts.block_size
-        full_blocks = prefix.full_blocks(size)
-        if self._is_serving:
-            step = max(1, SLICE_TOKENS // size)
-            yield from range(step, full_blocks, step)
-        yield full_blocks
+    async def _compute(self, prefix: Prefix, *, pin: str) -> None:
+        """All full blocks are in the cache. Before the replica serves, nobody has to wait for that;
+        then they come in slices, and while others run they get as much time after each."""
+        full_blocks = prefix.full_blocks(self._engine.facts.block_size)
+        if not self._is_serving or not full_blocks:
+            await self._compute_first(full_blocks, prefix, pin)
+            return
+        blocks = 0
+        while blocks < full_blocks:
+            blocks = min(full_blocks, blocks + self._slice_blocks)
+            took_s = await self._compute_first(blocks, prefix, pin)
+            self._adapt_slices(took_s)
+            load = self._engine.load()
+            if load.running or load.waiting:
+                await asyncio.sleep(took_s)
 
-    async def _compute(self, prefix: Prefix, blocks: int, *, pin: str) -> None:
-        """The first blocks are in the cache. While others are served they get as much time after
-        it as it took."""
+    def _adapt_slices(self, took_s: float) -> None:
+        fitting = int(self._slice_blocks * SLICE_S / max(took_s, 1e-6))
+        longest = self._blocks_in(LONGEST_SLICE_TOKENS)
+        self._slice_blocks = max(1, min(fitting, 2 * self._slice_blocks, longest))
+
+    def _blocks_in(self, tokens: int) -> int:
+        return max(1, tokens // self._engine.facts.block_size)
+
+    async def _compute_first(self, blocks: int, prefix: Prefix, pin: str) -> float:
+        """The first blocks are in the cache; the seconds that it took."""
         began_s = time.monotonic()
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
         # With one token after them, whichever, all blocks can come from the cache.
@@ -177,9 +193,7 @@ class Warmer:
         request = GenerateRequest(f"warm {prefix.name} {blocks}", token_ids, COMPUTE, pin=pin)
         async for _ in self._engine.generate(request):
             pass
-        load = self._engine.load()
-        if load.running or load.waiting:
-            await asyncio.sleep(time.monotonic() - began_s)
+        return time.monotonic() - began_s
 
     def _forget(self, name: str) -> None:
         if self._kept.pop(name, None):

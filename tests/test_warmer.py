@@ -58,7 +58,7 @@ class Replica:
             facts=dataclasses.asdict(self.engine.facts),
             load=lambda: dataclasses.asdict(self.engine.load()),
             pins=lambda: self.warmer.kept(),
-            lease_s=1.0,
+            lease_s=60.0,  # renewed by itself only long after what is tested
         )
         self.warmer = Warmer(
             self.engine,
@@ -99,10 +99,12 @@ async def declare(prefixes: Prefixes, id_: str, blocks: int = 10, **changes: Any
     return await prefixes.declare(id_, token_ids=token_ids, source={"prompt": id_}, **changes)
 
 
-async def pins(replica: Replica) -> dict[str, Warm]:
-    """What everybody can read of the replica."""
-    record = await replica.warmer._index.record(replica.id)
-    return dict(record.pins) if record else {}
+async def until_told(replica: Replica, pins: dict[str, Warm]) -> None:
+    """Everybody can read of the replica that it keeps these."""
+    index = replica.warmer._index
+    async with asyncio.timeout(5):
+        while (record := await index.record(replica.id)) is None or record.pins != pins:
+            await asyncio.sleep(0.01)
 
 
 async def until_kept(replica: Replica, *names: str) -> None:
@@ -133,14 +135,11 @@ async def test_what_is_declared_later_is_warmed_told_and_let_go_when_dropped(
 ) -> None:
     async with Replica(prefixes._redis).running() as replica:
         prefix = await declare(prefixes, "x")
-        await until_kept(replica, "x@1")
-        await asyncio.sleep(0.1)
-        assert await pins(replica) == {"x@1": Warm(10, is_pinned=True)}
+        await until_told(replica, {"x@1": Warm(10, is_pinned=True)})
         assert await replica.cached_blocks(prefix) == 10
         await prefixes.drop("x")
-        await until(lambda: not replica.engine.pins)
-        await asyncio.sleep(0.1)
-        assert await pins(replica) == {}
+        await until_told(replica, {})
+        assert not replica.engine.pins
 
 
 async def test_what_expires_is_let_go(prefixes: Prefixes) -> None:
@@ -259,28 +258,43 @@ async def until_known(prefixes: Prefixes, replica_id: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_streams_go_on_while_a_prefix_is_warmed(prefixes: Prefixes) -> None:
-    slow = dataclasses.replace(
-        INSTANT, prefill_tokens_per_s=20_000.0, decode_step_s=0.001, max_model_len=4096
+async def test_a_replica_that_serves_computes_slices_of_a_few_hundred_tokens(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replica.warmer.SLICE_S", 60.0)
+    assert 128 < await largest_slice(prefixes, prefill_tokens_per_s=100_000.0) <= 256 + 1
+
+
+async def test_a_slow_replica_computes_small_slices(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replica.warmer.SLICE_S", 0.02)
+    assert 0 < await largest_slice(prefixes, prefill_tokens_per_s=3_000.0) <= 64 + 1
+
+
+async def largest_slice(prefixes: Prefixes, *, prefill_tokens_per_s: float) -> int:
+    """The most tokens that were computed at once while an answer was under way."""
+    config = dataclasses.replace(
+        INSTANT, prefill_tokens_per_s=prefill_tokens_per_s, decode_step_s=0.001, max_model_len=4096
     )
-    async with Replica(prefixes._redis, config=slow).running() as replica:
+    async with Replica(prefixes._redis, config=config).running() as replica:
         stream = asyncio.create_task(replica.ask([1, 2, 3], max_tokens=4000))
-        await declare(prefixes, "x", blocks=60)
+        await declare(prefixes, "x", blocks=40)
         largest = 0
         while "x@1" not in replica.warmer.kept():
-            largest = max([largest, *(batch_tokens(replica))])
-            await asyncio.sleep(0.001)
+            largest = max([largest, *warming_tokens(replica.engine)])
+            await asyncio.sleep(0)
         assert not stream.done()
-        assert 0 < largest <= 256 + 1
-        assert replica.engine.pins == {"x@1": 60}
+        assert replica.engine.pins == {"x@1": 40}
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
+        return largest
 
 
-def batch_tokens(replica: Replica) -> list[int]:
-    """Of each prefill that runs: tokens that did not come from the cache."""
+def warming_tokens(engine: SimulatedEngine) -> list[int]:
+    """Of each request that warms a prefix: tokens that did not come from the cache."""
     return [
         len(choice.job.request.token_ids) - (choice.job.cached_tokens or 0)
-        for choice in replica.engine._running
+        for choice in engine._running
         if choice.job.request.pin
     ]

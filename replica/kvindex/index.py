@@ -180,8 +180,8 @@ class Standing:
 class Warm(NamedTuple):
     """How a replica keeps a named prefix."""
 
-    blocks: int  # the first ones of the prefix, all of which were computed
-    is_pinned: bool  # they stay until the prefix is dropped
+    blocks: int  # all full blocks of the prefix, which were computed there
+    is_pinned: bool  # they stay; otherwise some may have been evicted since, as changes tell
 
 
 NO_PINS: Mapping[str, Warm] = MappingProxyType({})
