@@ -26,7 +26,7 @@ from router.fleet import Fleet, Witnesses
 from router.parsing import parse
 from router.peers import Listener, Loudspeaker
 from router.prompt import Prompts
-from router.request_log import HeardReplicas, RequestLog
+from router.request_log import RequestLog
 from router.responses import ChatReply, CompletionReply, Reply
 from router.routes import running_replicas
 from router.sampling import SamplingRequest
@@ -106,9 +106,8 @@ class Router:
             witness=Witnesses(loudspeaker, self._log) if self._log else loudspeaker,
             ranking=RANKINGS[self._settings.policy](),
         )
-        handle = HeardReplicas(replicas, self._log) if self._log else replicas
         watch = Watch(routes.replicas, self._fleet, hang_timeout_s=self._settings.hang_timeout_s)
-        self._dispatcher = Dispatcher(handle, self._fleet, watch)
+        self._dispatcher = Dispatcher(replicas, self._fleet, watch)
         self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [

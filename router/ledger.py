@@ -8,8 +8,8 @@ all, each the end of what counts from the prompt's start:
     reusable    the most that any replica held or was about to hold
     cacheable   any cache could have: whole blocks, without the one of the last token
 
-What was delivered is `hit` up to `expected` and `surprise` beyond it: a gain that the router did not
-see coming, since the index was behind or a sibling was quicker. The rest was computed, and each
+What was delivered is `hit` up to `expected` and `surprise` beyond it: a gain that the router did
+not see coming, since the index was behind or a sibling was quicker. The rest was computed, and each
 token of it has one cause, the first of these whose end it lies before:
 
     stale       expected: evicted on the way, not there yet, or the index was wrong
