@@ -2,19 +2,32 @@
 
 Changes come within milliseconds. Those that the stream lost, or that came faster than we read, are
 noticed at the replica's next change, or within two polls, and the replica is loaded again. One that
-left, or whose lease ended, is forgotten at the next poll.
+left is forgotten at once; one that Redis no longer knows is kept for LINGER_S, in which it
+announces itself again if it is Redis that forgot.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
 from replica.kvindex.fingerprint import Fingerprint
-from replica.kvindex.index import END, START, Change, FencedError, Index, Position, ReplicaRecord
+from replica.kvindex.index import (
+    END,
+    READ_CHANGES,
+    START,
+    Change,
+    FencedError,
+    Index,
+    Position,
+    ReplicaRecord,
+    Snapshot,
+)
+from replica.kvindex.outage import Outage
 from router.fleet import Fleet
 
 log = logging.getLogger("kvroute.feed")
@@ -24,6 +37,7 @@ WAIT_MS = 200  # the longest wait for a change
 STEP_S = 0.001  # of work on the mirror after which requests have the event loop
 STEP_BLOCKS = 1000  # in one piece of it: half a millisecond, a few when the mirror's tables grow
 RETRY_S = 0.5  # between attempts while Redis is away
+LINGER_S = 3.0  # that a replica is known after its record vanished; Serve says whether it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,17 @@ class Seen:
 NOTHING = Seen("", 0, START)
 
 
+@dataclass(frozen=True, slots=True)
+class FeedState:
+    """How well the mirror follows the index."""
+
+    is_reachable: bool  # Redis answered when it was last asked
+    age_s: float  # since the mirror was last equal to the index
+    loads: int  # of a replica's whole set, since the start
+    changes: int  # read from the stream since the start
+    blocks: int  # in the mirror
+
+
 class Feed:
     """Keeps one fleet's mirror equal to the index; while Redis is away it stays as it is."""
 
@@ -48,26 +73,56 @@ class Feed:
         self._position = END  # a poll takes it back to where the stream ends
         self._seen: dict[str, Seen] = {}  # by replica id, as in the mirror
         self._polled: dict[str, int] = {}  # replica id -> seq in its record at the last poll
-        self._poll_due_s = 0.0  # on the monotonic clock
+        self._records: dict[str, ReplicaRecord] = {}  # the last ones, by replica id
+        self._vanished_s: dict[str, float] = {}  # replica id -> when its record was first missed
+        self._poll_due_s = 0.0  # on the monotonic clock, as all times here
         self._step_began_s = 0.0
+        self._equal_s = time.monotonic()
+        self._outage = Outage(log, "the mirror stays as it is")
+        self._has_loaded = asyncio.Event()
+        self._loads = 0
+        self._changes = 0
+
+    @property
+    def state(self) -> FeedState:
+        return FeedState(
+            not self._outage.is_on,
+            time.monotonic() - self._equal_s,
+            self._loads,
+            self._changes,
+            len(self._mirror),
+        )
 
     async def run(self) -> None:
         """Follows the index until cancelled."""
         while True:
             try:
                 await self._poll()
+                self._has_loaded.set()
                 await self._follow()
             except (RedisError, OSError) as error:
-                log.warning("Redis is away (%s); the mirror stays as it is", error)
+                self._outage.begin(error)
                 await asyncio.sleep(RETRY_S)
+
+    async def loaded(self, *, within_s: float) -> None:
+        """Returns once every replica in the index was loaded, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._has_loaded.wait()
 
     async def _follow(self) -> None:
         while True:
-            for position, change in await self._index.follow(self._position, block_ms=WAIT_MS):
+            changes, taken = await self._index.follow(self._position, block_ms=WAIT_MS), 0
+            read_s = time.monotonic()
+            for position, change in changes:
                 await self._apply(position, change)
                 self._position = position
+                taken += 1
                 await self._give_way()
                 await self._poll_if_due()
+            self._changes += taken
+            if taken < READ_CHANGES:
+                self._equal_s = read_s
             await self._poll_if_due()
             while self._mirror.sweep():
                 await self._give_way()
@@ -75,6 +130,10 @@ class Feed:
     async def _apply(self, position: Position, change: Change) -> None:
         replica_id, seen = change.replica_id, self._seen.get(change.replica_id, NOTHING)
         if position <= seen.position:
+            return
+        if change.left:
+            self._forget(replica_id)
+            self._fleet.update(self._records.values())
             return
         if change.joined:
             self._mirror.join(replica_id)
@@ -99,13 +158,10 @@ class Feed:
     async def _poll(self) -> None:
         """Reads who lives and how busy they are; whoever is not what we think is loaded again."""
         await self._rewind()
+        self._outage.end()
         records = {record.id: record for record in await self._index.records()}
-        self._fleet.update(records.values())
-        for replica_id in self._mirror.replica_ids - records.keys():
-            self._forget(replica_id)
-        for record in records.values():
-            if self._is_behind(record):
-                await self._reload(record.id)
+        self._update(records)
+        await self._load([record for record in records.values() if self._is_behind(record)])
         self._polled = {replica_id: record.seq for replica_id, record in records.items()}
         self._poll_due_s = time.monotonic() + POLL_S
 
@@ -116,6 +172,17 @@ class Feed:
             self._position = end
             self._seen.clear()
 
+    def _update(self, records: Mapping[str, ReplicaRecord]) -> None:
+        """The records are news; of those who have none the last one is kept, for LINGER_S."""
+        now_s = time.monotonic()
+        vanished = (self._mirror.replica_ids | self._records.keys()) - records.keys()
+        self._vanished_s = {id_: self._vanished_s.get(id_, now_s) for id_ in vanished}
+        for replica_id in vanished:
+            if now_s - self._vanished_s[replica_id] >= LINGER_S:
+                self._forget(replica_id)
+        self._records.update(records)
+        self._fleet.update(self._records.values())
+
     def _is_behind(self, record: ReplicaRecord) -> bool:
         """True when changes were missed: the stream had a whole poll's time to bring them."""
         seen = self._seen.get(record.id, NOTHING)
@@ -124,22 +191,27 @@ class Feed:
         return seen.seq < self._polled.get(record.id, 0)
 
     async def _reload(self, replica_id: str) -> None:
-        record = await self._index.record(replica_id)
-        if record is None:
-            self._forget(replica_id)
-            return
-        try:
-            snapshot = await self._index.blocks(record)
-        except FencedError:
-            self._forget(replica_id)  # replaced this moment: its joining is in the stream
-            return
-        self._mirror.join(replica_id)
-        await self._in_steps(self._mirror.add, replica_id, snapshot.blocks)
-        self._seen[replica_id] = Seen(record.incarnation, snapshot.seq, snapshot.position)
+        if record := await self._index.record(replica_id):
+            await self._load([record])
+
+    async def _load(self, records: Sequence[ReplicaRecord]) -> None:
+        async for record, snapshot in self._snapshots(records):
+            self._mirror.join(record.id)
+            await self._in_steps(self._mirror.add, record.id, snapshot.blocks)
+            self._seen[record.id] = Seen(record.incarnation, snapshot.seq, snapshot.position)
+            self._loads += 1
+
+    async def _snapshots(
+        self, records: Sequence[ReplicaRecord]
+    ) -> AsyncIterator[tuple[ReplicaRecord, Snapshot]]:
+        for record in records:
+            with contextlib.suppress(FencedError):  # replaced this moment: that is in the stream
+                yield record, await self._index.blocks(record)
 
     def _forget(self, replica_id: str) -> None:
         self._mirror.drop(replica_id)
-        self._seen.pop(replica_id, None)
+        for known in (self._seen, self._records, self._vanished_s):
+            known.pop(replica_id, None)
 
     async def _in_steps(
         self,

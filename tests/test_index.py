@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -265,13 +266,88 @@ async def test_changes_that_the_stream_lost_are_noticed_and_loaded(index: Index)
         await until(side.is_equal)
 
 
-async def test_a_replica_that_leaves_is_forgotten(index: Index) -> None:
+async def test_a_leaving_stands_in_the_stream(index: Index) -> None:
     await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
+    await index.leave("a", "1")
+    assert (await changes(index))[-1] == Change("a", "1", 2, left=True)
+
+
+async def test_the_leaving_of_a_replaced_writer_is_not_told(index: Index) -> None:
+    await join(index, "a", "old")
+    await join(index, "a", "new")
+    await index.leave("a", "old")
+    assert not any(change.left for change in await changes(index))
+
+
+async def test_a_leaving_begins_no_stream_that_nobody_would_end(index: Index) -> None:
+    await join(index, "a")
+    await index._redis.delete(index._changes)
+    await index.leave("a", "1")
+    assert await index._redis.dbsize() == 0
+
+
+async def test_a_replica_that_leaves_is_forgotten_without_a_poll(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.feed.POLL_S", 3600.0)
+    await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
+    async with following(index) as fleet:
+        await index.leave("a", "1")
+        await until(lambda: not fleet.mirror.replica_ids and not fleet.records)
+
+
+async def test_a_replica_that_vanishes_is_known_for_a_while(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
+    async with following(index) as fleet:
+        monkeypatch.setattr("router.feed.POLL_S", 0.01)
+        await index._redis.flushall()
+        await asyncio.sleep(0.5)
+        assert fleet.mirror.held_by("a") == set(BLOCKS)
+        assert [record.id for record in fleet.records] == ["a"]
+        monkeypatch.setattr("router.feed.LINGER_S", 0.5)
+        await until(lambda: not fleet.mirror.replica_ids and not fleet.records)
+
+
+async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_is_over(
+    index: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionRefusedError("nobody is there")
+
+    monkeypatch.setattr("router.feed.RETRY_S", 0.01)
+    feed = Feed(index, Fleet(model="a model", revision="", block_size=4, rng=random.Random(0)))
+    with monkeypatch.context() as away:
+        away.setattr(index, "position", refuse)
+        task = asyncio.create_task(feed.run())
+        await until(lambda: not feed.state.is_reachable and feed.state.age_s > 0.2)
+    await until(lambda: feed.state.is_reachable and feed.state.age_s < 0.2)
+    task.cancel()
+    said = [record.message for record in caplog.records]
+    assert [message[:13] for message in said] == ["Redis is away", "Redis is back"]
+
+
+async def test_a_router_that_starts_waits_for_the_index_but_not_long(
+    index: Index,
+) -> None:
+    await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
+    fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
+    feed = Feed(index, fleet)
+    await feed.loaded(within_s=0.01)  # it does not even run
+    task = asyncio.create_task(feed.run())
+    await feed.loaded(within_s=60)
+    assert fleet.mirror.held_by("a") == set(BLOCKS)
+    task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def following(index: Index) -> AsyncIterator[Fleet]:
+    """A router's fleet that has BLOCKS of replica a."""
     fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
     task = asyncio.create_task(Feed(index, fleet).run())
     await until(lambda: fleet.mirror.held_by("a") == set(BLOCKS))
-    await index.leave("a", "1")
-    await until(lambda: not fleet.mirror.replica_ids)
+    yield fleet
     task.cancel()
 
 

@@ -31,6 +31,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.feed.POLL_S", 0.05)
     monkeypatch.setattr("router.feed.WAIT_MS", 10)
     monkeypatch.setattr("router.feed.RETRY_S", 0.02)
+    monkeypatch.setattr("router.feed.LINGER_S", 0.2)
     monkeypatch.setattr("replica.publisher.RETRY_S", 0.02)
 
 
@@ -248,7 +249,8 @@ class World:
     def _remains(self) -> bool:
         feed, mirror = self.feed, self.fleet.mirror
         known = (len(mirror), len(mirror._expected), mirror.replica_ids, mirror._ids)
-        return any((*known, mirror._live, mirror._dirty, feed._seen, feed._polled))
+        follows = (feed._seen, feed._polled, feed._records, feed._vanished_s)
+        return any((*known, mirror._live, mirror._dirty, *follows))
 
     async def _delete(self, pattern: str) -> None:
         keys = [key async for key in self.redis.scan_iter(f"kvroute:{{{MODEL}}}:{pattern}")]

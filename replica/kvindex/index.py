@@ -5,10 +5,10 @@ All keys of one model share a hash tag, so they live on one node of a Redis Clus
     kvroute:{model}:replicas              set     ids registered and not yet pruned
     kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load; with the lease
     kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; with the lease
-    kvroute:{model}:routers               channel what routers tell each other (router/peers.py)
     kvroute:{model}:router-ids            set     ids announced and not yet pruned
     kvroute:{model}:router:ID             string  what a router says of itself; with its lease
-    kvroute:{model}:changes               stream  r, i, s; j (joined), or c (cleared), a, d
+    kvroute:{model}:routers               channel what routers tell each other (router/peers.py)
+    kvroute:{model}:changes               stream  r, i, s; j (joined), l (left), or c, a, d
 
 A replica's changes are numbered from its registration (seq 0) on, and each registration is an
 incarnation of its own. Every write is one script that names what it builds upon: incarnation, seq
@@ -31,6 +31,7 @@ from replica.kvindex.fingerprint import Fingerprint
 
 BATCH_BLOCKS = 5000  # the most fingerprints in one change: bounds one script's time in Redis
 STREAM_CHANGES = 50_000  # changes kept, roughly; a reader further behind reloads replicas
+READ_CHANGES = 500  # the most that `follow` reads at once
 ANSWER_S = 5.0  # the longest one call waits for Redis
 
 # Of all scripts: KEYS record, blocks, replicas, changes; ARGV begins with incarnation, seq, blocks,
@@ -89,12 +90,15 @@ extend_lease()
 return 0
 """
 
-# ARGV incarnation, id
+# ARGV incarnation, id, stream length
 _LEAVE = """
 redis.call('DEL', KEYS[2])
-if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[1] then return end
+local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
+if record[1] ~= ARGV[1] then return end
 redis.call('DEL', KEYS[1])
 redis.call('SREM', KEYS[3], ARGV[2])
+redis.call('XADD', KEYS[4], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*',
+  'r', ARGV[2], 'i', ARGV[1], 's', record[2] + 1, 'l', 1)
 """
 
 
@@ -175,6 +179,7 @@ class Change:
     incarnation: str
     seq: int
     joined: bool = False  # the replica (re)registered and holds nothing yet
+    left: bool = False  # it is gone, and said so
     cleared: bool = False  # everything before `added` is forgotten
     added: tuple[Fingerprint, ...] = ()
     removed: tuple[Fingerprint, ...] = ()
@@ -258,7 +263,10 @@ class Index:
     @answered
     async def leave(self, replica_id: str, incarnation: str) -> None:
         """Nothing of this incarnation is left, whether or not it still had its lease."""
-        await self._leave(keys=self._keys(replica_id, incarnation), args=[incarnation, replica_id])
+        await self._leave(
+            keys=self._keys(replica_id, incarnation),
+            args=[incarnation, replica_id, STREAM_CHANGES],
+        )
 
     # The read path: a router's verbs.
 
@@ -313,12 +321,14 @@ class Index:
     async def follow(
         self, position: Position, *, block_ms: int
     ) -> Iterator[tuple[Position, Change]]:
-        """Changes after `position`, oldest first; waits up to block_ms for the first.
+        """Up to READ_CHANGES after `position`, oldest first; waits up to block_ms for the first.
 
         They are decoded one by one as the caller takes them: together they may be millions of
         blocks.
         """
-        answer = await self._redis.xread({self._changes: str(position)}, count=500, block=block_ms)
+        answer = await self._redis.xread(
+            {self._changes: str(position)}, count=READ_CHANGES, block=block_ms
+        )
         entries = answer[0][1] if answer else []
         return ((Position.parse(at), _change(fields)) for at, fields in entries)
 
@@ -427,6 +437,7 @@ def _change(fields: Mapping[bytes, bytes]) -> Change:
         incarnation=fields[b"i"].decode(),
         seq=int(fields[b"s"]),
         joined=b"j" in fields,
+        left=b"l" in fields,
         cleared=fields.get(b"c") == b"1",
         added=unpack(fields.get(b"a", b"")),
         removed=unpack(fields.get(b"d", b"")),
