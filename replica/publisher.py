@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from replica.events import BlockTable, Changes, KVEvent
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import BATCH_BLOCKS, FencedError, Index, Standing
+from replica.kvindex.outage import Outage
 
 log = logging.getLogger("kvroute.publisher")
 
@@ -50,6 +51,7 @@ class Publisher:
         self._standing = Standing(replica_id, "")  # of the last registration, or attempt at one
         self._was_registered = False  # at any time
         self._is_registered = False
+        self._outage = Outage(log, f"replica {replica_id} will be announced again")
         self._renewal_s = 0.0  # on the event loop's clock
         self.registrations = 0
         self._waiting_since_s: float | None = None  # on the monotonic clock; None: nothing waits
@@ -95,7 +97,7 @@ class Publisher:
             except FencedError as fenced:
                 log.warning("replica %s will be announced again: %s", self._replica_id, fenced)
             except (RedisError, OSError) as away:
-                log.warning("Redis is away (%s); next try in %s s", away, RETRY_S)
+                self._outage.begin(away)
             finally:
                 self._is_registered = False
             await asyncio.sleep(RETRY_S)
@@ -118,6 +120,7 @@ class Publisher:
             load=self._load(),
             lease_s=self._lease_s,
         )
+        self._outage.end()
         self._was_registered = True
         self.registrations += 1
         self._plan_renewal()

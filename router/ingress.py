@@ -42,6 +42,8 @@ from router.watch import Watch
 log = logging.getLogger("kvroute.ingress")
 
 UNKNOWN_CONTEXT = 2**31  # tokens; until a replica has told its own
+LOADED_S = 5.0  # the longest that a router waits for the index before it takes requests
+CENSUS_S = 1.0  # the longest that a client waits for it
 
 # Serve copies the app at the class below as it is then: what a route uses stands above its class.
 http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
@@ -115,10 +117,10 @@ class Router:
         watch = Watch(routes.replicas, self._fleet, hang_timeout_s=self._settings.hang_timeout_s)
         self._dispatcher = Dispatcher(replicas, self._fleet, watch)
         self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)
+        self._feed = Feed(self._index, self._fleet)
         listener = Listener(self._fleet, own=loudspeaker.router)
-        feed = Feed(self._index, self._fleet)
         self._tasks = [
-            asyncio.create_task(feed.run(), name="feed"),
+            asyncio.create_task(self._feed.run(), name="feed"),
             asyncio.create_task(loudspeaker.run(self._index), name="loudspeaker"),
             asyncio.create_task(listener.run(self._index), name="listener"),
             asyncio.create_task(watch.run(), name="watch"),
@@ -128,6 +130,7 @@ class Router:
         self._announcer = await self._announce(loudspeaker.router)
         if self._announcer:
             self._tasks.append(asyncio.create_task(self._announcer.run(), name="announcer"))
+        await self._feed.loaded(within_s=LOADED_S)  # so that the first request is placed well
 
     @http.post("/v1/chat/completions")
     async def chat(self, request: Request) -> Response:
@@ -154,15 +157,21 @@ class Router:
 
     @http.get("/health")
     async def health(self) -> Response:
-        ready = len(running_replicas())
-        status = "ok" if ready else "no replica is ready"
-        return JSONResponse({"status": status, "replicas": ready}, 200 if ready else 503)
+        """Well as long as a replica runs: without Redis, requests are only placed less well."""
+        ready, feed = len(running_replicas()), self._feed.state
+        health = {
+            "status": "ok" if ready else "no replica is ready",
+            "replicas": ready,
+            "index": {"reachable": feed.is_reachable, "age_s": round(feed.age_s, 1)},
+        }
+        return JSONResponse(health, 200 if ready else 503)
 
     @http.get("/v1/cluster")
     async def cluster(self) -> Response:
-        """The replicas in the index, or those last seen there while Redis is away."""
+        """The replicas in the index, or those last seen there while Redis is away or slow."""
         try:
-            records, counts = await self._index.census()
+            async with asyncio.timeout(CENSUS_S):
+                records, counts = await self._index.census()
         except (RedisError, OSError):
             records, counts = self._fleet.records, {}
         return JSONResponse(

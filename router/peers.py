@@ -16,6 +16,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from replica.kvindex.index import Index, pack, unpack
+from replica.kvindex.outage import Outage
 from router.fleet import Dispatch, Fleet, Trip, Witness
 
 log = logging.getLogger("kvroute.peers")
@@ -120,6 +121,7 @@ class Listener:
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(Message)
         self._trips: dict[str, dict[str, Trip]] = {}  # router -> request id -> trip
+        self._outage = Outage(log, "other routers are not heard")
         self._heard_s: dict[str, float] = {}  # router -> when it last said anything
 
     async def run(self, index: Index) -> None:
@@ -127,11 +129,12 @@ class Listener:
         while True:
             try:
                 async for payload in index.told_by_routers(wait_s=ALIVE_S):
+                    self._outage.end()
                     if payload is not None:
                         self.hear(self._decoder.decode(payload))
                     self.forget_silent()
             except (RedisError, OSError) as error:
-                log.warning("Redis is away (%s); other routers are not heard", error)
+                self._outage.begin(error)
                 self.forget_all()
                 await asyncio.sleep(RETRY_S)
 
