@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import ray
-from prometheus_client import REGISTRY
 from ray import serve
 
 from replica.engines import start_engine
@@ -38,7 +37,7 @@ class Replica:
         self._engine = await start_engine(self._settings)
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
-        self._metrics = ReplicaMetrics(REGISTRY)  # where vLLM's are too
+        self._metrics = ReplicaMetrics()
         self._exposition = await self._expose() if self._settings.metrics else None
         self._publisher = self._make_publisher()
         self._metrics.watch(self._engine.facts, self._engine.load, self._publisher)
@@ -76,7 +75,7 @@ class Replica:
         await self._engine.close()
 
     async def _expose(self) -> Exposition:
-        return await asyncio.to_thread(Exposition, REGISTRY, ray.util.get_node_ip_address())
+        return await asyncio.to_thread(Exposition, ray.util.get_node_ip_address())
 
     def _make_publisher(self) -> Publisher:
         settings = self._settings

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -38,7 +38,7 @@ class Exposition:
     reaches Ray there can see the metrics too.
     """
 
-    def __init__(self, registry: CollectorRegistry, node: str) -> None:
+    def __init__(self, node: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._server, self._thread = start_http_server(0, node, registry)
         host = f"[{node}]" if ":" in node else node
         self.address = f"{host}:{self._server.server_port}"

@@ -1,8 +1,8 @@
-"""What a replica tells Prometheus, besides what its engine tells by itself."""
+"""What a replica tells Prometheus, besides what vLLM tells in the same registry."""
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsLost, KVEvent
 from replica.exposition import Readings
@@ -13,7 +13,7 @@ from replica.publisher import Publisher
 class ReplicaMetrics:
     """One replica's, of whatever engine."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         def counter(name: str, documentation: str) -> Counter:
             return Counter(f"kvroute_engine_{name}", documentation, registry=registry)
 

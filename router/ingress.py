@@ -9,7 +9,6 @@ from typing import Any
 import ray
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import REGISTRY
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
@@ -105,7 +104,7 @@ class Router:
         self._prompts = await asyncio.to_thread(Prompts, folder)
         loudspeaker = Loudspeaker()
         self._log = self._request_log(loudspeaker.router)
-        self._metrics = RouterMetrics(REGISTRY) if self._settings.metrics else None
+        self._metrics = RouterMetrics() if self._settings.metrics else None
         self._fleet = Fleet(
             model=self._settings.served_model_name,
             revision=self._settings.revision,
@@ -243,11 +242,11 @@ class Router:
         """Metrics are told from now on."""
         if self._metrics is None:
             return None
-        self._metrics.watch(self._fleet)
+        self._metrics.watch(self._fleet, self._feed)
         if self._log:
             self._metrics.watch_log(self._log)
         node = ray.util.get_node_ip_address()
-        exposition = await asyncio.to_thread(Exposition, REGISTRY, node)
+        exposition = await asyncio.to_thread(Exposition, node)
         return Announcer(self._index, router, exposition, node)
 
     def _check_model(self, name: str | None) -> None:

@@ -4,13 +4,14 @@ No series names a replica, a router or a client: Prometheus labels what it fetch
 that it fetched it from (router/targets.py), so there are as many series as are written down here.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, get_args
+from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from replica.exposition import Readings
+from router.feed import Feed
 from router.fleet import Fleet, Outcome, Placement, Trip, Witness
 from router.ledger import CAUSES
 from router.request_log import RequestLog
@@ -23,23 +24,10 @@ DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
-class FeedState(Protocol):
-    """How well the mirror follows the index."""
-
-    @property
-    def is_reachable(self) -> bool: ...
-    @property
-    def age_s(self) -> float: ...
-    @property
-    def loads(self) -> int: ...
-    @property
-    def changes(self) -> int: ...
-
-
 class RouterMetrics(Witness):
     """One router's."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"kvroute_{name}", documentation, buckets=buckets, registry=registry)
 
@@ -131,37 +119,34 @@ class RouterMetrics(Witness):
             if trip.asked.choices == 1 and later_tokens:
                 self._tpot.observe((trip.last_chunk_s - trip.first_token_s) / later_tokens)
 
-    def watch(self, fleet: Fleet) -> None:
-        """From now on what it knows is told as well."""
-        self._readings.gauge(
-            "kvroute_mirror_blocks",
-            "Blocks that this router knows of, each counted once however many replicas hold it.",
-            lambda: len(fleet.mirror),
-        )
-        self._readings.gauge(
+    def watch(self, fleet: Fleet, feed: Feed) -> None:
+        """From now on what they know is told as well."""
+        gauge, counter = self._readings.gauge, self._readings.counter
+        gauge(
             "kvroute_replicas",
             "Replicas whose lease ran when the router last heard of it.",
             lambda: len(fleet.records),
         )
-
-    def watch_feed(self, state: Callable[[], FeedState]) -> None:
-        self._readings.gauge(
+        gauge(
+            "kvroute_mirror_blocks",
+            "Blocks that the router knows of, counted once however many replicas hold them.",
+            lambda: feed.state.blocks,
+        )
+        gauge(
             "kvroute_index_reachable",
-            "1 while Redis answers this router, else 0; requests go on without it.",
-            lambda: state().is_reachable,
+            "1 while Redis answers the router, else 0; requests go on without it.",
+            lambda: feed.state.is_reachable,
         )
-        self._readings.gauge(
+        gauge(
             "kvroute_index_age_seconds",
-            "Since what this router knows was last equal to the index.",
-            lambda: state().age_s,
+            "Since what the router knows was last equal to the index.",
+            lambda: feed.state.age_s,
         )
-        self._readings.counter(
-            "kvroute_index_changes", "Changes read from the index.", lambda: state().changes
-        )
-        self._readings.counter(
+        counter("kvroute_index_changes", "Changes read from the index.", lambda: feed.state.changes)
+        counter(
             "kvroute_index_loads",
             "Times that a replica's whole set was read: at its start, and after trouble.",
-            lambda: state().loads,
+            lambda: feed.state.loads,
         )
 
     def watch_log(self, log: RequestLog) -> None:
