@@ -15,9 +15,11 @@ from ray import serve
 from replica.draining import draining
 from replica.engines import start_engine
 from replica.events import BlockTable
+from replica.exposition import Exposition
 from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefixes
+from replica.metrics import ReplicaMetrics
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest
 from replica.publisher import Publisher
 from replica.settings import ReplicaSettings
@@ -38,8 +40,11 @@ class Replica:
         self._engine = await start_engine(self._settings)
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
+        self._metrics = ReplicaMetrics()
+        self._exposition = await self._expose() if self._settings.metrics else None
         self._publisher = self._make_publisher()
         self._warmer = self._make_warmer()
+        self._metrics.watch(self._engine.facts, self._engine.load, self._publisher)
         self._tasks = [
             asyncio.create_task(self._keep_index(), name="index"),
             asyncio.create_task(self._pump_events(), name="events"),
@@ -50,8 +55,11 @@ class Replica:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Chunks as the engine makes them; a caller that goes away aborts the request."""
+        is_first = True
         async with contextlib.aclosing(self._engine.generate(request)) as chunks:
             async for chunk in chunks:
+                self._metrics.heard(request, chunk, is_first=is_first)
+                is_first = False
                 yield chunk
 
     async def check_health(self) -> None:
@@ -67,8 +75,13 @@ class Replica:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._publisher.leave()
+        if self._exposition:
+            await asyncio.to_thread(self._exposition.close)
         await self._redis.aclose()
         await self._engine.close()
+
+    async def _expose(self) -> Exposition:
+        return await asyncio.to_thread(Exposition, ray.util.get_node_ip_address())
 
     def _make_publisher(self) -> Publisher:
         settings = self._settings
@@ -104,6 +117,7 @@ class Replica:
             "fingerprint_version": FINGERPRINT_VERSION,
             "node": ray.util.get_node_ip_address(),
             "pid": os.getpid(),
+            "metrics": self._exposition and self._exposition.address,
         }
 
     def _load(self) -> Mapping[str, int]:
@@ -131,6 +145,7 @@ class Replica:
 
     async def _pump_events(self) -> None:
         async for events in self._engine.events():
+            self._metrics.happened(events)
             self._publisher.publish(events)
 
 

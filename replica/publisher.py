@@ -8,6 +8,7 @@ it waits until that one has left or its lease is over.
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -54,6 +55,25 @@ class Publisher:
         self._is_registered = False
         self._outage = Outage(log, f"replica {replica_id} will be announced again")
         self._renewal_s = 0.0  # on the event loop's clock
+        self.registrations = 0
+        self._waiting_since_s: float | None = None  # on the monotonic clock; None: nothing waits
+        self._taken_s = time.monotonic()  # when Redis last took anything
+
+    @property
+    def blocks(self) -> int:
+        """That the index should have of the replica."""
+        return len(self._table)
+
+    @property
+    def lag_s(self) -> float:
+        """Age of the oldest change that the index does not have; 0 when it has all."""
+        since_s = self._waiting_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    @property
+    def lease_age_s(self) -> float:
+        """Since the index last took anything."""
+        return time.monotonic() - self._taken_s
 
     def publish(self, events: list[KVEvent]) -> None:
         """Takes events in, in the engine's order; returns at once.
@@ -61,6 +81,8 @@ class Publisher:
         What waits to be written is never more than twice the engine's blocks, or one batch.
         """
         self._table.apply(events, self._changes)
+        if self._changes and self._waiting_since_s is None:
+            self._waiting_since_s = time.monotonic()
         if not self._is_registered:
             self._changes = Changes()  # registering announces the whole table: nothing piles up
         elif len(self._changes.removed) > max(len(self._table), BATCH_BLOCKS):
@@ -108,6 +130,7 @@ class Publisher:
         )
         self._outage.end()
         self._was_registered = True
+        self.registrations += 1
         self._plan_renewal()
         self._changes = Changes(added=set(self._table.held()))
         self._is_registered = True
@@ -121,7 +144,9 @@ class Publisher:
                     await asyncio.sleep(BATCH_S)
             self._changed.clear()
             changes, self._changes = self._changes, Changes()
+            began_s = time.monotonic()
             await self._write(changes)
+            self._waiting_since_s = began_s if self._changes else None
             await self._renew_if_due()
 
     async def _renew_if_due(self) -> None:
@@ -134,6 +159,7 @@ class Publisher:
 
     def _plan_renewal(self) -> None:
         self._renewal_s = asyncio.get_running_loop().time() + self._lease_s / 3
+        self._taken_s = time.monotonic()
 
     async def _write(self, changes: Changes) -> None:
         # Removals first: a batch cut between two writes then claims too little, not too much.

@@ -22,6 +22,7 @@ class ReplicaSettings(BaseModel):
     kv_cache_memory_mb: int = 512  # on CPUs; a GPU's free memory decides by itself
     tensor_parallel_size: int = 1
     cores: int = 1  # CPU cores that compute for one replica, where there is no GPU
+    metrics: bool = True  # on a port of its own
     lease_s: float = 3.0
     simulated_prefill_tokens_per_s: float = 20_000.0  # 0: no time at all
     simulated_decode_ms: float = 10.0  # one decode step

@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from router.errors import ApiError, invalid
-from router.fleet import Fleet, Placement, Trip
+from router.fleet import Asked, Fleet, Outcome, Placement, Trip
 from router.routes import ROUTES, Route
 from router.watch import HungError, Watch
 
@@ -49,6 +49,7 @@ class Generation:
         self,
         dispatcher: "Dispatcher",
         request: GenerateRequest,
+        asked: Asked,
         attempt: Attempt,
         lost: list[str],
     ) -> None:
@@ -58,10 +59,10 @@ class Generation:
         self.prompt_tokens = len(request.token_ids)
         self._dispatcher = dispatcher
         self._request = request
+        self._asked = replace(asked, is_resumed=True)  # when it is sent again
         self._attempt = attempt
         self._lost = lost
         self._said: list[int] = []  # token ids; of all choices, where there are several
-        self._unfinished = request.sampling.n  # choices
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """All chunks; leaving early aborts the request. ApiError when nobody can go on with it."""
@@ -69,7 +70,6 @@ class Generation:
         try:
             while chunk is not None:
                 self._said.extend(chunk.token_ids)
-                self._unfinished -= chunk.finish_reason is not None
                 yield chunk
                 chunk = await self._next()
         finally:
@@ -83,13 +83,20 @@ class Generation:
         """The next chunk, whoever makes it; None after the last one."""
         attempt = self._attempt
         try:
-            return await self._dispatcher.watch.next(attempt.rest, attempt.route)
+            chunk = await self._dispatcher.watch.next(attempt.rest, attempt.route)
         except LOST as error:
-            attempt.close()
-            if not self._unfinished:
+            if not attempt.trip.unfinished:
                 return None
+            attempt.trip.end("failed")
+            attempt.close()
             self._lost.append(attempt.replica_id)
             return await self._go_on(error)
+        except Exception:
+            attempt.trip.end("failed")
+            raise
+        if chunk is not None:
+            attempt.trip.hear(chunk, time.monotonic())
+        return chunk
 
     async def _go_on(self, error: BaseException) -> Chunk:
         """The first chunk of the replica that goes on where another one was lost."""
@@ -100,7 +107,9 @@ class Generation:
                 replica_id,
                 "and no other can go on exactly there: n is above 1, or presence_penalty is not 0",
             ) from error
-        self._attempt = await self._dispatcher.attempt(self._request.after(self._said), self._lost)
+        self._attempt = await self._dispatcher.attempt(
+            self._request.after(self._said), self._asked, self._lost
+        )
         return self._attempt.first
 
 
@@ -115,18 +124,19 @@ class Dispatcher:
     async def begin(self, token_ids: TokenIds, sampling: Sampling, namespace: str) -> Generation:
         """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
         request = GenerateRequest(uuid.uuid4().hex, token_ids, sampling, namespace)
+        asked = Asked(time.monotonic(), sampling.n, bool(namespace))
         lost: list[str] = []
-        return Generation(self, request, await self.attempt(request, lost), lost)
+        return Generation(self, request, asked, await self.attempt(request, asked, lost), lost)
 
-    async def attempt(self, request: GenerateRequest, lost: list[str]) -> Attempt:
+    async def attempt(self, request: GenerateRequest, asked: Asked, lost: list[str]) -> Attempt:
         """A replica's first chunk; ids of replicas that die over it join `lost`. ApiError as above,
         and when too many have."""
         while len(lost) < LOSSES:
             running = await self._running(lost)
-            placement = self._fleet.place(
-                request.token_ids, request.namespace, running, time.monotonic()
-            )
-            attempt = await self._try(request, placement, lost)
+            now_s = time.monotonic()
+            placement = self._fleet.place(request.token_ids, request.namespace, running, now_s)
+            self._fleet.witness.placed(placement, time.monotonic() - now_s)
+            attempt = await self._try(request, asked, placement, lost)
             if attempt is not None:
                 return attempt
         raise _lost(lost[-1], f"and {LOSSES - 1} others before it")
@@ -141,36 +151,44 @@ class Dispatcher:
         return running
 
     async def _try(
-        self, request: GenerateRequest, placement: Placement, lost: list[str]
+        self, request: GenerateRequest, asked: Asked, placement: Placement, lost: list[str]
     ) -> Attempt | None:
         """None when the replica was lost before its first chunk."""
         best = placement.ranking[0].replica_id
         ranking = [candidate.replica_id for candidate in placement.ranking]
         route = ROUTES[request.request_id] = Route(ranking, lost)
+        sent_s = time.monotonic()
         stream: DeploymentResponseGenerator = self._generate.remote(request)
-        trip = self._fleet.sent(placement, best, request.request_id, time.monotonic())
+        trip = self._fleet.sent(placement, best, request.request_id, sent_s, asked)
         try:
             first: Chunk | None = await self.watch.next(stream, route)
         except LOST as error:
             log.info("replica %s was lost before its first token: %s", route.chosen, error)
-            trip.end()
+            trip.end("failed")
             stream.cancel()
             lost.append(route.chosen or best)
             return None
         except BaseException as error:
-            trip.end()
+            refusal = _refusal(error)
+            trip.end(_outcome(error, refusal))
             stream.cancel()
-            if refusal := _refusal(error):
+            if refusal:
                 raise refusal from error
             raise
         assert first is not None, "an engine's stream has at least its end"
         replica_id = route.chosen or best
         if replica_id != best:  # full, or gone: it went to a later one in the ranking
-            trip.end()
-            trip = self._fleet.sent(placement, replica_id, request.request_id, time.monotonic())
-        trip.first_token(time.monotonic())
+            trip.end("moved")
+            trip = self._fleet.sent(placement, replica_id, request.request_id, sent_s, asked)
+        trip.hear(first, time.monotonic())
         expected_tokens = placement.expected_tokens(replica_id)
         return Attempt(replica_id, route, expected_tokens, first, stream, trip)
+
+
+def _outcome(error: BaseException, refusal: ApiError | None) -> Outcome:
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled"
+    return "refused" if refusal else "failed"
 
 
 def _refusal(error: BaseException) -> ApiError | None:

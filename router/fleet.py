@@ -3,13 +3,14 @@
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
-from replica.protocol import TokenIds
+from replica.protocol import Chunk, TokenIds
 from router.baselines import Ranking
 from router.branches import Branches, relative
+from router.ledger import Ledger, account
 from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness, prefill_model
 from router.mirror import Mirror
 from router.policy import Candidate, rank
@@ -40,8 +41,26 @@ class Placement:
         """What some replica has of the prompt."""
         return self.chain[: self.best_hit_blocks]
 
+    @property
+    def reusable_tokens(self) -> int:
+        return self.best_hit_blocks * self.block_size
+
     def expected_tokens(self, replica_id: str) -> int:
         return self.at(replica_id).hit_blocks * self.block_size
+
+    def predicted_ttft_s(self, replica_id: str) -> float:
+        there = self.at(replica_id)
+        return there.backlog_s + there.own_s + there.copy_s
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asked for, as far as it matters to those who watch."""
+
+    at_s: float  # when its request came to be sent somewhere, on the clock of the trips
+    choices: int = 1
+    is_salted: bool = False
+    is_resumed: bool = False  # another replica, lost since, has said the beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +74,58 @@ class Dispatch:
     prompt_tokens: int
     known_prefix: tuple[Fingerprint, ...]  # the end of what some replica had of it; empty: nothing
     expected: tuple[Fingerprint, ...]  # blocks that it will put there
-    placement: Placement | None = None  # why it went there, when this router sent it
 
 
-class Witness(Protocol):
-    """Learns what this router does with its requests."""
-
-    def sent(self, dispatch: Dispatch) -> None: ...
-    def first_token(self, request_id: str) -> None: ...
-    def ended(self, request_id: str) -> None: ...
+# How a trip ends. refused: the engine cannot run it, or nobody has room. failed: it was lost with
+# its replica, and is sent again where that is possible. moved: the replica was full or gone before
+# it came, and it went to another one.
+Outcome = Literal["ok", "cancelled", "refused", "failed", "moved"]
 
 
-class Witnesses:
+class Witness:
+    """Learns what this router does with its requests; by itself makes nothing of it."""
+
+    def placed(self, placement: Placement, decision_s: float) -> None:
+        """A request's replicas were ranked, which took so long."""
+
+    def sent(self, trip: "Trip") -> None: ...
+
+    def first_token(self, trip: "Trip") -> None: ...
+
+    def next_chunk(self, trip: "Trip", gap_s: float) -> None:
+        """Came so long after the one before it."""
+
+    def ended(self, trip: "Trip") -> None: ...
+
+
+class Witnesses(Witness):
     """Several as one."""
 
     def __init__(self, *witnesses: Witness) -> None:
         self._witnesses = witnesses
 
-    def sent(self, dispatch: Dispatch) -> None:
+    def placed(self, placement: Placement, decision_s: float) -> None:
         for witness in self._witnesses:
-            witness.sent(dispatch)
+            witness.placed(placement, decision_s)
 
-    def first_token(self, request_id: str) -> None:
+    def sent(self, trip: "Trip") -> None:
         for witness in self._witnesses:
-            witness.first_token(request_id)
+            witness.sent(trip)
 
-    def ended(self, request_id: str) -> None:
+    def first_token(self, trip: "Trip") -> None:
         for witness in self._witnesses:
-            witness.ended(request_id)
+            witness.first_token(trip)
+
+    def next_chunk(self, trip: "Trip", gap_s: float) -> None:
+        for witness in self._witnesses:
+            witness.next_chunk(trip, gap_s)
+
+    def ended(self, trip: "Trip") -> None:
+        for witness in self._witnesses:
+            witness.ended(trip)
 
 
-NOBODY: Witness = Witnesses()
+NOBODY = Witness()
 
 
 class Prompt:
@@ -126,7 +166,7 @@ class Fleet:
         ranking: Ranking = rank,
     ) -> None:
         self.mirror = Mirror()
-        self._witness = witness
+        self.witness = witness
         self._model = model
         self._revision = revision
         self._block_size = block_size
@@ -223,7 +263,14 @@ class Fleet:
             forks=forks,
         )
 
-    def sent(self, placement: Placement, replica_id: str, request_id: str, now_s: float) -> "Trip":
+    def sent(
+        self,
+        placement: Placement,
+        replica_id: str,
+        request_id: str,
+        now_s: float,
+        asked: Asked | None = None,
+    ) -> "Trip":
         """The request is on its way there: it counts as load, and its blocks are expected."""
         hit_blocks = placement.at(replica_id).hit_blocks
         hit_tokens = hit_blocks * self._block_size
@@ -235,12 +282,15 @@ class Fleet:
             prompt_tokens=placement.prompt_tokens,
             known_prefix=placement.known_prefix[-1:],
             expected=placement.chain[hit_blocks:] if self._caches(replica_id) else (),
-            placement=placement,
         )
-        self._witness.sent(dispatch)
-        return self.begin(dispatch, now_s, self._witness)
+        trip = self.begin(dispatch, now_s)
+        trip.placement, trip.witness = placement, self.witness
+        trip.asked = asked or trip.asked
+        trip.unfinished = trip.asked.choices
+        self.witness.sent(trip)
+        return trip
 
-    def begin(self, dispatch: Dispatch, now_s: float, witness: Witness = NOBODY) -> "Trip":
+    def begin(self, dispatch: Dispatch, now_s: float) -> "Trip":
         """Takes a dispatch into account, this router's own or another's."""
         load = self._load(dispatch.replica_id)
         load.send(
@@ -250,9 +300,8 @@ class Fleet:
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
         self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
-        return Trip(
-            self.mirror, load, witness, dispatch, self._capacity_blocks(dispatch.replica_id)
-        )
+        capacity_blocks = self._capacity_blocks(dispatch.replica_id)
+        return Trip(self.mirror, load, dispatch, capacity_blocks, now_s, Asked(now_s))
 
     def _candidates(
         self,
@@ -323,31 +372,66 @@ class Trip:
 
     mirror: Mirror
     load: ReplicaLoad
-    witness: Witness
     dispatch: Dispatch
     capacity_blocks: int  # of the replica's cache
-    has_first_token: bool = False
-    has_ended: bool = False
+    sent_s: float
+    asked: Asked
+    placement: Placement | None = None  # why it went there, when this router sent it
+    witness: Witness = NOBODY
+    unfinished: int = 1  # choices
+    output_tokens: int = 0  # of all choices
+    first_tokens: int = 0  # those among them that came in the first chunk
+    cached_tokens: int | None = None  # of the prompt, as the engine says with the first chunk
+    first_token_s: float | None = None
+    last_chunk_s: float | None = None
+    outcome: Outcome | None = None  # None: it is under way
+
+    @property
+    def request_id(self) -> str:
+        return self.dispatch.request_id
 
     @property
     def replica_id(self) -> str:
         return self.dispatch.replica_id
 
-    def first_token(self, now_s: float) -> None:
-        self.has_first_token = True
-        self.load.first_token(self.dispatch.request_id, now_s)
-        self.witness.first_token(self.dispatch.request_id)
+    def hear(self, chunk: Chunk, now_s: float) -> None:
+        """The replica said that."""
+        self.output_tokens += len(chunk.token_ids)
+        self.unfinished -= chunk.finish_reason is not None
+        if self.last_chunk_s is None:
+            self.first_tokens = self.output_tokens
+            self.cached_tokens = chunk.cached_tokens
+            self.first_token(now_s)
+        else:
+            self.witness.next_chunk(self, now_s - self.last_chunk_s)
+        self.last_chunk_s = now_s
 
-    def end(self) -> None:
-        """Harmless the second time."""
-        if self.has_ended:
+    def first_token(self, now_s: float) -> None:
+        self.first_token_s = now_s
+        self.load.first_token(self.request_id, now_s)
+        self.witness.first_token(self)
+
+    def end(self, outcome: Outcome | None = None) -> None:
+        """Harmless the second time. Nothing said: whatever was heard decides."""
+        if self.outcome is not None:
             return
-        self.has_ended = True
-        dispatch, placement = self.dispatch, self.dispatch.placement
-        self.load.finish(dispatch.request_id)
-        self.mirror.unexpect(dispatch.replica_id, dispatch.expected)
-        if placement and self.has_first_token and self.capacity_blocks:
-            self.mirror.presume(
-                dispatch.replica_id, placement.chain, capacity_blocks=self.capacity_blocks
-            )
-        self.witness.ended(dispatch.request_id)
+        self.outcome = outcome or ("cancelled" if self.unfinished else "ok")
+        self.load.finish(self.request_id)
+        self.mirror.unexpect(self.replica_id, self.dispatch.expected)
+        if self.placement and self.first_token_s is not None and self.capacity_blocks:
+            chain, capacity_blocks = self.placement.chain, self.capacity_blocks
+            self.mirror.presume(self.replica_id, chain, capacity_blocks=capacity_blocks)
+        self.witness.ended(self)
+
+    def ledger(self) -> Ledger | None:
+        """Where the prompt's tokens came from; None while the engine has said nothing."""
+        if self.placement is None or self.cached_tokens is None:
+            return None
+        return account(
+            self.placement.prompt_tokens,
+            cacheable=len(self.placement.chain) * self.placement.block_size,
+            reusable=self.placement.reusable_tokens,
+            expected=self.placement.expected_tokens(self.replica_id),
+            delivered=self.cached_tokens,
+            is_salted=self.asked.is_salted,
+        )

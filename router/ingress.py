@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
+from replica.exposition import Exposition
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefix, Prefixes
 from replica.model import resolve
@@ -27,12 +28,13 @@ from router.errors import ApiError
 from router.feed import Feed
 from router.fleet import Fleet, Witnesses
 from router.joint import Joint
+from router.metrics import RouterMetrics
 from router.parsing import parse
 from router.peers import Listener, Loudspeaker
 from router.prefix_routes import PrefixRoutes
 from router.prefixes import Catalogue
 from router.prompt import Prompts
-from router.request_log import HeardReplicas, RequestLog
+from router.request_log import RequestLog
 from router.responses import ChatReply, CompletionReply, Reply
 from router.routes import running_replicas
 from router.schemas import (
@@ -42,6 +44,7 @@ from router.schemas import (
     PrefixedRequest,
 )
 from router.settings import RouterSettings
+from router.targets import Announcer, targets
 from router.watch import Watch
 
 log = logging.getLogger("kvroute.ingress")
@@ -110,17 +113,17 @@ class Router:
         self._prompts = await asyncio.to_thread(Prompts, folder)
         loudspeaker = Loudspeaker()
         self._log = self._request_log(loudspeaker.router)
+        self._metrics = RouterMetrics() if self._settings.metrics else None
         self._fleet = Fleet(
             model=self._settings.served_model_name,
             revision=self._settings.revision,
             block_size=self._settings.block_size,
             rng=random.Random(),
-            witness=Witnesses(loudspeaker, self._log) if self._log else loudspeaker,
+            witness=Witnesses(*filter(None, (loudspeaker, self._log, self._metrics))),
             ranking=RANKINGS[self._settings.policy](),
         )
-        handle = HeardReplicas(replicas, self._log) if self._log else replicas
         watch = Watch(routes.replicas, self._fleet, hang_timeout_s=self._settings.hang_timeout_s)
-        self._dispatcher = Dispatcher(handle, self._fleet, watch)
+        self._dispatcher = Dispatcher(replicas, self._fleet, watch)
         model, block_size = self._settings.served_model_name, self._settings.block_size
         redis = connect(self._settings.redis_url)
         self._index = Index(redis, model)
@@ -144,6 +147,9 @@ class Router:
         ]
         if self._log:
             self._tasks.append(asyncio.create_task(self._log.run(), name="request log"))
+        self._announcer = await self._announce(loudspeaker.router)
+        if self._announcer:
+            self._tasks.append(asyncio.create_task(self._announcer.run(), name="announcer"))
         await self._feed.loaded(within_s=LOADED_S)  # so that the first request is placed well
 
     @http.post("/v1/chat/completions")
@@ -232,6 +238,25 @@ class Router:
             }
         )
 
+    @http.get("/v1/metrics/targets")
+    async def metrics_targets(self) -> Response:
+        """All processes of the cluster; 503 without Redis, where Prometheus keeps those it has."""
+        try:
+            found = await targets(self._index, self._settings.served_model_name)
+        except (RedisError, OSError) as error:
+            raise ApiError(
+                503, f"Redis is away ({error}); try again", type="server_error"
+            ) from None
+        return JSONResponse(found)
+
+    @http.get("/metrics")
+    async def metrics(self) -> Response:
+        raise ApiError(
+            404,
+            "Every process has metrics of its own, and this address reaches one of them by chance; "
+            "let Prometheus find them all: http_sd_configs with the url /v1/metrics/targets",
+        )
+
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
         for task in self._tasks:
@@ -245,6 +270,8 @@ class Router:
         self._prompts.close()
         if self._log:
             await self._log.flush()
+        if self._announcer:
+            await self._announcer.leave()
 
     @property
     def _max_model_len(self) -> int:
@@ -255,6 +282,17 @@ class Router:
         if folder is None:
             return None
         return RequestLog(folder / f"{router}.jsonl", block_size=self._settings.block_size)
+
+    async def _announce(self, router: str) -> Announcer | None:
+        """Metrics are told from now on."""
+        if self._metrics is None:
+            return None
+        self._metrics.watch(self._fleet, self._feed)
+        if self._log:
+            self._metrics.watch_log(self._log)
+        node = ray.util.get_node_ip_address()
+        exposition = await asyncio.to_thread(Exposition, node)
+        return Announcer(self._index, router, exposition, node)
 
     def _check_model(self, name: str | None) -> None:
         served = self._settings.served_model_name

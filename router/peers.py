@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from replica.kvindex.index import Index, pack, unpack
 from replica.kvindex.outage import Outage
-from router.fleet import Dispatch, Fleet, Trip
+from router.fleet import Dispatch, Fleet, Trip, Witness
 
 log = logging.getLogger("kvroute.peers")
 
@@ -57,15 +57,16 @@ class Message(msgspec.Struct, array_like=True):
     events: list[Event]  # none: a sign of life
 
 
-class Loudspeaker:
-    """Tells the other routers about this one's requests; a Witness."""
+class Loudspeaker(Witness):
+    """Tells the other routers about this one's requests."""
 
     def __init__(self) -> None:
         self.router = uuid.uuid4().hex[:12]
         self._events: list[Event] = [Restarted()]
         self._has_events = asyncio.Event()
 
-    def sent(self, dispatch: Dispatch) -> None:
+    def sent(self, trip: Trip) -> None:
+        dispatch = trip.dispatch
         self._say(
             Sent(
                 dispatch.request_id,
@@ -78,11 +79,11 @@ class Loudspeaker:
             )
         )
 
-    def first_token(self, request_id: str) -> None:
-        self._say(FirstToken(request_id))
+    def first_token(self, trip: Trip) -> None:
+        self._say(FirstToken(trip.request_id))
 
-    def ended(self, request_id: str) -> None:
-        self._say(Ended(request_id))
+    def ended(self, trip: Trip) -> None:
+        self._say(Ended(trip.request_id))
 
     def take(self) -> Message:
         """What was said since the last time, in order."""

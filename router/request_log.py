@@ -12,13 +12,12 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from replica.kvindex.fingerprint import Fingerprint
-from replica.protocol import Chunk, GenerateRequest
-from router.fleet import Dispatch
+from router.fleet import Placement, Trip, Witness
+from router.ledger import Ledger
 
 log = logging.getLogger("kvroute.request_log")
 
@@ -37,67 +36,43 @@ class Line(msgspec.Struct):
     hash_ids: Sequence[int]  # one for each `block_size` tokens that a cache could have had
     block_size: int
     replica: str
+    reusable_tokens: int  # cached anywhere, as far as the router knew
     expected_tokens: int  # cached there, as far as the router knew
     cached_tokens: int | None  # and as the engine found; None, like ttft_s: there was no token
     predicted_ttft_s: float
     ttft_s: float | None
     duration_s: float
-    outcome: str  # ok | cancelled | failed: never ran, or lost with its replica and sent again
+    outcome: str  # ok | cancelled | refused | failed: lost with its replica, perhaps sent again
+    ledger: Ledger | None  # where the prompt's tokens came from; None as well without a token
 
 
-class RequestLog:
-    """The lines of one router, in one file. A Witness: it learns where requests went, and why."""
+class RequestLog(Witness):
+    """The lines of one router, in one file."""
 
     def __init__(self, file: Path, *, block_size: int) -> None:
         self.dropped = 0
         self._file = file
         self._blocks_per_id = -(-ID_TOKENS // block_size)
         self._block_size = block_size
-        self._dispatches: dict[str, Dispatch] = {}  # request id -> where it is now
         self._lines: list[Line] = []
 
-    def sent(self, dispatch: Dispatch) -> None:
-        self._dispatches[dispatch.request_id] = dispatch
-
-    def first_token(self, request_id: str) -> None: ...
-
-    def ended(self, request_id: str) -> None:
-        self._dispatches.pop(request_id, None)
-
-    def add(self, answer: "HeardAnswer", outcome: str) -> None:
-        """Notes an answer that is over."""
-        dispatch = self._dispatches.get(answer.request_id)
-        if dispatch is None or dispatch.placement is None:
-            return  # it went nowhere
+    def ended(self, trip: Trip) -> None:
+        """Notes a request that is over, unless it never was where the trip went."""
+        if trip.placement is None or trip.outcome == "moved":
+            return
         if len(self._lines) >= WAITING_LINES:
             self._drop(1, "the disk is slow")
             return
-        placement, there = dispatch.placement, dispatch.placement.at(dispatch.replica_id)
-        self._lines.append(
-            Line(
-                timestamp=round(1000 * answer.sent_at, 3),
-                input_length=placement.prompt_tokens,
-                output_length=answer.output_tokens,
-                hash_ids=self._ids(placement.chain),
-                block_size=self._blocks_per_id * self._block_size,
-                replica=dispatch.replica_id,
-                expected_tokens=placement.expected_tokens(dispatch.replica_id),
-                cached_tokens=answer.cached_tokens,
-                predicted_ttft_s=there.backlog_s + there.own_s + there.copy_s,
-                ttft_s=answer.ttft_s,
-                duration_s=time.monotonic() - answer.sent_s,
-                outcome=outcome,
-            )
-        )
+        self._lines.append(self._line(trip, trip.placement))
 
     async def run(self) -> None:
-        """Writes what was added, until cancelled."""
+        """Writes what was noted, until cancelled."""
         while True:
             await asyncio.sleep(WRITE_S)
             await self.flush()
 
     async def flush(self) -> None:
-        """Writes what was added since the last time, or drops it."""
+        """Writes what was noted since the last time, or drops it."""
         lines, self._lines = self._lines, []
         if not lines:
             return
@@ -105,6 +80,25 @@ class RequestLog:
             await asyncio.to_thread(_append, self._file, lines)
         except OSError as error:
             self._drop(len(lines), str(error))
+
+    def _line(self, trip: Trip, placement: Placement) -> Line:
+        duration_s = time.monotonic() - trip.sent_s
+        return Line(
+            timestamp=round(1000 * (time.time() - duration_s), 3),
+            input_length=placement.prompt_tokens,
+            output_length=trip.output_tokens,
+            hash_ids=self._ids(placement.chain),
+            block_size=self._blocks_per_id * self._block_size,
+            replica=trip.replica_id,
+            reusable_tokens=placement.reusable_tokens,
+            expected_tokens=placement.expected_tokens(trip.replica_id),
+            cached_tokens=trip.cached_tokens,
+            predicted_ttft_s=placement.predicted_ttft_s(trip.replica_id),
+            ttft_s=None if trip.first_token_s is None else trip.first_token_s - trip.sent_s,
+            duration_s=duration_s,
+            outcome=trip.outcome or "ok",
+            ledger=trip.ledger(),
+        )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:
         step = self._blocks_per_id
@@ -114,71 +108,6 @@ class RequestLog:
         if not self.dropped:
             log.warning("requests are missing in the log %s: %s", self._file, why)
         self.dropped += lines
-
-
-class HeardReplicas:
-    """A handle to the replicas, or to one method of theirs, whose answers a log hears."""
-
-    def __init__(self, handle: Any, log: RequestLog) -> None:
-        self._handle = handle
-        self._log = log
-
-    def options(self, **options: Any) -> "HeardReplicas":
-        return HeardReplicas(self._handle.options(**options), self._log)
-
-    @property
-    def generate(self) -> "HeardReplicas":
-        return HeardReplicas(self._handle.generate, self._log)
-
-    def remote(self, request: GenerateRequest) -> "HeardAnswer":
-        return HeardAnswer(self._handle.remote(request), request, self._log)
-
-
-class HeardAnswer:
-    """A replica's stream of chunks, as Ray Serve gives it; the log has it once it is over."""
-
-    def __init__(self, stream: Any, request: GenerateRequest, log: RequestLog) -> None:
-        self.request_id = request.request_id
-        self.sent_at, self.sent_s = time.time(), time.monotonic()
-        self.ttft_s: float | None = None
-        self.output_tokens = 0
-        self.cached_tokens: int | None = None
-        self._unfinished = request.sampling.n
-        self._is_over = False
-        self._stream = stream
-        self._log = log
-
-    def __aiter__(self) -> "HeardAnswer":
-        return self
-
-    async def __anext__(self) -> Chunk:
-        try:
-            chunk: Chunk = await anext(self._stream)
-        except (StopAsyncIteration, asyncio.CancelledError):
-            self._end()
-            raise
-        except Exception:
-            self._end("failed")
-            raise
-        self._hear(chunk)
-        return chunk
-
-    def cancel(self) -> None:
-        """Harmless once it is over."""
-        self._end()
-        self._stream.cancel()
-
-    def _hear(self, chunk: Chunk) -> None:
-        if self.ttft_s is None:
-            self.ttft_s = time.monotonic() - self.sent_s
-            self.cached_tokens = chunk.cached_tokens
-        self.output_tokens += len(chunk.token_ids)
-        self._unfinished -= chunk.finish_reason is not None
-
-    def _end(self, outcome: str | None = None) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._log.add(self, outcome or ("cancelled" if self._unfinished else "ok"))
 
 
 def _append(file: Path, lines: Sequence[Line]) -> None:

@@ -106,6 +106,15 @@ class ServeSettings(BaseSettings):
             default="none is written",
         ),
     ] = None
+    metrics: Annotated[
+        bool,
+        Option(
+            CLUSTER,
+            "Every process tells Prometheus its metrics, on a port of its own.",
+            example="1 or 0",
+            flags=("--metrics/--no-metrics",),
+        ),
+    ] = True
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Seconds until a start counts as failed.")
     ] = 600.0
@@ -255,6 +264,7 @@ class RouterSettings(BaseModel):
     max_body_mb: int = 16
     policy: str = "kvroute"  # one of baselines.RANKINGS
     request_log: Path | None = None  # a folder
+    metrics: bool = True
     hang_timeout_s: float = 5.0
     tasks: tuple[Task, ...] = ()  # prefixes to start with
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling
+from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from replica.simulated import SimulatedConfig, SimulatedEngine
 from router.answer import answer
 from router.dispatch import LOSSES, Dispatcher
 from router.errors import ApiError
-from router.fleet import Fleet
+from router.fleet import Fleet, Trip, Witness
 from router.responses import CompletionReply
 from router.routes import ROUTES
 from router.schemas import CompletionRequest
@@ -83,20 +83,33 @@ class Replicas:
     async def kill(self, replica_id: str) -> None: ...
 
 
+class Diary(Witness):
+    """Keeps what ended."""
+
+    def __init__(self) -> None:
+        self.trips: list[Trip] = []
+
+    def ended(self, trip: Trip) -> None:
+        self.trips.append(trip)
+
+
 class Client:
     """Asks through a dispatcher."""
 
     def __init__(self, *lives: int) -> None:
         self.replicas = Replicas(lives)
-        self.fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+        self.diary = Diary()
+        self.fleet = Fleet(
+            model="m", revision="", block_size=32, rng=random.Random(0), witness=self.diary
+        )
         handle: Any = self.replicas
         watch = Watch(lambda: self.replicas, self.fleet, hang_timeout_s=5)
         self.dispatcher = Dispatcher(handle, self.fleet, watch)
 
-    async def ask(self, **sampling: Any) -> list[Chunk]:
+    async def ask(self, prompt: TokenIds = PROMPT, **sampling: Any) -> list[Chunk]:
         greedy = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
-        generation = await self.dispatcher.begin(PROMPT, greedy, "")
         try:
+            generation = await self.dispatcher.begin(prompt, greedy, "")
             return [chunk async for chunk in generation.chunks()]
         finally:
             for engine in self.replicas.engines.values():
@@ -169,9 +182,29 @@ async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have
             *(client.dispatcher, CompletionReply, body, [PROMPT, PROMPT + 1]),
             model="m",
             max_model_len=1000,
+            begun=lambda generation: None,
         )
     )
     await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
     asking.cancel()
     await asyncio.wait([asking])
     assert [load.unanswered for load in client.fleet._loads.values()] == [0, 0]
+
+
+async def test_every_trip_ends_once_with_what_became_of_it() -> None:
+    client = Client(5, 0, IMMORTAL)
+    await client.ask()
+    lost, never_begun, last = client.diary.trips
+    assert [trip.outcome for trip in client.diary.trips] == ["failed", "failed", "ok"]
+    assert [trip.output_tokens for trip in client.diary.trips] == [5, 0, 7]
+    assert (lost.cached_tokens, never_begun.cached_tokens) == (0, None)
+    assert not lost.asked.is_resumed
+    assert last.asked.is_resumed
+    assert last.asked.at_s == lost.asked.at_s < last.sent_s
+
+
+async def test_a_trip_that_the_engine_refuses_is_told_apart() -> None:
+    client = Client(IMMORTAL)
+    with pytest.raises(ApiError, match="9000 tokens"):
+        await client.ask(np.zeros(9000, np.uint32))
+    assert [trip.outcome for trip in client.diary.trips] == ["refused"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from replica.model import BUILTIN_MODEL
+from tests.metrics_table import metrics_table
 from tests.serving import Cluster
 from tests.settings_table import settings_table
 
@@ -23,6 +24,10 @@ def block(language: str, containing: str) -> str:
 
 def test_every_setting_stands_in_the_readme_as_it_is() -> None:
     assert settings_table() in README
+
+
+def test_every_metric_stands_in_the_readme_as_it_is() -> None:
+    assert metrics_table() in README
 
 
 def test_the_built_in_model_is_named_as_it_is() -> None:

@@ -9,6 +9,7 @@ import httpx
 import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from replica.model import BUILTIN_MODEL
 from tests.serving import Cluster, start_cluster
@@ -67,6 +68,22 @@ def test_a_cached_answer_is_the_same_answer(vllm: OpenAI) -> None:
     assert cold.cached_tokens == 0
     assert cached.cached_tokens > 400
     assert cached.text == cold.text
+
+
+def test_a_replica_tells_vllms_own_metrics_besides_ours(cluster: Cluster, vllm: OpenAI) -> None:
+    prompts = [user("Count to three."), user("Count to four.")]
+    asked = sum(ask(vllm, prompt).prompt_tokens for prompt in prompts)
+    targets = httpx.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
+    ours = sum(sample(target, "kvroute_engine_prompt_tokens_total") for target in targets)
+    vllms = sum(sample(target, "vllm:prompt_tokens_total") for target in targets)
+    assert 0 < asked <= ours == vllms
+
+
+def sample(target: dict[str, Any], name: str) -> float:
+    """The metric's sum over its labels; 0 where there is none."""
+    text = httpx.get(f"http://{target['targets'][0]}/metrics", timeout=10).text
+    families = text_string_to_metric_families(text)
+    return sum(s.value for family in families for s in family.samples if s.name == name)
 
 
 def test_a_stream_ends_with_its_usage(vllm: OpenAI) -> None:

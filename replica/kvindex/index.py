@@ -5,6 +5,8 @@ All keys of one model share a hash tag, so they live on one node of a Redis Clus
     kvroute:{model}:replicas              set     ids registered and not yet pruned
     kvroute:{model}:replica:ID            hash    incarnation, seq, facts, load, pins; leased
     kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; leased
+    kvroute:{model}:router-ids            set     ids announced and not yet pruned
+    kvroute:{model}:router:ID             string  what a router says of itself; with its lease
     kvroute:{model}:routers               channel what routers tell each other (router/peers.py)
     kvroute:{model}:changes               stream  r, i, s; j (joined), l (left), or c, a, d
 
@@ -242,6 +244,7 @@ class Index:
         self._changes = f"{self._prefix}:changes"
         self._replicas = f"{self._prefix}:replicas"
         self._routers = f"{self._prefix}:routers"
+        self._router_ids = f"{self._prefix}:router-ids"
         self._register = client.register_script(_REGISTER)
         self._change = client.register_script(_CHANGE)
         self._renew = client.register_script(_RENEW)
@@ -371,6 +374,35 @@ class Index:
         entries = answer[0][1] if answer else []
         return ((Position.parse(at), _change(fields)) for at, fields in entries)
 
+    # Routers, of each other.
+
+    @answered
+    async def announce_router(
+        self, router_id: str, facts: Mapping[str, Any], *, lease_s: float
+    ) -> None:
+        """The router is known for so long."""
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.set(self._router_key(router_id), json.dumps(facts), px=_milliseconds(lease_s))
+        pipeline.sadd(self._router_ids, router_id)
+        pipeline.pexpire(self._router_ids, _milliseconds(lease_s))
+        await pipeline.execute()
+
+    @answered
+    async def withdraw_router(self, router_id: str) -> None:
+        await self._redis.delete(self._router_key(router_id))
+
+    @answered
+    async def routers(self) -> dict[str, dict[str, Any]]:
+        """What those say of themselves whose lease runs, by id; the names of others are pruned."""
+        ids = sorted(member.decode() for member in await self._redis.smembers(self._router_ids))
+        if not ids:
+            return {}
+        said = await self._redis.mget([self._router_key(router_id) for router_id in ids])
+        found = dict(zip(ids, said, strict=True))
+        if gone := [router_id for router_id, facts in found.items() if facts is None]:
+            await self._redis.srem(self._router_ids, *gone)
+        return {router_id: json.loads(facts) for router_id, facts in found.items() if facts}
+
     @answered
     async def tell_routers(self, payload: bytes) -> None:
         """Every router that listens gets it within milliseconds; one that does not never does."""
@@ -412,6 +444,9 @@ class Index:
             self._replicas,
             self._changes,
         ]
+
+    def _router_key(self, router_id: str) -> str:
+        return f"{self._prefix}:router:{router_id}"
 
     def _record_key(self, replica_id: str) -> str:
         return f"{self._prefix}:replica:{replica_id}"

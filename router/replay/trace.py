@@ -16,7 +16,7 @@ from pathlib import Path
 from replica.kvindex.fingerprint import Fingerprint, reusable_blocks
 
 BLOCK_TOKENS = 512  # in a trace that does not say: Mooncake's
-FAILED = "failed"  # the outcome of a request that is not replayed
+NOT_RUN = ("failed", "refused")  # outcomes of requests that are not replayed
 TICK_S = 3.0  # the longest time that one timestamp stands for
 
 
@@ -131,7 +131,7 @@ def _request(where: str, line: str) -> Request | None:
             f"{where}: {input_tokens} tokens have {least} reusable blocks of {block_tokens}, "
             f"but it names {len(ids)}"
         )
-    return None if row.get("outcome") == FAILED else request
+    return None if row.get("outcome") in NOT_RUN else request
 
 
 def _spread(times_s: Sequence[float], rng: random.Random) -> list[float]:

@@ -1,0 +1,50 @@
+"""A process's metrics, for Prometheus to fetch from a port of the process's own."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+Read = Callable[[], float]
+
+
+class Readings(Collector):
+    """Numbers that live elsewhere, read whenever somebody asks; from a thread of the asker's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._gauges: list[tuple[str, str, Read]] = []  # name, documentation, value
+        self._counters: list[tuple[str, str, Read]] = []
+        registry.register(self)
+
+    def gauge(self, name: str, documentation: str, read: Read) -> None:
+        self._gauges.append((name, documentation, read))
+
+    def counter(self, name: str, documentation: str, read: Read) -> None:
+        """One that only grows while the process lives."""
+        self._counters.append((name, documentation, read))
+
+    def collect(self) -> Iterable[Metric]:
+        for name, documentation, read in self._gauges:
+            yield GaugeMetricFamily(name, documentation, value=read())
+        for name, documentation, read in self._counters:
+            yield CounterMetricFamily(name, documentation, value=read())
+
+
+class Exposition:
+    """The metrics of one registry at `address`, until it is closed.
+
+    It listens on the address that the node has among the cluster's, and nowhere else: whoever
+    reaches Ray there can see the metrics too.
+    """
+
+    def __init__(self, node: str, registry: CollectorRegistry = REGISTRY) -> None:
+        self._server, self._thread = start_http_server(0, node, registry)
+        host = f"[{node}]" if ":" in node else node
+        self.address = f"{host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Nobody listens there any more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

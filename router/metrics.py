@@ -1,0 +1,168 @@
+"""What a router tells Prometheus: waits, tokens by where they came from, how good its guesses were.
+
+No series names a replica, a router or a client: Prometheus labels what it fetches with the process
+that it fetched it from (router/targets.py), so there are as many series as are written down here.
+"""
+
+from collections.abc import Sequence
+from typing import get_args
+
+import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+
+from replica.exposition import Readings
+from router.feed import Feed
+from router.fleet import Fleet, Outcome, Placement, Trip, Witness
+from router.ledger import CAUSES
+from router.request_log import RequestLog
+
+WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+REQUESTS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+BACKLOGS_S = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
+RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
+
+
+class RouterMetrics(Witness):
+    """One router's."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"kvroute_{name}", documentation, buckets=buckets, registry=registry)
+
+        def counter(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(f"kvroute_{name}", documentation, labels, registry=registry)
+
+        self._decision = histogram(
+            "decision_seconds", "To rank the replicas for a prompt.", DECISIONS_S
+        )
+        self._backlog = histogram(
+            "backlog_seconds",
+            "Prefill queued at the chosen replica when a request was sent there.",
+            BACKLOGS_S,
+        )
+        self._ttft = histogram(
+            "time_to_first_token_seconds",
+            "From a request's dispatch to its first token, on whichever replica.",
+            WAITS_S,
+        )
+        self._prediction = histogram(
+            "prediction_ratio",
+            "Time to the first token at a replica, over what the router predicted.",
+            RATIOS,
+        )
+        self._gap = histogram(
+            "inter_token_seconds",
+            "From one chunk of an answer to its next; answers with n above 1 are left out.",
+            GAPS_S,
+        )
+        self._tpot = histogram(
+            "time_per_output_token_seconds",
+            "Each token's mean time after the first ones, of whole answers with n = 1.",
+            GAPS_S,
+        )
+        self._whole = histogram(
+            "request_seconds", "From a request's dispatch to the end of a whole answer.", REQUESTS_S
+        )
+        outcomes = counter(
+            "requests", "Requests sent to a replica, by how they ended there.", "outcome"
+        )
+        tokens = counter(
+            "prompt_tokens", "Tokens of prompts, by where they came from (the ledger).", "cause"
+        )
+        self._outcomes = {name: outcomes.labels(name) for name in get_args(Outcome)}
+        self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
+        self._reusable_tokens = counter(
+            "reusable_tokens", "Tokens of those prompts that the best replica had or expected."
+        )
+        self._output_tokens = counter("output_tokens", "Tokens of answers.")
+        self._spilled = counter(
+            "spilled_requests", "Requests sent where less of their prompt is cached than elsewhere."
+        )
+        self._readings = Readings(registry)
+        self._under_way = 0
+        self._readings.gauge(
+            "kvroute_requests_under_way",
+            "Requests sent to a replica and not ended.",
+            lambda: self._under_way,
+        )
+
+    def placed(self, placement: Placement, decision_s: float) -> None:
+        self._decision.observe(decision_s)
+
+    def sent(self, trip: Trip) -> None:
+        self._under_way += 1
+
+    def first_token(self, trip: Trip) -> None:
+        assert trip.placement is not None
+        assert trip.first_token_s is not None
+        replica_id, first_s = trip.replica_id, trip.first_token_s
+        if not trip.asked.is_resumed:
+            self._ttft.observe(first_s - trip.asked.at_s)
+        self._backlog.observe(trip.placement.at(replica_id).backlog_s)
+        if predicted_s := trip.placement.predicted_ttft_s(replica_id):
+            self._prediction.observe((first_s - trip.sent_s) / predicted_s)
+
+    def next_chunk(self, trip: Trip, gap_s: float) -> None:
+        if trip.asked.choices == 1:
+            self._gap.observe(gap_s)
+
+    def ended(self, trip: Trip) -> None:
+        self._under_way -= 1
+        self._outcomes[trip.outcome or "ok"].inc()
+        self._output_tokens.inc(trip.output_tokens)
+        self._count_prompt(trip)
+        if trip.outcome == "ok" and trip.first_token_s is not None and trip.last_chunk_s:
+            self._whole.observe(trip.last_chunk_s - trip.asked.at_s)
+            later_tokens = trip.output_tokens - trip.first_tokens
+            if trip.asked.choices == 1 and later_tokens:
+                self._tpot.observe((trip.last_chunk_s - trip.first_token_s) / later_tokens)
+
+    def watch(self, fleet: Fleet, feed: Feed) -> None:
+        """From now on what they know is told as well."""
+        gauge, counter = self._readings.gauge, self._readings.counter
+        gauge(
+            "kvroute_replicas",
+            "Replicas whose lease ran when the router last heard of it.",
+            lambda: len(fleet.records),
+        )
+        gauge(
+            "kvroute_mirror_blocks",
+            "Blocks that the router knows of, counted once however many replicas hold them.",
+            lambda: feed.state.blocks,
+        )
+        gauge(
+            "kvroute_index_reachable",
+            "1 while Redis answers the router, else 0; requests go on without it.",
+            lambda: feed.state.is_reachable,
+        )
+        gauge(
+            "kvroute_index_age_seconds",
+            "Since what the router knows was last equal to the index.",
+            lambda: feed.state.age_s,
+        )
+        counter("kvroute_index_changes", "Changes read from the index.", lambda: feed.state.changes)
+        counter(
+            "kvroute_index_loads",
+            "Times that a replica's whole set was read: at its start, and after trouble.",
+            lambda: feed.state.loads,
+        )
+
+    def watch_log(self, log: RequestLog) -> None:
+        self._readings.counter(
+            "kvroute_request_log_dropped_lines",
+            "Lines missing in the request log, since the disk is full or slow.",
+            lambda: log.dropped,
+        )
+
+    def _count_prompt(self, trip: Trip) -> None:
+        ledger = trip.ledger()
+        if ledger is None or trip.placement is None:
+            return
+        for cause, tokens in msgspec.structs.asdict(ledger).items():
+            self._tokens[cause].inc(tokens)
+        reusable_tokens = trip.placement.reusable_tokens
+        self._reusable_tokens.inc(reusable_tokens)
+        if trip.placement.expected_tokens(trip.replica_id) < reusable_tokens:
+            self._spilled.inc()
