@@ -16,13 +16,14 @@ from replica.engines import start_engine
 from replica.events import BlockTable
 from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, connect
-from replica.protocol import Chunk, EngineDeadError, GenerateRequest
+from replica.protocol import AuditRequest, Chunk, EngineDeadError, GenerateRequest, ReplicaAudit
 from replica.publisher import Publisher
 from replica.settings import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
 
 CHECK_S = 0.5  # between looks at the engine
+AUDIT_S = 10.0  # the longest an audit may take; it waits for the engine's step and for Redis
 
 
 @serve.deployment
@@ -38,7 +39,7 @@ class Replica:
         self._publisher = self._make_publisher()
         self._tasks = [
             asyncio.create_task(self._publisher.run(), name="publisher"),
-            asyncio.create_task(self._pump_events(), name="events"),
+            asyncio.create_task(self._publisher.hear(self._engine), name="events"),
             asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
 
@@ -47,6 +48,12 @@ class Replica:
         async with contextlib.aclosing(self._engine.generate(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def audit(self, request: AuditRequest) -> ReplicaAudit:
+        """What the engine has cached, beside what it said before and what the index has of it.
+        TimeoutError where the engine, or Redis, does not answer."""
+        async with asyncio.timeout(AUDIT_S):
+            return await self._publisher.audit(self._engine)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
@@ -103,10 +110,6 @@ class Replica:
                 log.error("the replica ends with its engine: %s", error)
                 _kill_children()  # a stopped one would stay
                 os._exit(1)
-
-    async def _pump_events(self) -> None:
-        async for events in self._engine.events():
-            self._publisher.publish(events)
 
 
 def _kill_children() -> None:

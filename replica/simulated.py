@@ -148,6 +148,10 @@ class SimulatedEngine(Engine):
         if self._is_closed or has_ended:
             raise EngineDeadError("the simulated engine has stopped") from self._failure
 
+    async def tell_held(self) -> None:
+        self._pool.tell_held()
+        self._publish()
+
     async def reset_prefix_cache(self) -> bool:
         is_forgotten = self._pool.reset()
         self._publish()
