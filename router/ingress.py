@@ -18,6 +18,7 @@ from replica.model import resolve
 from replica.protocol import TokenIds
 from router import routes
 from router.answer import answer
+from router.audit import Audit, asking
 from router.baselines import RANKINGS
 from router.dispatch import Dispatcher
 from router.errors import ApiError
@@ -109,10 +110,13 @@ class Router:
         handle = HeardReplicas(replicas, self._log) if self._log else replicas
         watch = Watch(routes.replicas, self._fleet, hang_timeout_s=self._settings.hang_timeout_s)
         self._dispatcher = Dispatcher(handle, self._fleet, watch)
+        self._id = loudspeaker.router
         self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)
+        feed = Feed(self._index, self._fleet)
+        self._audit = Audit(self._index, feed, self._fleet.mirror, asking(replicas))
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [
-            asyncio.create_task(Feed(self._index, self._fleet).run(), name="feed"),
+            asyncio.create_task(feed.run(), name="feed"),
             asyncio.create_task(loudspeaker.run(self._index), name="loudspeaker"),
             asyncio.create_task(listener.run(self._index), name="listener"),
             asyncio.create_task(watch.run(), name="watch"),
@@ -175,6 +179,16 @@ class Router:
                 ],
             }
         )
+
+    @http.get("/v1/cluster/audit")
+    async def audit(self) -> Response:
+        """This router's mirror, Redis, the replicas and their engines, compared."""
+        try:
+            replicas = await self._audit.run()
+        except (RedisError, OSError) as error:
+            message = f"Redis is away ({error}), so there is nothing to compare; try again later"
+            raise ApiError(503, message, type="server_error") from error
+        return JSONResponse({"router": self._id, "replicas": replicas})
 
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
