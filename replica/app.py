@@ -20,7 +20,7 @@ from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefixes
 from replica.metrics import ReplicaMetrics
-from replica.protocol import Chunk, EngineDeadError, GenerateRequest
+from replica.protocol import AuditRequest, Chunk, EngineDeadError, GenerateRequest, ReplicaAudit
 from replica.publisher import Publisher
 from replica.settings import ReplicaSettings
 from replica.warmer import Warmer
@@ -28,6 +28,7 @@ from replica.warmer import Warmer
 log = logging.getLogger("kvroute.replica")
 
 CHECK_S = 0.5  # between looks at the engine
+AUDIT_S = 10.0  # the longest an audit may take; it waits for the engine's step and for Redis
 
 
 @serve.deployment
@@ -47,7 +48,9 @@ class Replica:
         self._metrics.watch(self._engine.facts, self._engine.load, self._publisher)
         self._tasks = [
             asyncio.create_task(self._keep_index(), name="index"),
-            asyncio.create_task(self._pump_events(), name="events"),
+            asyncio.create_task(
+                self._publisher.hear(self._engine, self._metrics.happened), name="events"
+            ),
             asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
         await self._warmer.start(self._settings.declared)
@@ -61,6 +64,12 @@ class Replica:
                 self._metrics.heard(request, chunk, is_first=is_first)
                 is_first = False
                 yield chunk
+
+    async def audit(self, request: AuditRequest) -> ReplicaAudit:
+        """What the engine has cached, beside what it said before and what the index has of it.
+        TimeoutError where the engine, or Redis, does not answer."""
+        async with asyncio.timeout(AUDIT_S):
+            return await self._publisher.audit(self._engine)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
@@ -142,11 +151,6 @@ class Replica:
                 log.error("the replica ends with its engine: %s", error)
                 _kill_children()  # a stopped one would stay
                 os._exit(1)
-
-    async def _pump_events(self) -> None:
-        async for events in self._engine.events():
-            self._metrics.happened(events)
-            self._publisher.publish(events)
 
 
 def _kill_children() -> None:

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from replica.events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlocksHeld,
+    BlockStored,
+    KVEvent,
+)
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.protocol import TokenIds
 
@@ -46,7 +53,7 @@ class BlockPool:
     def used_blocks(self) -> int:
         return self.capacity_blocks - self.free_blocks
 
-    def copies(self) -> dict[Fingerprint, int]:
+    def copies(self) -> dict[BlockHash, int]:
         """How many blocks are cached under each hash."""
         return {hash_: len(blocks) for hash_, blocks in self._blocks_of.items()}
 
@@ -106,6 +113,11 @@ class BlockPool:
         if self.prefix_caching:
             self._events.append(AllBlocksCleared())
         return True
+
+    def tell_held(self) -> None:
+        """What is cached now becomes the next event."""
+        if self.prefix_caching:
+            self._events.append(BlocksHeld(self.copies()))
 
     def drain(self) -> list[KVEvent]:
         """What happened since the last call, in order."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 import psutil
-import zmq
-import zmq.asyncio
 from vllm.config import KVEventsConfig
 from vllm.distributed import kv_events
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,7 +26,14 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from replica.cores import Cores
-from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsLost, KVEvent
+from replica.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlocksHeld,
+    BlockStored,
+    EventsLost,
+    KVEvent,
+)
 from replica.pins import admit_pin, pin_budget
 from replica.protocol import (
     Alternative,
@@ -39,8 +44,9 @@ from replica.protocol import (
     Load,
     TokenLogprob,
 )
-from replica.scheduler import PIN
+from replica.scheduler import PIN, EventBatch, Held
 from replica.settings import ReplicaSettings
+from replica.subscription import Subscription
 from replica.vitals import Vitals
 
 # First guesses of the prefill speed; the router learns the real one.
@@ -56,11 +62,11 @@ class VllmEngine:
     """One AsyncLLM with prefix caching, its KV events and its statistics."""
 
     def __init__(
-        self, llm: AsyncLLM, facts: EngineFacts, subscriber: zmq.asyncio.Socket, stats: "_Stats"
+        self, llm: AsyncLLM, facts: EngineFacts, subscription: Subscription, stats: "_Stats"
     ) -> None:
         self.facts = facts
         self._llm = llm
-        self._subscriber = subscriber
+        self._subscription = subscription
         self._stats = stats
         self._pins: dict[str, int] = {}
         self._processes = psutil.Process().children(recursive=True)  # the engine's
@@ -70,16 +76,18 @@ class VllmEngine:
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
         """Loads the model (a folder or a hub name); the engine's process is bound to `cores`."""
-        # We bind and the engine connects: no port is guessed, and no early event is missed.
-        subscriber = zmq.asyncio.Context().socket(zmq.SUB)
-        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
-        subscriber.setsockopt(zmq.RCVHWM, 0)
-        port = subscriber.bind_to_random_port("tcp://127.0.0.1")
-        stats = _Stats()
-        llm = await asyncio.to_thread(
-            _load, engine_args(settings, model, f"tcp://127.0.0.1:{port}"), stats, cores
-        )
-        return cls(llm, _facts(llm, settings), subscriber, stats)
+        subscription, stats = Subscription(), _Stats()
+        try:
+            args = engine_args(settings, model, subscription)
+            llm = await asyncio.to_thread(_load, args, stats, cores)
+            if settings.prefix_caching:
+                await subscription.connect()
+            else:
+                subscription.folder.cleanup()  # nobody publishes
+        except BaseException:
+            subscription.close()
+            raise
+        return cls(llm, _facts(llm, settings), subscription, stats)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if request.pin:
@@ -110,14 +118,9 @@ class VllmEngine:
             self._stats.kv_usage = await self._call("kvroute_unpin", name)
 
     async def events(self) -> AsyncIterator[list[KVEvent]]:
-        decoder = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
-        expected = 0
-        while True:
-            _, number, payload = await self._subscriber.recv_multipart()
-            seq = int.from_bytes(number, "big")
-            lost: list[KVEvent] = [EventsLost()] if seq != expected else []
-            expected = seq + 1
-            yield [*lost, *map(_event, decoder.decode(payload).events)]
+        decoder = msgspec.msgpack.Decoder(EventBatch)
+        async for payload in self._subscription.batches():
+            yield list(map(_event, decoder.decode(payload).events)) if payload else [EventsLost()]
 
     def load(self) -> Load:
         return Load(
@@ -144,22 +147,27 @@ class VllmEngine:
             return any(each.status() == psutil.STATUS_STOPPED for each in self._processes)
         return False
 
+    async def tell_held(self) -> None:
+        await self._call("kvroute_tell_held")
+
     async def reset_prefix_cache(self) -> bool:
         is_forgotten = bool(await self._llm.reset_prefix_cache())
         if is_forgotten:
             self._pins.clear()
         return is_forgotten
 
-    async def _call(self, method: str, name: str) -> Any:
-        """One of the methods that scheduler.py adds to vLLM's."""
-        return await self._llm.engine_core.call_utility_async(method, name)
+    async def _call(self, method: str, *args: str) -> Any:
+        """One of the methods that scheduler.py adds to vLLM's core."""
+        return await self._llm.engine_core.call_utility_async(method, *args)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
-        self._subscriber.context.destroy(linger=0)  # ours alone: the socket goes with it
+        self._subscription.close()
 
 
-def engine_args(settings: ReplicaSettings, model: str, events_endpoint: str) -> AsyncEngineArgs:
+def engine_args(
+    settings: ReplicaSettings, model: str, subscription: Subscription
+) -> AsyncEngineArgs:
     """vLLM's arguments for our settings; what is left out is vLLM's own default."""
     on_cpu = current_platform.is_cpu()
     optional: dict[str, Any] = {
@@ -181,7 +189,8 @@ def engine_args(settings: ReplicaSettings, model: str, events_endpoint: str) -> 
         kv_events_config=KVEventsConfig(
             enable_kv_cache_events=settings.prefix_caching,
             publisher="zmq" if settings.prefix_caching else "null",
-            endpoint=events_endpoint,
+            endpoint=subscription.endpoint,
+            replay_endpoint=subscription.replay_endpoint,
         ),
         **{name: value for name, value in optional.items() if value is not None},
     )
@@ -341,6 +350,8 @@ def _event(event: kv_events.KVCacheEvent) -> KVEvent:
             return BlockRemoved(event.block_hashes)
         case kv_events.AllBlocksCleared():
             return AllBlocksCleared()
+        case Held():
+            return BlocksHeld(event.copies)
         case _:
             raise TypeError(f"unknown KV event {event!r}: this vLLM is not the pinned version")
 

@@ -1,7 +1,9 @@
 """KV cache events become changes of the set of fingerprints that a replica holds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -31,10 +33,17 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class EventsLost:
-    """Events went missing between the engine and us: what we knew may be wrong."""
+    """Events went missing between the engine and us: what we know may be wrong."""
 
 
-KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost
+@dataclass(frozen=True, slots=True)
+class BlocksHeld:
+    """All that the engine has cached, as it is after the events before this one."""
+
+    copies: Mapping[BlockHash, int]  # blocks under each hash
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld
 
 
 @dataclass(slots=True)
@@ -62,6 +71,27 @@ class Changes:
         self.removed.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """An account of the blocks that a replica holds, judged by one nearer to the engine."""
+
+    blocks: int  # in the account
+    missing: int = 0  # that it should have as well
+    surplus: int = 0  # that it should not have
+
+    @classmethod
+    def of(cls, account: AbstractSet[Any], truth: AbstractSet[Any]) -> "Comparison":
+        return cls(len(account), len(truth - account), len(account - truth))
+
+    @property
+    def true_blocks(self) -> int:
+        return self.blocks + self.missing - self.surplus
+
+    @property
+    def drift(self) -> int:
+        return self.missing + self.surplus
+
+
 class BlockTable:
     """The fingerprints that a replica holds, kept right by the engine's events in their order."""
 
@@ -79,23 +109,28 @@ class BlockTable:
     def held(self) -> list[Fingerprint]:
         return list(self._fingerprints.values())
 
-    def apply(self, events: Iterable[KVEvent], changes: Changes) -> None:
-        """Takes the events in, and notes in `changes` what they change."""
+    def apply(self, events: Iterable[KVEvent], changes: Changes) -> Comparison | None:
+        """Takes the events in, and notes in `changes` what they change. When the engine says what
+        it holds: how right the table was until then."""
+        comparison = None
         for event in events:
             match event:
                 case BlockStored():
                     self._store(event, changes)
                 case BlockRemoved():
                     self._remove(event, changes)
-                case AllBlocksCleared() | EventsLost():
-                    # After a loss, forgetting is the safe side: a block unknown costs one hit, one
-                    # wrongly believed in misroutes request after request.
+                case AllBlocksCleared():
                     self._clear(changes)
+                case BlocksHeld():
+                    comparison = self._reconcile(event, changes)
+                case EventsLost():
+                    pass  # whoever reads the events has the engine tell what it holds
+        return comparison
 
     def _store(self, event: BlockStored, changes: Changes) -> None:
         parent = self._parent_of(event)
         if parent is None:
-            return  # its beginning was forgotten with lost events, so nobody could match it
+            return  # its beginning was told in lost events, so nobody could match it
         chain = fingerprints(
             np.asarray(event.token_ids, dtype=np.uint32),
             block_size=self._block_size,
@@ -127,6 +162,15 @@ class BlockTable:
             elif copies == 1:
                 del self._copies[block_hash]
                 changes.remove(self._fingerprints.pop(block_hash))
+
+    def _reconcile(self, event: BlocksHeld, changes: Changes) -> Comparison:
+        """Forgets what the engine no longer holds. What it holds unknown to us stays unknown: a
+        hash does not tell its tokens."""
+        comparison = Comparison.of(self._fingerprints.keys(), event.copies.keys())
+        for block_hash in self._fingerprints.keys() - event.copies.keys():
+            changes.remove(self._fingerprints.pop(block_hash))
+        self._copies = {known: event.copies[known] for known in self._fingerprints}
+        return comparison
 
     def _clear(self, changes: Changes) -> None:
         self._fingerprints.clear()

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.events import KVEvent
+from replica.events import Comparison, KVEvent
 
 TokenIds = NDArray[np.uint32]
 
@@ -110,6 +110,22 @@ class EngineFacts:
     engine: str = "vllm"  # "vllm" | "simulated"
 
 
+@dataclass(frozen=True, slots=True)
+class AuditRequest:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAudit:
+    """What is said of one replica's blocks, by itself and by the index after its change `seq`."""
+
+    replica_id: str
+    incarnation: str
+    seq: int
+    known: Comparison  # what the replica believes to hold, judged by its engine
+    index: Comparison  # what Redis has of it, judged by what the replica believes
+
+
 class EngineDeadError(RuntimeError):
     """The engine cannot answer any more; the replica must be replaced."""
 
@@ -150,6 +166,10 @@ class Engine(Protocol):
 
     async def check(self) -> None:
         """Raises EngineDeadError when the engine cannot go on."""
+        ...
+
+    async def tell_held(self) -> None:
+        """BlocksHeld comes among the events, where it is true; never where nothing is cached."""
         ...
 
     async def reset_prefix_cache(self) -> bool:

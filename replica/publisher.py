@@ -10,16 +10,17 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from replica.events import BlockTable, Changes, KVEvent
+from replica.events import BlocksHeld, BlockTable, Changes, Comparison, EventsLost, KVEvent
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import BATCH_BLOCKS, FencedError, Index, Standing, Warm
 from replica.kvindex.outage import Outage
+from replica.protocol import Engine, ReplicaAudit
 
 log = logging.getLogger("kvroute.publisher")
 
@@ -58,6 +59,9 @@ class Publisher:
         self.registrations = 0
         self._waiting_since_s: float | None = None  # on the monotonic clock; None: nothing waits
         self._taken_s = time.monotonic()  # when Redis last took anything
+        self._known: Comparison | None = None  # by the engine, for the audit under way
+        self._audit: asyncio.Future[ReplicaAudit] | None = None
+        self._one_audit = asyncio.Lock()
 
     @property
     def blocks(self) -> int:
@@ -80,20 +84,51 @@ class Publisher:
 
         What waits to be written is never more than twice the engine's blocks, or one batch.
         """
-        self._table.apply(events, self._changes)
+        self._known = self._table.apply(events, self._changes) or self._known
         if self._changes and self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
         if not self._is_registered:
             self._changes = Changes()  # registering announces the whole table: nothing piles up
         elif len(self._changes.removed) > max(len(self._table), BATCH_BLOCKS):
             self._changes = Changes(cleared=True, added=set(self._table.held()))
-        if self._changes:
+        if self._changes or self._audit:
             self._changed.set()
 
     def renew_soon(self) -> None:
         """Load and pins reach the record within milliseconds; returns at once."""
         self._renewal_s = 0.0
         self._changed.set()
+
+    async def hear(
+        self, engine: Engine, witness: Callable[[Sequence[KVEvent]], None] = lambda events: None
+    ) -> None:
+        """Publishes what the engine tells until cancelled, and lets the witness know it.
+
+        After a loss, the engine says what it holds: what is not there is forgotten, and what was
+        lost and is there stays unknown.
+        """
+        async for events in engine.events():
+            witness(events)
+            self.publish(events)
+            if EventsLost() in events:
+                await self._have_told(engine)
+
+    async def audit(self, engine: Engine) -> ReplicaAudit:
+        """Engine, table and index compared with each other at one moment of theirs, whatever they
+        are doing; what is found wrong is put right. Takes as long as the index is away."""
+        async with self._one_audit:
+            self._known, self._audit = None, asyncio.get_running_loop().create_future()
+            try:
+                await self._have_told(engine)
+                return await self._audit
+            finally:
+                self._audit = None
+
+    async def _have_told(self, engine: Engine) -> None:
+        if engine.facts.prefix_caching:
+            await engine.tell_held()
+        else:
+            self.publish([BlocksHeld({})])
 
     async def run(self) -> None:
         """Announces the replica, writes its changes and renews its lease until cancelled."""
@@ -144,10 +179,30 @@ class Publisher:
                     await asyncio.sleep(BATCH_S)
             self._changed.clear()
             changes, self._changes = self._changes, Changes()
+            audit = self._audit if self._known else None
+            held = set(self._table.held()) if audit else set()
             began_s = time.monotonic()
             await self._write(changes)
             self._waiting_since_s = began_s if self._changes else None
+            if audit:
+                await self._answer(audit, held)
             await self._renew_if_due()
+
+    async def _answer(self, audit: "asyncio.Future[ReplicaAudit]", held: set[Fingerprint]) -> None:
+        """Nothing is written meanwhile, so the index should have exactly what was held."""
+        standing, known = self._standing, self._known
+        record = await self._index.record(self._replica_id)
+        if known is None or record is None or record.incarnation != standing.incarnation:
+            return  # the next renewal finds out why
+        index = Comparison.of(set((await self._index.blocks(record)).blocks), held)
+        if not audit.done():
+            audit.set_result(
+                ReplicaAudit(
+                    self._replica_id, standing.incarnation, standing.seq, known=known, index=index
+                )
+            )
+        if index.drift:
+            raise FencedError(f"Redis has {index.drift} blocks other than {standing} announced")
 
     async def _renew_if_due(self) -> None:
         if asyncio.get_running_loop().time() < self._renewal_s:

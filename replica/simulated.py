@@ -167,6 +167,10 @@ class SimulatedEngine(Engine):
         if table := self._pins.pop(name, None):
             self._pool.free(table)
 
+    async def tell_held(self) -> None:
+        self._pool.tell_held()
+        self._publish()
+
     async def reset_prefix_cache(self) -> bool:
         if self._running:
             return False

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table
 
+from router.doctor import doctor
 from router.options import SettingsError, env_names, flags, option
 from router.prefixes_command import prefixes
 from router.replay.calibrate import calibrate
@@ -124,6 +125,7 @@ serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [_parameter(name, field) for name, field in ServeSettings.model_fields.items()]
 )
 app.command()(serve)
+app.command()(doctor)
 app.command()(replay)
 app.command()(calibrate)
 app.add_typer(prefixes, name="prefixes")

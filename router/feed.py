@@ -70,7 +70,8 @@ class Feed:
         self._index = index
         self._fleet = fleet
         self._mirror = fleet.mirror
-        self._position = END  # a poll takes it back to where the stream ends
+        # All changes up to here are in the mirror. A poll takes it back to where the stream ends.
+        self.position = END
         self._seen: dict[str, Seen] = {}  # by replica id, as in the mirror
         self._polled: dict[str, int] = {}  # replica id -> seq in its record at the last poll
         self._records: dict[str, ReplicaRecord] = {}  # the last ones, by replica id
@@ -106,6 +107,15 @@ class Feed:
                 await self._sweep()
                 await asyncio.sleep(RETRY_S)
 
+    def incarnation(self, replica_id: str) -> str | None:
+        """Of the replica as the mirror has it; None: it has not."""
+        seen = self._seen.get(replica_id)
+        return seen.incarnation if seen else None
+
+    def distrust(self, replica_id: str) -> None:
+        """The next poll loads the replica again."""
+        self._seen.pop(replica_id, None)
+
     async def loaded(self, *, within_s: float) -> None:
         """Returns once every replica in the index was loaded, or the time is over."""
         with contextlib.suppress(TimeoutError):
@@ -114,11 +124,11 @@ class Feed:
 
     async def _follow(self) -> None:
         while True:
-            changes, taken = await self._index.follow(self._position, block_ms=WAIT_MS), 0
+            changes, taken = await self._index.follow(self.position, block_ms=WAIT_MS), 0
             read_s = time.monotonic()
             for position, change in changes:
                 await self._apply(position, change)
-                self._position = position
+                self.position = position
                 taken += 1
                 await self._give_way()
                 await self._poll_if_due()
@@ -176,8 +186,8 @@ class Feed:
     async def _rewind(self) -> None:
         """Never ahead of the stream, which a Redis restored from a snapshot can leave us."""
         end = await self._index.position()
-        if end < self._position:
-            self._position = end
+        if end < self.position:
+            self.position = end
             self._seen.clear()
 
     def _update(self, records: Mapping[str, ReplicaRecord]) -> None:

@@ -21,6 +21,7 @@ from replica.model import resolve
 from replica.protocol import TokenIds
 from router import routes
 from router.answer import answer
+from router.audit import Audit, asking
 from router.baselines import RANKINGS
 from router.demand import Demand
 from router.dispatch import Dispatcher, Generation
@@ -134,6 +135,8 @@ class Router:
         self._prefixes = PrefixRoutes(
             self._catalogue, self._joint, self._index.records, block_size=block_size
         )
+        self._id = loudspeaker.router
+        self._audit = Audit(self._index, self._feed, self._fleet.mirror, asking(replicas))
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [
             asyncio.create_task(self._feed.run(), name="feed"),
@@ -256,6 +259,16 @@ class Router:
             "Every process has metrics of its own, and this address reaches one of them by chance; "
             "let Prometheus find them all: http_sd_configs with the url /v1/metrics/targets",
         )
+
+    @http.get("/v1/cluster/audit")
+    async def audit(self) -> Response:
+        """This router's mirror, Redis, the replicas and their engines, compared."""
+        try:
+            replicas = await self._audit.run()
+        except (RedisError, OSError) as error:
+            message = f"Redis is away ({error}), so there is nothing to compare; try again later"
+            raise ApiError(503, message, type="server_error") from error
+        return JSONResponse({"router": self._id, "replicas": replicas})
 
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""

@@ -69,9 +69,9 @@ class Masks:
         """Unmarks the bits in one of TABLES parts of the masks."""
         self.unmark(bits, self._with(bits, self._tables[table]))
 
-    def all_with(self, bits: int) -> set[Fingerprint]:
-        """The fingerprints that have any of the bits, by a walk over them all."""
-        return {each for table in self._tables for each in self._with(bits, table)}
+    def all_with(self, bits: int) -> Iterator[list[Fingerprint]]:
+        """The fingerprints that have any of the bits, one part of the masks after another."""
+        return (self._with(bits, table) for table in self._tables)
 
     @staticmethod
     def _with(bits: int, table: dict[Fingerprint, int]) -> list[Fingerprint]:

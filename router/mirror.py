@@ -106,7 +106,11 @@ class Mirror:
         return depths
 
     def held_by(self, replica_id: str) -> set[Fingerprint]:
-        """All of one replica's blocks, by a walk over the whole mirror: for audits and tests."""
+        """All of one replica's blocks."""
+        return set[Fingerprint]().union(*self.walk(replica_id))
+
+    def walk(self, replica_id: str) -> Iterator[list[Fingerprint]]:
+        """The same in parts, none of which takes long; together, all of the mirror is looked at."""
         return self._held.all_with(self._bits(replica_id))
 
     def sweep(self) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from replica import subscription
 from replica.engines import start_engine
-from replica.events import BlockTable, Changes
+from replica.events import BlockTable, Changes, Comparison
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
 from replica.model import BUILTIN_MODEL, resolve
 from replica.protocol import Chunk, Engine, GenerateRequest, PinRefusedError, Sampling
@@ -37,6 +38,7 @@ class Running:
     engine: Engine
     table: BlockTable
     requests: int = 0
+    comparisons: list[Comparison] = field(default_factory=list)
 
     async def ask(
         self, prompt: list[int], sampling: Sampling = GREEDY, namespace: str = ""
@@ -64,7 +66,15 @@ class Running:
 
     async def pump(self) -> None:
         async for events in self.engine.events():
-            self.table.apply(events, Changes())
+            if comparison := self.table.apply(events, Changes()):
+                self.comparisons.append(comparison)
+
+    async def compare(self) -> Comparison:
+        """What the events told, judged by what the engine holds."""
+        before = len(self.comparisons)
+        await self.engine.tell_held()
+        await until(lambda: len(self.comparisons) > before)
+        return self.comparisons[-1]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["simulated", "vllm"])
@@ -172,6 +182,38 @@ async def test_evicted_blocks_leave_the_table(running: Running) -> None:
         await running.ask(prompt_of(1500, seed))
     await until(lambda: chain_of(first)[-1] not in running.table.held())
     assert len(running.table) <= running.engine.facts.capacity_blocks
+
+
+async def test_an_engine_holds_what_its_events_told_whatever_it_is_doing(running: Running) -> None:
+    longer = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
+    asking = [asyncio.create_task(running.ask(prompt_of(900, seed), longer)) for seed in (20, 21)]
+    while not all(task.done() for task in asking):
+        assert (await running.compare()).drift == 0
+    assert (await running.compare()).blocks == len(running.table) > 50
+
+
+async def test_a_batch_of_events_that_was_lost_is_told_again(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("its events are handed over within one process")
+    receive, lost = subscription._receive, list[int]()
+
+    async def lossy(socket: object, wait_s: float) -> tuple[int, bytes] | None:
+        batch = await receive(socket, wait_s)  # type: ignore[arg-type]
+        while batch and wait_s == subscription.QUIET_S and batch[0] % 3:
+            lost.append(batch[0])
+            batch = await receive(socket, wait_s)  # type: ignore[arg-type]
+        return batch
+
+    await running.compare()
+    monkeypatch.setattr(subscription, "_receive", lossy)
+    for seed in range(22, 28):
+        await running.ask(prompt_of(1500, seed))
+    await running.ask(prompt_of(100, seed=28))
+    assert lost
+    monkeypatch.undo()
+    assert (await running.compare()).drift == 0
 
 
 async def test_a_reset_is_told_at_once(running: Running) -> None:

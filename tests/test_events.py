@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from replica.events import (
     AllBlocksCleared,
     BlockRemoved,
+    BlocksHeld,
     BlockStored,
     BlockTable,
     Changes,
+    Comparison,
     EventsLost,
     KVEvent,
 )
@@ -68,14 +70,24 @@ def test_a_clear_forgets_what_came_before_it_and_not_what_comes_after() -> None:
     assert changes.added == set(expected(3, 4)) == set(blocks.held())
 
 
-def test_after_lost_events_only_what_is_stored_anew_is_believed() -> None:
+def test_after_lost_events_what_the_engine_tells_decides_what_is_still_believed() -> None:
     blocks = table()
-    applied(blocks, BlockStored([10], None, [1, 2]))
-    changes = applied(
-        blocks, EventsLost(), BlockStored([11], 10, [3, 4]), BlockRemoved([10]), BlockRemoved([99])
-    )
-    assert changes.cleared
-    assert blocks.held() == []
+    applied(blocks, BlockStored([10, 11, 12], None, [1, 2, 3, 4, 5, 6]))
+    applied(blocks, EventsLost(), BlockStored([21], 20, [7, 8]), BlockRemoved([99]))
+    changes = applied(blocks, BlocksHeld({10: 2, 11: 1, 20: 1, 21: 1}))
+    assert changes.removed == set(expected(1, 2, 3, 4, 5, 6)) - set(blocks.held())
+    assert set(blocks.held()) == set(expected(1, 2, 3, 4))
+    assert not applied(blocks, BlockRemoved([10]))  # there is a second one
+    assert applied(blocks, BlockRemoved([10]))
+
+
+def test_the_engines_word_is_compared_with_what_was_believed_until_then() -> None:
+    blocks = table()
+    told = BlockStored([10, 11], None, [1, 2, 3, 4])
+    comparison = blocks.apply([told, BlocksHeld({10: 1, 20: 1}), BlockRemoved([10])], Changes())
+    assert comparison == Comparison(blocks=2, missing=1, surplus=1)
+    assert (comparison.true_blocks, comparison.drift) == (2, 2)
+    assert blocks.apply([BlockRemoved([10])], Changes()) is None
 
 
 def test_namespaces_and_adapters_share_no_fingerprint() -> None:

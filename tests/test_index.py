@@ -145,6 +145,19 @@ async def test_a_change_of_many_blocks_is_taken_whole(index: Index) -> None:
     assert set((await index.blocks(record)).blocks) == set(many)
 
 
+async def test_changes_are_kept_for_a_while_only(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replica.kvindex.index.STREAM_MS", 50)
+    many = [Fingerprint(i) for i in range(BATCH_BLOCKS)]
+    standing = await join(index, "a")
+    for _ in range(5):
+        standing = await index.change(standing, added=many, lease_s=LEASE_S)
+    await asyncio.sleep(0.1)
+    await index.change(standing, removed=many, lease_s=LEASE_S)
+    assert await index._redis.xlen(index._changes) <= 2  # Redis trims a node at a time
+
+
 async def test_models_do_not_see_each_other(index: Index) -> None:
     await join(index, "a")
     assert await Index(index._redis, "another {model}").records() == []

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -60,6 +61,24 @@ def test_interleaved_chats_keep_their_caches_and_share_the_work(vllm: OpenAI) ->
     outcome = interleaved_chats(vllm, chats=8, turns=6, system_words=60, user_words=40, seed=1)
     assert outcome.hit_share >= 0.95
     assert outcome.imbalance < 2.0
+
+
+def test_engines_replicas_redis_and_routers_agree_on_what_is_cached(
+    cluster: Cluster, vllm: OpenAI
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, vllm, user(f"{i} " * 900), max_tokens=40) for i in range(12)]
+        while not all(each.done() for each in asking):
+            assert drifts(cluster) == {0}
+    audit = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).json()
+    counts = [set(replica["blocks"].values()) for replica in audit["replicas"]]
+    assert all(len(count) == 1 and min(count) > 50 for count in counts)
+
+
+def drifts(cluster: Cluster) -> set[int | None]:
+    audit = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).raise_for_status().json()
+    assert len(audit["replicas"]) == 2
+    return {drift for replica in audit["replicas"] for drift in replica["drift"].values()}
 
 
 def test_a_cached_answer_is_the_same_answer(vllm: OpenAI) -> None:

@@ -1,0 +1,222 @@
+"""An audit finds what is wrong with the index as a number, and nothing where all is right."""
+
+import asyncio
+import json
+import random
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import redis
+
+from replica.events import BlockTable, EventsLost
+from replica.kvindex.fingerprint import Fingerprint
+from replica.kvindex.index import Index, connect
+from replica.protocol import GenerateRequest, ReplicaAudit, Sampling
+from replica.publisher import Publisher
+from replica.simulated import SimulatedConfig, SimulatedEngine
+from router.audit import Audit
+from router.doctor import examine, judge
+from router.embedded_redis import embedded_redis
+from router.feed import Feed
+from router.fleet import Fleet
+from router.ports import free_port
+from tests.conftest import openai_client
+from tests.records import FACTS, LOAD
+from tests.serving import KVROUTE, Cluster, start_cluster
+from tests.waiting import until
+from tests.workloads import ask, user
+
+MODEL = "m"
+CONFIG = SimulatedConfig(
+    block_size=4, capacity_blocks=100, prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0
+)
+
+
+class Side:
+    """An engine with a publisher, and a router's mirror of it, each in tasks of their own."""
+
+    def __init__(self, url: str) -> None:
+        self.redis = connect(url)
+        self.index = Index(self.redis, MODEL)
+        self.engine = SimulatedEngine(CONFIG)
+        self.table = BlockTable(model=MODEL, revision="", block_size=4)
+        self.publisher = Publisher(
+            self.index, self.table, replica_id="a", facts=FACTS, load=lambda: LOAD, lease_s=60
+        )
+        self.fleet = Fleet(model=MODEL, revision="", block_size=4, rng=random.Random(0))
+        feed = Feed(self.index, self.fleet)
+        self.audit = Audit(self.index, feed, self.fleet.mirror, self.ask)
+        self.tasks = [
+            asyncio.create_task(each)
+            for each in (self.publisher.run(), self.publisher.hear(self.engine), feed.run())
+        ]
+
+    async def ask(self, replica_id: str) -> ReplicaAudit:
+        return await self.publisher.audit(self.engine)
+
+    async def work(self, requests: int) -> None:
+        for seed in np.random.default_rng(0).integers(0, 20, requests):
+            prompt = np.arange(40, dtype=np.uint32) + 100 * int(seed)
+            request = GenerateRequest("r", prompt, Sampling(max_tokens=20))
+            async for _ in self.engine.generate(request):
+                pass
+
+    async def drift(self) -> dict[str, int]:
+        (report,) = await self.audit.run()
+        return dict(report["drift"])
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks)
+        await self.engine.close()
+        await self.redis.aclose()
+
+
+NONE = {"replica": 0, "redis": 0, "mirror": 0}
+
+
+@pytest.fixture
+async def side(redis_url: str) -> AsyncIterator[Side]:
+    """It has worked and is in step."""
+    side = Side(redis_url)
+    await side.redis.flushall()
+    await side.work(20)
+    await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()) != set())
+    yield side
+    await side.close()
+
+
+async def test_no_drift_is_found_while_blocks_come_and_go(side: Side) -> None:
+    working = asyncio.create_task(side.work(300))
+    while not working.done():
+        assert await side.drift() == NONE
+    await working
+
+
+async def test_blocks_that_the_mirror_lacks_or_has_too_much_are_drift_and_it_heals(
+    side: Side,
+) -> None:
+    side.fleet.mirror.remove("a", side.table.held()[:3])
+    side.fleet.mirror.add("a", [Fingerprint(1)])
+    assert (await side.drift())["mirror"] == 4
+    await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()))
+    assert await side.drift() == NONE
+
+
+async def test_a_set_in_redis_that_is_not_what_was_announced_is_drift_and_heals(
+    side: Side,
+) -> None:
+    key = side.index._blocks_key("a", side.publisher._standing.incarnation)
+    await side.redis.spop(key)
+    await side.redis.sadd(key, b"surplus!")  # so that its size tells nothing
+    assert (await side.ask("a")).index.drift == 2
+    await until(lambda: side.publisher._is_registered)
+    assert (await side.ask("a")).index.drift == 0
+
+
+async def test_events_that_were_lost_are_drift_until_the_engine_has_told_what_it_holds(
+    side: Side,
+) -> None:
+    known = side.table.held()
+    await side.engine.reset_prefix_cache()
+    side.engine._events.clear()
+    assert (await side.ask("a")).known.drift == len(known)
+    assert await side.drift() == NONE
+
+
+async def test_after_lost_events_what_is_gone_is_forgotten_unasked(side: Side) -> None:
+    await side.engine.reset_prefix_cache()
+    side.engine._events[:] = [EventsLost()]
+    await until(lambda: len(side.table) == 0)
+
+
+async def test_a_replica_that_caches_nothing_has_no_drift(redis_url: str) -> None:
+    side = Side(redis_url)
+    side.engine.facts = SimulatedEngine(SimulatedConfig(prefix_caching=False)).facts
+    assert (await side.ask("a")).known.blocks == 0
+    await side.close()
+
+
+def report(**drift: int | None) -> dict[str, Any]:
+    blocks = {"engine": 9, "replica": 9, "redis": 9, "mirror": 9}
+    return {"id": "a", "blocks": blocks, "drift": {**NONE, **drift}}
+
+
+def test_the_doctor_says_whose_account_is_wrong() -> None:
+    assert judge(report(), "r1").is_ok
+    assert "drift of 2 in Redis" in judge(report(redis=2), "r1").finding
+    assert "no answer from router r1" in judge(report(mirror=None), "r1").finding
+    assert judge(report(redis=2), "r1").remedy
+
+
+def test_the_doctor_says_when_nobody_answers() -> None:
+    for url in (f"http://127.0.0.1:{free_port()}", "127.0.0.1", "http://["):
+        (check,) = examine(url, audit=True)
+        assert not check.is_ok
+        assert url in check.finding
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[Cluster, str]]:
+    """Small caches, and a Redis of which the test knows the address."""
+    with (
+        embedded_redis() as url,
+        start_cluster(
+            *("--engine", "simulated", "--simulated-blocks", "300", "--routers", "2"),
+            *("--simulated-decode-ms", "1", "--max-model-len", "4096", "--redis-url", url),
+        ) as cluster,
+    ):
+        yield cluster, url
+
+
+def doctor(cluster: Cluster) -> subprocess.CompletedProcess[str]:
+    command = [*KVROUTE, "doctor", "--audit", "--json", "--url", cluster.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def audit(cluster: Cluster) -> list[dict[str, Any]]:
+    answer = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).raise_for_status()
+    return list(answer.json()["replicas"])
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_under_load_and_evictions_has_no_drift(cluster: tuple[Cluster, str]) -> None:
+    running, _ = cluster
+    with openai_client(running) as client, ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, client, user(f"{i % 40} " * 400)) for i in range(150)]
+        while not all(each.done() for each in asking):
+            assert [replica["drift"] for replica in audit(running)] == [NONE, NONE]
+        replicas = {each.result().replica for each in asking}
+    found = {replica["id"]: replica["blocks"] for replica in audit(running)}
+    assert found.keys() == replicas
+    for blocks in found.values():
+        assert blocks["engine"] == blocks["replica"] == blocks["redis"] == blocks["mirror"] > 100
+
+
+@pytest.mark.timeout(240)
+def test_the_doctor_finds_a_wrong_set_in_redis_until_it_has_healed(
+    cluster: tuple[Cluster, str],
+) -> None:
+    running, url = cluster
+    with openai_client(running) as client:
+        replica = ask(client, user("some blocks " * 100)).replica
+    assert doctor(running).returncode == 0
+    with redis.from_url(url) as store:
+        (key,) = store.keys(f"kvroute:*:blocks:{replica}:*")
+        store.srem(key, store.srandmember(key))
+        store.sadd(key, b"surplus!")
+    found = doctor(running)
+    (wrong,) = [check for check in json.loads(found.stdout) if not check["is_ok"]]
+    assert found.returncode == 1
+    assert replica in wrong["name"]
+    assert "drift of 2 in Redis" in wrong["finding"]
+    deadline = time.monotonic() + 20
+    while doctor(running).returncode != 0:
+        assert time.monotonic() < deadline
