@@ -41,7 +41,8 @@ class Replica:
         self.table = BlockTable(model=MODEL, revision="", block_size=BLOCK)
         self._pool = BlockPool(block_size=BLOCK, capacity_blocks=CAPACITY)
         self._publisher = Publisher(
-            *(index, self.table),
+            index,
+            self.table,
             replica_id=self.id,
             facts=FACTS,
             load=lambda: LOAD,
