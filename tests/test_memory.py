@@ -30,7 +30,7 @@ BLOCK = 4  # tokens
 CAPACITY = 1000  # blocks of one replica
 PROMPT = 100  # blocks
 LIFE = 200  # prompts, until the replica leaves
-GROWTH_BYTES = 1_000_000  # a trace of each block would be fifty times that
+GROWTH_BYTES = 1_000_000  # one fingerprint kept of each block would be 28 times that
 
 
 class Replica:
