@@ -1,7 +1,6 @@
 """`kvroute scale`: more replicas or fewer, in a cluster that runs and loses no request over it."""
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -85,7 +84,6 @@ def _wait(replicas: int, progress: Progress) -> None:
 @contextmanager
 def _connected(ray_address: str) -> Iterator[None]:
     """This process is one of the cluster's drivers."""
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
     from ray._private.authentication import authentication_token_setup as authentication
 

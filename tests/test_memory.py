@@ -30,7 +30,7 @@ BLOCK = 4  # tokens
 CAPACITY = 1000  # blocks of one replica
 PROMPT = 100  # blocks
 LIFE = 200  # prompts, until the replica leaves
-GROWTH_BYTES = 1_000_000  # a trace of each block would be fifty times that
+GROWTH_BYTES = 1_000_000  # one fingerprint kept of each block would be 28 times that
 
 
 class Replica:
@@ -41,7 +41,8 @@ class Replica:
         self.table = BlockTable(model=MODEL, revision="", block_size=BLOCK)
         self._pool = BlockPool(block_size=BLOCK, capacity_blocks=CAPACITY)
         self._publisher = Publisher(
-            *(index, self.table),
+            index,
+            self.table,
             replica_id=self.id,
             facts=FACTS,
             load=lambda: LOAD,
