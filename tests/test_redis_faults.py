@@ -98,7 +98,7 @@ async def test_redis_is_away_and_comes_back_empty(tmp_path: Path) -> None:
                 await asyncio.sleep(AWAY_S)
                 health = index_health(cluster)
                 assert not health["reachable"]
-                assert AWAY_S - 2 < health["age_s"] < AWAY_S + 2
+                assert health["age_s"] > AWAY_S - 2
                 away, chats.turns = chats.turns, []
                 server.enter_context(redis_server(port, tmp_path))
                 await until_there(url, announced)
