@@ -5,10 +5,11 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from openai import APIError, AsyncOpenAI
 
 from replica.model import BUILTIN_MODEL
@@ -32,7 +33,7 @@ class Chats:
 
     def __init__(self, client: AsyncOpenAI, count: int) -> None:
         self.turns: list[Turn] = []
-        self.failures: list[APIError] = []
+        self.failures: list[Exception] = []
         self._client = client
         self._count = count
         self._goes_on = True
@@ -55,7 +56,7 @@ class Chats:
                 messages.append({"role": "user", "content": f"{rng.random()} {text}"})
                 try:
                     answer, sent_tokens = await self._turn(messages, sent_tokens)
-                except APIError as error:
+                except (APIError, httpx.HTTPError) as error:  # the latter in the midst of an answer
                     self.failures.append(error)
                     break
                 messages.append({"role": "assistant", "content": answer})
@@ -94,7 +95,3 @@ def hit_share(turns: Sequence[Turn]) -> float:
 
 def median_ttft_s(turns: Sequence[Turn]) -> float:
     return statistics.median(turn.ttft_s for turn in turns)
-
-
-def sent_between(turns: Sequence[Turn], begin_s: float, end_s: float) -> Iterator[Turn]:
-    return (turn for turn in turns if begin_s <= turn.at_s < end_s)
