@@ -19,7 +19,7 @@ setup: $(READY) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
 serve: $(READY) ## The cluster, in the foreground; options as in ARGS="--port 8123 --replicas 2"
 	@exec $(BIN)/kvroute serve $(ARGS)
 
-test: $(READY) ## All tests; options of pytest as in ARGS="-k mirror"
+test: $(READY) ## All tests on one host; options of pytest as in ARGS="-k mirror"
 	@exec $(BIN)/python -m pytest $(ARGS)
 
 test-cluster: $(READY) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes

@@ -25,7 +25,7 @@ main() {
 
 head() {
     local address
-    address=$(hostname -I | cut -d ' ' -f 1)
+    address=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
     [ -n "${KVROUTE_REDIS_URL:-}" ] || start_redis
     export KVROUTE_REDIS_URL=${KVROUTE_REDIS_URL:-redis://$address:$redis_port}
     ray start --head --port=$ray_port --node-ip-address="$address" \
