@@ -8,7 +8,7 @@ BIN := .venv/bin
 PROFILE := $(if $(GPU),gpu,$(if $(wildcard .venv/ready-gpu),gpu,cpu))
 READY := .venv/ready-$(PROFILE)
 
-.PHONY: help setup serve test lint bench bench-engines
+.PHONY: help setup serve test test-cluster lint bench bench-engines
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s  %s\n", $$1, $$2}' Makefile
@@ -19,8 +19,11 @@ setup: $(READY) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
 serve: $(READY) ## The cluster, in the foreground; options as in ARGS="--port 8123 --replicas 2"
 	@exec $(BIN)/kvroute serve $(ARGS)
 
-test: $(READY) ## All tests; options of pytest as in ARGS="-k mirror"
+test: $(READY) ## All tests on one host; options of pytest as in ARGS="-k mirror"
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+test-cluster: $(READY) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes
+	@exec $(BIN)/python -m pytest -m nodes -rP $(ARGS)
 
 bench: $(READY) ## What a decision, an index and a request's way cost; options as in ARGS="--help"
 	@$(BIN)/python -W ignore -m tests.bench $(ARGS)

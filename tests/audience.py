@@ -1,0 +1,69 @@
+"""Fifty clients that listen while something happens to the cluster."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from openai import AsyncOpenAI
+
+from replica.model import BUILTIN_MODEL
+
+CLIENTS = 50
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one client got."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Audience:
+    """Clients that stream all at once, each an answer of its own of 60 tokens."""
+
+    def __init__(self, client: AsyncOpenAI, words: int) -> None:
+        self.pieces = [0] * CLIENTS  # heard so far
+        self.replicas = [""] * CLIENTS  # that began the answers
+        self.longest_pause_s = 0.0  # that any of them heard nothing
+        self._client = client
+        self._words = words
+
+    async def listen(self) -> list[Heard]:
+        return await asyncio.gather(*map(self._listen, range(CLIENTS)))
+
+    async def listen_until(self, over: asyncio.Event) -> list[list[Heard]]:
+        """Each client asks for the same answer again and again, and hears the last one out."""
+
+        async def listen(number: int) -> list[Heard]:
+            heard = []
+            while not over.is_set():
+                heard.append(await self._listen(number))
+            return heard
+
+        return await asyncio.gather(*map(listen, range(CLIENTS)))
+
+    async def _listen(self, number: int) -> Heard:
+        last_s = time.monotonic()
+        stream = await self._client.chat.completions.create(
+            model=BUILTIN_MODEL,
+            messages=[{"role": "user", "content": f"{number} {'word ' * self._words}"}],
+            max_tokens=60,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        self.replicas[number] = stream.response.headers["x-kvroute-replica"]
+        text, reason = "", None
+        async for event in stream:
+            now_s = time.monotonic()
+            self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
+            last_s = now_s
+            for choice in event.choices:
+                text += choice.delta.content or ""
+                reason = choice.finish_reason
+                self.pieces[number] += bool(choice.delta.content)
+        assert event.usage is not None
+        return Heard(text, reason, event.usage.prompt_tokens, event.usage.completion_tokens)

@@ -1,0 +1,106 @@
+"""Nodes are lost, and cut off, while fifty clients listen: none of them notices."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from tests import hosts
+from tests.audience import Audience
+from tests.hosts import Host
+from tests.nodes import GPUS, Nodes, ray_up
+from tests.waiting import until
+from tests.workloads import ask, user
+
+OBSTACLE = hosts.why_not()
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(OBSTACLE is not None, reason=OBSTACLE or ""),
+]
+
+WORDS = 100  # in a prompt
+REPLICAS = 3  # more than fit on one worker, fewer than on two
+CUT_S = 20.0
+SETTLED_S = 240.0  # Ray lets a lost node go after half a minute or more, and then looks for it
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    args = {"engine": "simulated", "simulated_decode_ms": 50, "replicas": REPLICAS}
+    with ray_up(workers=2, args=args) as nodes:
+        yield nodes
+
+
+@asynccontextmanager
+async def fifty_streams(nodes: Nodes) -> AsyncIterator[None]:
+    """They last as long as the block, and hear what they hear when nothing happens."""
+    url = f"{nodes.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        undisturbed = await Audience(client, WORDS).listen()
+        audience, over = Audience(client, WORDS), asyncio.Event()
+        listening = asyncio.create_task(audience.listen_until(over))
+        try:
+            await until(lambda: min(audience.pieces) >= 5, within_s=60)
+            yield
+        finally:
+            over.set()
+            heard = await listening
+    print(f"{sum(map(len, heard))} answers, longest pause {audience.longest_pause_s:.1f} s")
+    for answer, answers in zip(undisturbed, heard, strict=True):
+        assert set(answers) == {answer}
+
+
+async def settle(nodes: Nodes, replicas: int) -> None:
+    """Returns when so many run that the index and Serve know, and no others run or are known."""
+    start = time.monotonic()
+    while True:
+        index, serving, running = await asyncio.to_thread(nodes.views)
+        if index == serving and Counter(serving.values()) == running and len(index) == replicas:
+            break
+        assert time.monotonic() < start + SETTLED_S, f"{index=} {serving=} {running=}"
+        await asyncio.sleep(0.5)
+    print(f"{replicas} replicas after {time.monotonic() - start:.1f} s")
+
+
+def busiest(nodes: Nodes) -> Host:
+    """The worker with the most replicas."""
+    ((address, _),) = Counter(nodes.index().values()).most_common(1)
+    return nodes.worker(address)
+
+
+def assert_hits_are_as_expected(nodes: Nodes) -> None:
+    """What the routers believe the replicas to hold is what their engines find."""
+    with OpenAI(base_url=f"{nodes.url}/v1", api_key="none", max_retries=0) as client:
+        answers = [ask(client, user(f"{number} {'word ' * WORDS}")) for number in range(20)]
+    found = [answer.cached_tokens for answer in answers]
+    assert found == [answer.expected_tokens for answer in answers]
+    assert any(found)
+
+
+def test_replicas_run_on_both_workers(nodes: Nodes) -> None:
+    assert set(nodes.index().values()) == {host.address for host in nodes.workers}
+
+
+async def test_a_node_that_is_cut_off_for_a_while_is_used_again(nodes: Nodes) -> None:
+    victim = busiest(nodes)
+    async with fifty_streams(nodes):
+        nodes.network.cut(victim)
+        await asyncio.sleep(CUT_S)
+        nodes.network.heal(victim)
+        await settle(nodes, REPLICAS)
+    assert_hits_are_as_expected(nodes)
+
+
+async def test_a_node_that_is_lost_is_done_without_until_it_is_back(nodes: Nodes) -> None:
+    victim = busiest(nodes)
+    async with fifty_streams(nodes):
+        victim.kill()
+        await settle(nodes, GPUS)
+        nodes.network.boot(victim)
+        await settle(nodes, REPLICAS)
+    assert_hits_are_as_expected(nodes)
