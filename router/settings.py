@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from replica.model import BUILTIN_MODEL
 from replica.settings import ReplicaSettings
+from router.multi_task import Task, read_tasks
 from router.options import Environment, Option, SettingsError, explain
 
 CPU_BLOCK_SIZE = 32  # tokens
@@ -18,6 +19,7 @@ GPU_BLOCK_SIZE = 16  # tokens
 MODEL = "Model"
 CLUSTER = "Cluster"
 CACHE = "KV cache"
+PREFIXES = "Named prefixes"
 SIMULATED = "Simulated engine (--engine simulated)"
 
 Positive = Field(ge=1)
@@ -147,6 +149,28 @@ class ServeSettings(BaseSettings):
         int, Positive, Option(CACHE, "Memory of one replica's cache in MB, on CPUs.")
     ] = 512
 
+    multi_task_prompt: Annotated[
+        Path | None,
+        AfterValidator(_absolute),
+        Option(
+            PREFIXES,
+            'File with prefixes to start with: [{"task_id": 1, "prompt": "..."}, ...].',
+            example="tasks.json",
+            default="none",
+            env=("MULTI_TASK_PROMPT",),
+        ),
+    ] = None
+    multi_task_prompt_str: Annotated[
+        str | None,
+        Option(
+            PREFIXES,
+            "The same as JSON instead of a file.",
+            example='[{"task_id": 1, "prompt": "You are ..."}]',
+            default="none",
+            env=("MULTI_TASK_PROMPT_STR",),
+        ),
+    ] = None
+
     simulated_prefill_tokens_per_s: Annotated[
         float, NotNegative, Option(SIMULATED, "Prompt tokens in a second; 0: no time at all.")
     ] = 20_000.0
@@ -172,13 +196,32 @@ class ServeSettings(BaseSettings):
             **self.model_dump(include=set(ReplicaSettings.model_fields)) | self._decided(),
             tensor_parallel_size=max(1, self.gpus_per_replica or 0),
             cores=max(1, (os.cpu_count() or 1) // self.replicas),
+            declared=tuple(task.task_id for task in self.tasks()),
         )
 
     def router(self) -> "RouterSettings":
         """The part that a router is told. Raises SettingsError without a redis_url."""
         return RouterSettings(
-            **self.model_dump(include=set(RouterSettings.model_fields)) | self._decided()
+            **self.model_dump(include=set(RouterSettings.model_fields)) | self._decided(),
+            tasks=self.tasks(),
         )
+
+    def tasks(self) -> tuple[Task, ...]:
+        """The prefixes to start with. Raises SettingsError when they cannot be read."""
+        file, text = self.multi_task_prompt, self.multi_task_prompt_str
+        if file and text:
+            raise SettingsError(
+                f"--multi-task-prompt is {str(file)!r} and --multi-task-prompt-str is given too "
+                "(MULTI_TASK_PROMPT, MULTI_TASK_PROMPT_STR); keep one of them"
+            )
+        try:
+            return read_tasks(file.read_bytes() if file else text or "[]")
+        except OSError as error:
+            why = f"it cannot be read ({error.strerror}); name a file that can"
+        except ValueError as error:
+            why = str(error)
+        given = f"--multi-task-prompt is {str(file)!r}" if file else "--multi-task-prompt-str"
+        raise SettingsError(f"{given}: {why}")
 
     def _decided(self) -> dict[str, Any]:
         if self.redis_url is None:
@@ -204,6 +247,7 @@ class RouterSettings(BaseModel):
     policy: str = "kvroute"  # one of baselines.RANKINGS
     request_log: Path | None = None  # a folder
     hang_timeout_s: float = 5.0
+    tasks: tuple[Task, ...] = ()  # prefixes to start with
 
 
 def load(given: Mapping[str, Any]) -> ServeSettings:
@@ -212,7 +256,9 @@ def load(given: Mapping[str, Any]) -> ServeSettings:
     Raises SettingsError with one line for each value that cannot be used.
     """
     try:
-        return ServeSettings(**given)
+        settings = ServeSettings(**given)
+        settings.tasks()
+        return settings
     except ValidationError as error:
         lines = [explain(each, ServeSettings.model_fields, given) for each in error.errors()]
         raise SettingsError("\n".join(lines)) from None
