@@ -42,6 +42,7 @@ class Prompts:
         self._longest_token = max(map(len, vocabulary))  # characters
         self._tokenizer = tokenizer
         self._backend = backend
+        self._opening = _opening(backend)
         self._cutter = _cutter(backend)
         self._known = SegmentCache()  # touched from the event loop only, hence without a lock
         # A long prompt keeps to its worker's core; the event loop and the engines want the others.
@@ -52,17 +53,33 @@ class Prompts:
         self, messages: Sequence[ChatMessage], *, max_model_len: int | None = None
     ) -> TokenIds:
         """The conversation in the model's chat template, up to where the assistant speaks."""
-        text = self._render(messages)
-        _check_length("messages", text, max_model_len, self._longest_token)
-        return await self._rendered(text)
+        text = self.render(messages)
+        self.check_length("messages", text, max_model_len)
+        return await self.rendered(text)
 
     async def text(self, prompt: str, *, max_model_len: int | None = None) -> TokenIds:
         """Plain text, with the special tokens that the tokenizer puts around it."""
-        _check_length("prompt", prompt, max_model_len, self._longest_token)
-        (token_ids,) = await self._encode([prompt], special=True)
+        token_ids = np.concatenate([self._opening, await self.rest(prompt, max_model_len)])
         if not len(token_ids):
             raise invalid("prompt", 'prompt is ""; expected at least one token')
         return token_ids
+
+    async def beginning(self, text: str, *, max_model_len: int | None = None) -> TokenIds:
+        """Plain text for others to follow, with the special tokens that come before it."""
+        self.check_length("prompt", text, max_model_len)
+        return np.concatenate([self._opening, *await self._encode([text])])
+
+    async def rest(self, prompt: str, max_model_len: int | None = None) -> TokenIds:
+        """Plain text that follows a beginning, with the special tokens that come after it."""
+        self.check_length("prompt", prompt, max_model_len)
+        (token_ids,) = await self._encode([prompt], special=True)
+        return self.without_opening(token_ids)
+
+    def without_opening(self, token_ids: TokenIds) -> TokenIds:
+        """The same without the special tokens that the tokenizer puts before any text."""
+        opening = len(self._opening)
+        starts_so = np.array_equal(token_ids[:opening], self._opening)
+        return token_ids[opening:] if starts_so else token_ids
 
     def ids(self, token_ids: Sequence[int]) -> TokenIds:
         """Token ids as they are, once they are known to be the tokenizer's."""
@@ -80,7 +97,8 @@ class Prompts:
         """Ends the worker threads after what they are doing."""
         self._workers.shutdown(cancel_futures=True)
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage], *, is_turn: bool = True) -> str:
+        """The conversation in the chat template; with `is_turn` the assistant is about to speak."""
         from jinja2 import TemplateError
 
         if self._tokenizer.chat_template is None:
@@ -92,14 +110,14 @@ class Prompts:
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [_template_message(message) for message in messages],
-                add_generation_prompt=True,
+                add_generation_prompt=is_turn,
                 tokenize=False,
             )
         except TemplateError as error:
             raise invalid("messages", f"the model's chat template refuses: {error}") from error
         return str(rendered)
 
-    async def _rendered(self, text: str) -> TokenIds:
+    async def rendered(self, text: str) -> TokenIds:
         """The ids of a rendered template, which wrote the special tokens itself."""
         segments = self._cutter.cut(text) if self._cutter else [text]
         found = {segment: self._known.get(segment) for segment in segments}
@@ -108,6 +126,16 @@ class Prompts:
             found[segment] = token_ids
             self._known.put(segment, token_ids)
         return np.concatenate([found[segment] for segment in segments])
+
+    def check_length(self, field: str, text: str, max_model_len: int | None) -> None:
+        """Refuses text that is too long for the context however well it is tokenised."""
+        if max_model_len is not None and len(text) > max_model_len * self._longest_token:
+            raise context_length_exceeded(
+                field,
+                f"This model's maximum context length is {max_model_len} tokens. However, your "
+                f"{field} contains {len(text)} characters, which cannot fit. Please reduce its "
+                "length.",
+            )
 
     async def _encode(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
@@ -119,6 +147,12 @@ class Prompts:
         # `encode` holds the GIL while it works, the batch call gives it back.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def _opening(backend: Any) -> TokenIds:
+    """The special tokens that the tokenizer puts before any text, such as a BOS."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    return np.array(encoding.ids[: encoding.special_tokens_mask.index(0)], dtype=np.uint32)
 
 
 def _cutter(backend: Any) -> Cutter | None:
@@ -133,16 +167,6 @@ def _template_message(message: ChatMessage) -> dict[str, str]:
     """Templates know the developer by the older name, system."""
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": message.content}
-
-
-def _check_length(field: str, text: str, max_model_len: int | None, longest_token: int) -> None:
-    """Refuses text that is too long for the context however well it is tokenised."""
-    if max_model_len is not None and len(text) > max_model_len * longest_token:
-        raise context_length_exceeded(
-            field,
-            f"This model's maximum context length is {max_model_len} tokens. However, your {field} "
-            f"contains {len(text)} characters, which cannot fit. Please reduce its length.",
-        )
 
 
 def _load(model: str | Path) -> Any:
