@@ -1,7 +1,7 @@
 """One call's prompts become one HTTP answer, whole or streamed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from fastapi import Response
@@ -23,10 +23,16 @@ async def answer(
     *,
     model: str,
     max_model_len: int,
+    begun: Callable[[Generation], None],
 ) -> Response:
-    """Generates for every prompt. ApiError when one cannot be: then none of them runs on."""
+    """Generates for every prompt. ApiError when one cannot be: then none of them runs on.
+
+    begun: called with each generation once it has its first token.
+    """
     rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
     generations = await _begin(dispatcher, body, list(zip(prompts, rooms, strict=True)))
+    for generation in generations:
+        begun(generation)
     reply = shape(
         model,
         sum(map(len, prompts)),

@@ -54,6 +54,7 @@ class Generation:
     ) -> None:
         self.replica_id = attempt.replica_id  # the first one
         self.expected_tokens = attempt.expected_tokens
+        self.cached_tokens = attempt.first.cached_tokens  # as it found them
         self.prompt_tokens = len(request.token_ids)
         self._dispatcher = dispatcher
         self._request = request

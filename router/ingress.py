@@ -14,23 +14,31 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from replica.kvindex.index import Index, connect
+from replica.kvindex.prefixes import Prefix, Prefixes
 from replica.model import resolve
 from replica.protocol import TokenIds
 from router import routes
 from router.answer import answer
 from router.baselines import RANKINGS
-from router.dispatch import Dispatcher
+from router.dispatch import Dispatcher, Generation
 from router.errors import ApiError
 from router.feed import Feed
 from router.fleet import Fleet, Witnesses
+from router.joint import Joint
 from router.parsing import parse
 from router.peers import Listener, Loudspeaker
+from router.prefix_routes import PrefixRoutes
+from router.prefixes import Catalogue
 from router.prompt import Prompts
 from router.request_log import HeardReplicas, RequestLog
 from router.responses import ChatReply, CompletionReply, Reply
 from router.routes import running_replicas
-from router.sampling import SamplingRequest
-from router.schemas import ChatCompletionRequest, CompletionRequest
+from router.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    PrefixDeclaration,
+    PrefixedRequest,
+)
 from router.settings import RouterSettings
 from router.watch import Watch
 
@@ -109,13 +117,21 @@ class Router:
         handle = HeardReplicas(replicas, self._log) if self._log else replicas
         watch = Watch(routes.replicas, self._fleet, hang_timeout_s=self._settings.hang_timeout_s)
         self._dispatcher = Dispatcher(handle, self._fleet, watch)
-        self._index = Index(connect(self._settings.redis_url), self._settings.served_model_name)
+        model, block_size = self._settings.served_model_name, self._settings.block_size
+        redis = connect(self._settings.redis_url)
+        self._index = Index(redis, model)
+        self._joint = Joint(self._prompts)
+        self._catalogue = Catalogue(Prefixes(redis, model), self._fleet, block_size=block_size)
+        self._prefixes = PrefixRoutes(self._catalogue, self._joint, block_size=block_size)
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [
             asyncio.create_task(Feed(self._index, self._fleet).run(), name="feed"),
             asyncio.create_task(loudspeaker.run(self._index), name="loudspeaker"),
             asyncio.create_task(listener.run(self._index), name="listener"),
             asyncio.create_task(watch.run(), name="watch"),
+            asyncio.create_task(
+                self._catalogue.run(self._settings.tasks, self._joint), name="catalogue"
+            ),
         ]
         if self._log:
             self._tasks.append(asyncio.create_task(self._log.run(), name="request log"))
@@ -124,15 +140,38 @@ class Router:
     async def chat(self, request: Request) -> Response:
         body = parse(ChatCompletionRequest, await self._body(request))
         self._check_model(body.model)
-        prompt = await self._prompts.chat(body.messages, max_model_len=self._max_model_len)
-        return await self._answer(ChatReply, body, [prompt])
+        prefix = await self._prefix(body)
+        prompt = await self._joint.chat(body.messages, prefix, max_model_len=self._max_model_len)
+        return await self._answer(ChatReply, body, [prompt], prefix)
 
     @http.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
         body = parse(CompletionRequest, await self._body(request))
         self._check_model(body.model)
-        prompts = [await self._token_ids(prompt) for prompt in body.prompts()]
-        return await self._answer(CompletionReply, body, prompts)
+        prefix = await self._prefix(body)
+        prompts = [
+            await self._joint.completion(prompt, prefix, max_model_len=self._max_model_len)
+            for prompt in body.prompts()
+        ]
+        return await self._answer(CompletionReply, body, prompts, prefix)
+
+    @http.post("/v1/prefixes")
+    async def declare_prefix(self, request: Request) -> Response:
+        declaration = parse(PrefixDeclaration, await self._body(request))
+        shown, is_new = await self._prefixes.declare(declaration, max_model_len=self._max_model_len)
+        return JSONResponse(shown, 201 if is_new else 200)
+
+    @http.get("/v1/prefixes")
+    async def list_prefixes(self) -> Response:
+        return JSONResponse({"object": "list", "data": await self._prefixes.list()})
+
+    @http.get("/v1/prefixes/{name:path}")
+    async def get_prefix(self, name: str) -> Response:
+        return JSONResponse(await self._prefixes.get(name))
+
+    @http.delete("/v1/prefixes/{name:path}")
+    async def drop_prefix(self, name: str) -> Response:
+        return JSONResponse(await self._prefixes.drop(name))
 
     @http.get("/v1/models")
     async def models(self) -> Response:
@@ -219,17 +258,25 @@ class Router:
             "max_model_len": self._fleet.max_model_len,
         }
 
-    async def _token_ids(self, prompt: str | list[int]) -> TokenIds:
-        if isinstance(prompt, str):
-            return await self._prompts.text(prompt, max_model_len=self._max_model_len)
-        return self._prompts.ids(prompt)
-
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, limit_mb=self._settings.max_body_mb)
 
+    async def _prefix(self, body: PrefixedRequest) -> Prefix | None:
+        """What the request names to go on from."""
+        named = body.prefix()
+        return await self._catalogue.named(*named) if named else None
+
     async def _answer(
-        self, shape: type[Reply], body: SamplingRequest, prompts: list[TokenIds]
+        self,
+        shape: type[Reply],
+        body: PrefixedRequest,
+        prompts: list[TokenIds],
+        prefix: Prefix | None,
     ) -> Response:
+        def begun(generation: Generation) -> None:
+            if prefix is not None:
+                self._catalogue.count(prefix, generation.cached_tokens)
+
         return await answer(
             self._dispatcher,
             shape,
@@ -237,4 +284,5 @@ class Router:
             prompts,
             model=self._settings.served_model_name,
             max_model_len=self._max_model_len,
+            begun=begun,
         )

@@ -1,6 +1,6 @@
 """What a client may ask: OpenAI's chat and completion requests."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -14,10 +14,12 @@ from pydantic import (
 )
 
 from router.errors import invalid, shown, unsupported
+from router.multi_task import PrefixId
 from router.sampling import SamplingRequest, Tokens, TopLogprobs, as_one, problem
 
 MAX_CHOICES = 1024  # prompts times n in one request
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
+PREFIX_NAME = "the name of a declared prefix: a number, or a string of up to 128 characters"
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 TokenList = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -67,7 +69,67 @@ class ChatMessage(BaseModel):
         return value
 
 
-class ChatCompletionRequest(SamplingRequest):
+class PrefixedRequest(SamplingRequest):
+    """A request that may name the prefix it goes on from."""
+
+    task_id: PrefixId | None = Field(None, description=PREFIX_NAME)  # RTP-LLM's name for it
+    prefix_id: PrefixId | None = Field(None, description=PREFIX_NAME)
+
+    @model_validator(mode="after")
+    def _one_prefix(self) -> Self:
+        if self.task_id is not None and self.prefix_id is not None:
+            raise invalid(
+                "prefix_id",
+                f"prefix_id is {shown(self.prefix_id)} and task_id is {shown(self.task_id)}; they "
+                "mean the same thing, keep one of them",
+            )
+        return self
+
+    def prefix(self) -> tuple[str, str] | None:
+        """The field that names a prefix, and its name."""
+        if self.task_id is not None:
+            return "task_id", self.task_id
+        if self.prefix_id is not None:
+            return "prefix_id", self.prefix_id
+        return None
+
+
+class PrefixDeclaration(BaseModel):
+    """A prefix to be kept warm, under a name."""
+
+    id: PrefixId = Field(description="a number, or a string of up to 128 characters")
+    prompt: str | None = Field(None, min_length=1, description="a string that is not empty")
+    messages: list[ChatMessage] | None = Field(
+        None,
+        min_length=1,
+        fail_fast=True,
+        description='a list with at least one message such as {"role": "system", "content": "hi"}',
+    )
+    replicas: Annotated[Literal["all"] | Tokens, WrapValidator(as_one)] = Field(
+        "all", description='"all", or a whole number from 1'
+    )
+    ttl_s: float | None = Field(
+        None, strict=True, gt=0, allow_inf_nan=False, description="seconds, more than 0"
+    )
+    pinned: StrictBool = Field(True, description="true or false")
+
+    @model_validator(mode="after")
+    def _one_text(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid(
+                "prompt", "expected either a prompt or messages, which other text can follow"
+            )
+        return self
+
+    def source(self) -> dict[str, Any]:
+        """What was declared, as prefixes keep it."""
+        if self.messages is None:
+            return {"prompt": self.prompt}
+        pairs = [{"role": each.role, "content": each.content} for each in self.messages]
+        return {"messages": pairs}
+
+
+class ChatCompletionRequest(PrefixedRequest):
     prompt_field = "messages"
     prompt_noun = "messages"
 
@@ -99,7 +161,7 @@ class ChatCompletionRequest(SamplingRequest):
         return self.top_logprobs if self.logprobs else None
 
 
-class CompletionRequest(SamplingRequest):
+class CompletionRequest(PrefixedRequest):
     prompt_field = "prompt"
     prompt_noun = "prompt"
 

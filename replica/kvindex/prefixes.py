@@ -93,7 +93,7 @@ class Prefixes:
             last = int(await pipe.hget(self._versions, id) or 0)
             latest = await self._read(pipe, f"{id}@{last}")
             new = Prefix(id, last + 1, token_ids, source, replicas, is_pinned, expires_at_s)
-            if latest is not None and _is_same(latest, new):
+            if latest is not None and is_same(latest, new):
                 new = replace(latest, expires_at_s=expires_at_s)
             await self._write(pipe, [new])
             return new
@@ -233,7 +233,8 @@ def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
     return xxh3_64_intdigest(f"{prefix_id}\0{replica_id}".encode()), replica_id
 
 
-def _is_same(one: Prefix, other: Prefix) -> bool:
+def is_same(one: Prefix, other: Prefix) -> bool:
+    """Whether they are the same declaration, whatever their versions, expiries and demand."""
     return np.array_equal(one.token_ids, other.token_ids) and all(
         getattr(one, name) == getattr(other, name) for name in ("source", "replicas", "is_pinned")
     )
