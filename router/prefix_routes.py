@@ -151,7 +151,7 @@ class PrefixRoutes:
             "extra_replicas": prefix.extra_replicas,
             "assigned_to": [record.id for record in assigned],
             "warm_on": [record.id for record in warm],
-            "pinned": prefix.is_pinned and all(_is_pinned(prefix, record) for record in warm),
+            "pinned": bool(warm) and all(_is_pinned(prefix, record) for record in warm),
             "hits": hits,
             "tokens_saved": tokens_saved,
             "expires_at": prefix.expires_at_s,
