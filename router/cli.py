@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from router.options import SettingsError, env_names, flags, option
+from router.prefixes_command import prefixes
 from router.replay.calibrate import calibrate
 from router.replay.command import replay
 from router.settings import ServeSettings, load
@@ -102,3 +103,4 @@ serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 app.command()(serve)
 app.command()(replay)
 app.command()(calibrate)
+app.add_typer(prefixes, name="prefixes")
