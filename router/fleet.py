@@ -151,6 +151,16 @@ class Fleet:
         load = self._loads.get(replica_id)
         return replica_id in self._records and not (load and load.is_busy)
 
+    def backlogs_s(self, replica_ids: Sequence[str], now_s: float) -> list[float]:
+        """Seconds of prefill queued or running on each."""
+        loads = [self._load(replica_id) for replica_id in replica_ids]
+        return [load.backlog_s(load.slowness, now_s) for load in loads]
+
+    def prefill_s(self, replica_id: str, tokens: int) -> float:
+        """Seconds to compute a prompt of so many tokens there, if it has nothing else to do."""
+        load = self._load(replica_id)
+        return load.slowness * load.model.seconds(0, tokens)
+
     def update(self, records: Iterable[ReplicaRecord]) -> None:
         """The replicas whose lease runs, with their loads of now."""
         self._records = {record.id: record for record in records}

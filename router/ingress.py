@@ -20,6 +20,7 @@ from replica.protocol import TokenIds
 from router import routes
 from router.answer import answer
 from router.baselines import RANKINGS
+from router.demand import Demand
 from router.dispatch import Dispatcher, Generation
 from router.errors import ApiError
 from router.feed import Feed
@@ -122,6 +123,7 @@ class Router:
         self._index = Index(redis, model)
         self._joint = Joint(self._prompts)
         self._catalogue = Catalogue(Prefixes(redis, model), self._fleet, block_size=block_size)
+        self._demand = Demand(self._catalogue, self._fleet)
         self._prefixes = PrefixRoutes(self._catalogue, self._joint, block_size=block_size)
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [
@@ -129,6 +131,7 @@ class Router:
             asyncio.create_task(loudspeaker.run(self._index), name="loudspeaker"),
             asyncio.create_task(listener.run(self._index), name="listener"),
             asyncio.create_task(watch.run(), name="watch"),
+            asyncio.create_task(self._demand.run(), name="demand"),
             asyncio.create_task(
                 self._catalogue.run(self._settings.tasks, self._joint), name="catalogue"
             ),
@@ -276,6 +279,7 @@ class Router:
         def begun(generation: Generation) -> None:
             if prefix is not None:
                 self._catalogue.count(prefix, generation.cached_tokens)
+                self._demand.count(prefix)
 
         return await answer(
             self._dispatcher,

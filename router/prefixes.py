@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from redis.exceptions import RedisError
@@ -109,6 +109,12 @@ class Catalogue:
             code="prefix_not_found",
         )
 
+    def learn(self, declared: Iterable[Prefix]) -> None:
+        """These are all that there are, oldest first."""
+        self._versions = {}
+        for prefix in declared:
+            self._versions.setdefault(prefix.id, []).append(prefix)
+
     async def refresh(self) -> None:
         """What Redis has declared is known here. RedisError or OSError when it is away."""
         async with self._reading:
@@ -117,10 +123,7 @@ class Catalogue:
                 await self.store.restore(self.all())
                 revision = await self.store.revision()
             if revision != self._revision:
-                declared = await self.store.all()
-                self._versions = {}
-                for prefix in declared:
-                    self._versions.setdefault(prefix.id, []).append(prefix)
+                self.learn(await self.store.all())
                 self._revision = revision
 
     async def flush(self) -> None:
