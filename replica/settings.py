@@ -23,7 +23,6 @@ class ReplicaSettings(BaseModel):
     tensor_parallel_size: int = 1
     cores: int = 1  # CPU cores that compute for one replica, where there is no GPU
     lease_s: float = 3.0
-    declared: tuple[str, ...] = ()  # ids of prefixes that routers declare at their start
     simulated_prefill_tokens_per_s: float = 20_000.0  # 0: no time at all
     simulated_decode_ms: float = 10.0  # one decode step
     simulated_blocks: int = 4096
