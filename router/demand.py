@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from replica.kvindex.prefixes import Prefix
 from router.fleet import Fleet
-from router.prefixes import Catalogue
+from router.prefixes import Catalogue, keepers
 
 log = logging.getLogger("kvroute.demand")
 
@@ -112,7 +112,7 @@ class Demand:
         return changes
 
     def _wanted(self, prefix: Prefix, seen: _Watched, requests: int) -> int:
-        warm = [record.id for record in self._catalogue.assigned(prefix)]
+        warm = [record.id for record in keepers(prefix, self._fleet.records)]
         if not warm:
             return prefix.extra_replicas
         backlogs = self._fleet.backlogs_s(warm, self._clock())

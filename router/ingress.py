@@ -124,7 +124,9 @@ class Router:
         self._joint = Joint(self._prompts)
         self._catalogue = Catalogue(Prefixes(redis, model), self._fleet, block_size=block_size)
         self._demand = Demand(self._catalogue, self._fleet)
-        self._prefixes = PrefixRoutes(self._catalogue, self._joint, block_size=block_size)
+        self._prefixes = PrefixRoutes(
+            self._catalogue, self._joint, self._index.records, block_size=block_size
+        )
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [
             asyncio.create_task(Feed(self._index, self._fleet).run(), name="feed"),

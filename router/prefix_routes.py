@@ -1,7 +1,8 @@
 """Named prefixes over HTTP: declared, listed, dropped."""
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -10,20 +11,32 @@ from replica.kvindex.index import ReplicaRecord
 from replica.kvindex.prefixes import Prefix, is_same
 from router.errors import ApiError
 from router.joint import Joint
-from router.prefixes import Catalogue, is_warm
+from router.prefixes import Catalogue, is_warm, keepers
 from router.schemas import PrefixDeclaration
 
 MAX_PREFIXES = 1_000  # versions of all names together
 
+Records = list[ReplicaRecord]
 Uses = Mapping[str, tuple[int, int]]  # id -> hits, tokens saved
 
 
 class PrefixRoutes:
-    """What the routes under /v1/prefixes do; ApiError when Redis is away."""
+    """What the routes under /v1/prefixes do; ApiError when Redis is away.
 
-    def __init__(self, catalogue: Catalogue, joint: Joint, *, block_size: int) -> None:
+    read_records: the replicas' records as they are now.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        joint: Joint,
+        read_records: Callable[[], Awaitable[Records]],
+        *,
+        block_size: int,
+    ) -> None:
         self._catalogue = catalogue
         self._joint = joint
+        self._read_records = read_records
         self._block_size = block_size
 
     async def declare(
@@ -48,17 +61,17 @@ class PrefixRoutes:
 
     async def list(self) -> list[dict[str, Any]]:
         """The latest version of each name, in the order of their declarations."""
-        uses = await self._uses()
+        records, uses = await self._now()
         latest = {prefix.id: prefix for prefix in self._catalogue.all()}
-        return [self._shown(prefix, uses) for prefix in latest.values()]
+        return [self._shown(prefix, records, uses) for prefix in latest.values()]
 
     async def get(self, id_: str) -> dict[str, Any]:
         """ApiError when there is none of that name."""
-        uses = await self._uses()
+        records, uses = await self._now()
         prefix = self._catalogue.latest(id_)
         if prefix is None:
             raise self._catalogue.unknown("id", id_)
-        return self._shown(prefix, uses)
+        return self._shown(prefix, records, uses)
 
     async def drop(self, id_: str) -> dict[str, Any]:
         """No version of it is left. ApiError when there is none of that name."""
@@ -76,7 +89,7 @@ class PrefixRoutes:
         before = self._catalogue.latest(wanted.id)
         if before is None or not is_same(before, wanted):
             self._check_number(wanted.id)
-            self._check_budget(wanted)
+            self._check_budget(wanted, await self._read_records())
         prefix = await self._catalogue.store.declare(
             wanted.id,
             token_ids=wanted.token_ids,
@@ -85,9 +98,8 @@ class PrefixRoutes:
             is_pinned=wanted.is_pinned,
             expires_at_s=wanted.expires_at_s,
         )
-        await self._catalogue.refresh()
         is_new = before is None or before.version != prefix.version
-        return self._shown(prefix, await self._uses()), is_new
+        return self._shown(prefix, *await self._now()), is_new
 
     def _check_number(self, id_: str) -> None:
         if len(self._catalogue.all()) >= MAX_PREFIXES:
@@ -99,15 +111,16 @@ class PrefixRoutes:
                 code="too_many_prefixes",
             )
 
-    def _check_budget(self, wanted: Prefix) -> None:
+    def _check_budget(self, wanted: Prefix, records: Records) -> None:
         """Refuses what some replica could not pin besides what it has to pin already. An older
         version counts too: it stays until the new one is warm."""
         if not wanted.is_pinned:
             return
         needed = wanted.full_blocks(self._block_size)
-        for record in self._catalogue.assigned(wanted):
+        taken = self._pinned_blocks(records)
+        for record in keepers(wanted, records):
             budget = record.facts["pin_blocks"]
-            free = max(0, budget - self._pinned_blocks(record))
+            free = max(0, budget - taken[record.id])
             if needed > free:
                 raise ApiError(
                     409,
@@ -118,24 +131,27 @@ class PrefixRoutes:
                     code="pin_budget_exceeded",
                 )
 
-    def _pinned_blocks(self, record: ReplicaRecord) -> int:
-        return sum(
-            prefix.full_blocks(self._block_size)
-            for prefix in self._catalogue.all()
-            if prefix.is_pinned and record in self._catalogue.assigned(prefix)
-        )
+    def _pinned_blocks(self, records: Records) -> Counter[str]:
+        """Blocks that each replica has to pin by now; those that two prefixes share count twice."""
+        taken = Counter[str]()
+        for prefix in self._catalogue.all():
+            if prefix.is_pinned:
+                for record in keepers(prefix, records):
+                    taken[record.id] += prefix.full_blocks(self._block_size)
+        return taken
 
-    async def _uses(self) -> Uses:
-        """What was counted, this router's share of it up to now; without Redis there is none."""
+    async def _now(self) -> tuple[Records, Uses]:
+        """Who lives and what was counted, with all that Redis knows; without it the replicas that
+        were seen last, and nothing counted."""
         try:
             await self._catalogue.refresh()
             await self._catalogue.flush()
-            return await self._catalogue.store.uses()
+            return await self._read_records(), await self._catalogue.store.uses()
         except (RedisError, OSError):
-            return {}
+            return self._catalogue.records, {}
 
-    def _shown(self, prefix: Prefix, uses: Uses) -> dict[str, Any]:
-        assigned = self._catalogue.assigned(prefix)
+    def _shown(self, prefix: Prefix, records: Records, uses: Uses) -> dict[str, Any]:
+        assigned = keepers(prefix, records)
         warm = [record for record in assigned if is_warm(prefix, record)]
         in_use = self._catalogue.get(prefix.id) or prefix
         hits, tokens_saved = uses.get(prefix.id, (0, 0))

@@ -30,6 +30,12 @@ def is_warm(prefix: Prefix, record: ReplicaRecord) -> bool:
     return not full_blocks or (warm is not None and warm.blocks >= full_blocks)
 
 
+def keepers(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+    """Those of the living replicas that keep it warm, or are about to."""
+    by_id = {record.id: record for record in records}
+    return [by_id[replica_id] for replica_id in assigned(prefix, by_id)]
+
+
 class Catalogue:
     """Follows what Redis has declared, and gives back what Redis lost."""
 
@@ -66,6 +72,11 @@ class Catalogue:
             raise self.unknown(param, id_)
         return prefix
 
+    @property
+    def records(self) -> list[ReplicaRecord]:
+        """The living replicas as of the last poll."""
+        return self._fleet.records
+
     def get(self, id_: str) -> Prefix | None:
         """The newest version that is warm wherever it should be; without one, the newest."""
         versions = self._living(id_)
@@ -81,14 +92,9 @@ class Catalogue:
         """Every version."""
         return [prefix for id_ in self._versions for prefix in self._living(id_)]
 
-    def assigned(self, prefix: Prefix) -> list[ReplicaRecord]:
-        """The living replicas that keep it warm, or are about to."""
-        records = {record.id: record for record in self._fleet.records}
-        return [records[replica_id] for replica_id in assigned(prefix, records)]
-
     def is_settled(self, prefix: Prefix) -> bool:
-        """Whether it is warm on all replicas that it is assigned to."""
-        records = self.assigned(prefix)
+        """Whether it is warm on all replicas that keep it, as of the last poll of their records."""
+        records = keepers(prefix, self.records)
         return bool(records) and all(is_warm(prefix, record) for record in records)
 
     def count(self, prefix: Prefix, cached_tokens: int) -> None:

@@ -49,9 +49,16 @@ async def catalogue(redis_url: str, fleet: Fleet) -> AsyncIterator[Catalogue]:
     await client.aclose()
 
 
+def make_routes(catalogue: Catalogue, prompts: Prompts) -> PrefixRoutes:
+    async def records() -> list[ReplicaRecord]:
+        return catalogue.records
+
+    return PrefixRoutes(catalogue, Joint(prompts), records, block_size=BLOCK)
+
+
 @pytest.fixture
 def routes(catalogue: Catalogue, prompts: Prompts) -> PrefixRoutes:
-    return PrefixRoutes(catalogue, Joint(prompts), block_size=BLOCK)
+    return make_routes(catalogue, prompts)
 
 
 def see(fleet: Fleet, **warm: Mapping[str, Warm]) -> None:
@@ -186,7 +193,7 @@ async def test_a_prefix_longer_than_the_context_is_refused(routes: PrefixRoutes)
 
 async def test_without_redis_nothing_is_declared(catalogue: Catalogue, prompts: Prompts) -> None:
     catalogue.store = Prefixes(connect("redis://127.0.0.1:1"), "m")
-    routes = PrefixRoutes(catalogue, Joint(prompts), block_size=BLOCK)
+    routes = make_routes(catalogue, prompts)
     assert await routes.list() == []
     for attempt in (declare(routes, "law", 1), routes.drop("law")):
         with pytest.raises(ApiError, match="does not answer") as refusal:
