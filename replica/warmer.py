@@ -127,6 +127,8 @@ class Warmer:
         return any(prefix.name not in records[id_].pins for id_ in assigned(prefix, records))
 
     async def _warm_share(self) -> None:
+        if not self._engine.facts.prefix_caching:
+            return
         for prefix in self._share():
             if prefix.name not in self._impossible and not self._is_done(prefix):
                 await self._warm(prefix)

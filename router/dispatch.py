@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from replica.kvindex.fingerprint import Fingerprint
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from router.errors import ApiError, invalid
 from router.fleet import Asked, Fleet, Outcome, Placement, Trip
@@ -32,6 +33,7 @@ class Attempt:
     replica_id: str
     route: Route
     expected_tokens: int  # prompt tokens the router counted on being in that replica's cache
+    chain: tuple[Fingerprint, ...]  # the prompt's reusable blocks
     first: Chunk
     rest: DeploymentResponseGenerator
     trip: Trip
@@ -56,6 +58,8 @@ class Generation:
         self.replica_id = attempt.replica_id  # the first one
         self.expected_tokens = attempt.expected_tokens
         self.cached_tokens = attempt.first.cached_tokens  # as it found them
+        self.chain = attempt.chain
+        self.token_ids = request.token_ids
         self.prompt_tokens = len(request.token_ids)
         self._dispatcher = dispatcher
         self._request = request
@@ -182,7 +186,7 @@ class Dispatcher:
             trip = self._fleet.sent(placement, replica_id, request.request_id, sent_s, asked)
         trip.hear(first, time.monotonic())
         expected_tokens = placement.expected_tokens(replica_id)
-        return Attempt(replica_id, route, expected_tokens, first, stream, trip)
+        return Attempt(replica_id, route, expected_tokens, placement.chain, first, stream, trip)
 
 
 def _outcome(error: BaseException, refusal: ApiError | None) -> Outcome:

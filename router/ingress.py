@@ -22,12 +22,15 @@ from replica.protocol import TokenIds
 from router import routes
 from router.answer import answer
 from router.audit import Audit, asking
+from router.auto_pin import AutoPin
 from router.baselines import RANKINGS
 from router.demand import Demand
 from router.dispatch import Dispatcher, Generation
 from router.errors import ApiError
 from router.feed import Feed
 from router.fleet import Fleet, Witnesses
+from router.hot import HotPrefixes
+from router.hot_routes import HotRoutes
 from router.joint import Joint
 from router.metrics import RouterMetrics
 from router.parsing import parse
@@ -137,6 +140,9 @@ class Router:
         )
         self._id = loudspeaker.router
         self._audit = Audit(self._index, self._feed, self._fleet.mirror, asking(replicas))
+        self._hot = HotPrefixes(block_size=block_size)
+        hot = (self._hot, self._fleet, self._catalogue, self._prompts)
+        self._hot_routes = HotRoutes(*hot)
         listener = Listener(self._fleet, own=loudspeaker.router)
         self._tasks = [
             asyncio.create_task(self._feed.run(), name="feed"),
@@ -148,6 +154,8 @@ class Router:
                 self._catalogue.run(self._settings.tasks, self._joint), name="catalogue"
             ),
         ]
+        if self._settings.auto_pin:
+            self._tasks.append(asyncio.create_task(AutoPin(*hot).run(), name="auto-pin"))
         if self._log:
             self._tasks.append(asyncio.create_task(self._log.run(), name="request log"))
         self._announcer = await self._announce(loudspeaker.router)
@@ -270,6 +278,11 @@ class Router:
             raise ApiError(503, message, type="server_error") from error
         return JSONResponse({"router": self._id, "replicas": replicas})
 
+    @http.get("/v1/cluster/hot")
+    async def hot(self) -> Response:
+        """The prefixes that saved most of late, as far as this router's own requests tell."""
+        return JSONResponse({"object": "list", "data": self._hot_routes.top()})
+
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
         for task in self._tasks:
@@ -345,6 +358,13 @@ class Router:
             if prefix is not None:
                 self._catalogue.count(prefix, generation.cached_tokens)
                 self._demand.count(prefix)
+            if not body.cache_salt:
+                self._hot.see(
+                    generation.token_ids,
+                    generation.chain,
+                    generation.cached_tokens,
+                    time.monotonic(),
+                )
 
         return await answer(
             self._dispatcher,

@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+import numpy as np
 from redis.exceptions import RedisError
 
 from replica.kvindex.index import ReplicaRecord
 from replica.kvindex.prefixes import Prefix, Prefixes, assigned
+from replica.protocol import TokenIds
 from router.errors import ApiError
 from router.fleet import Fleet
 from router.joint import Joint
@@ -42,7 +44,7 @@ class Catalogue:
     def __init__(self, store: Prefixes, fleet: Fleet, *, block_size: int) -> None:
         self.store = store
         self._fleet = fleet
-        self._block_size = block_size
+        self.block_size = block_size
         self._versions: dict[str, list[Prefix]] = {}  # by id, oldest first
         self._revision: int | None = None  # that was read last; None: nothing was
         self._reading = asyncio.Lock()
@@ -92,6 +94,14 @@ class Catalogue:
         """Every version."""
         return [prefix for id_ in self._versions for prefix in self._living(id_)]
 
+    def declared_as(self, token_ids: TokenIds) -> Prefix | None:
+        """The prefix whose full blocks these are."""
+        for prefix in self.all():
+            full = prefix.full_blocks(self.block_size) * self.block_size
+            if full == len(token_ids) and np.array_equal(prefix.token_ids[:full], token_ids):
+                return prefix
+        return None
+
     def is_settled(self, prefix: Prefix) -> bool:
         """Whether it is warm on all replicas that keep it, as of the last poll of their records."""
         records = keepers(prefix, self.records)
@@ -99,7 +109,7 @@ class Catalogue:
 
     def count(self, prefix: Prefix, cached_tokens: int) -> None:
         """A prompt with this prefix began, and so much of the prompt was cached."""
-        saved = min(cached_tokens, prefix.full_blocks(self._block_size) * self._block_size)
+        saved = min(cached_tokens, prefix.full_blocks(self.block_size) * self.block_size)
         if saved:
             hits, tokens_saved = self._uses.get(prefix.id, (0, 0))
             self._uses[prefix.id] = (hits + 1, tokens_saved + saved)

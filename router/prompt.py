@@ -93,6 +93,10 @@ class Prompts:
             )
         return np.array(token_ids, dtype=np.uint32)
 
+    def decode(self, token_ids: TokenIds) -> str:
+        """The text of the ids, special tokens included."""
+        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
+
     def close(self) -> None:
         """Ends the worker threads after what they are doing."""
         self._workers.shutdown(cancel_futures=True)

@@ -189,6 +189,11 @@ class ServeSettings(BaseSettings):
         ),
     ] = None
 
+    auto_pin: Annotated[
+        bool,
+        Option(PREFIXES, "Pin hot prefixes that nobody named, for as long as they are hot."),
+    ] = False
+
     simulated_prefill_tokens_per_s: Annotated[
         float, NotNegative, Option(SIMULATED, "Prompt tokens in a second; 0: no time at all.")
     ] = 20_000.0
@@ -267,6 +272,7 @@ class RouterSettings(BaseModel):
     metrics: bool = True
     hang_timeout_s: float = 5.0
     tasks: tuple[Task, ...] = ()  # prefixes to start with
+    auto_pin: bool = False
 
 
 def load(given: Mapping[str, Any]) -> ServeSettings:

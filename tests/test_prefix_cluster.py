@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -76,6 +77,11 @@ def listed(cluster: Cluster) -> dict[str, int]:
     """Replica id -> pid."""
     replicas = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
     return {replica["id"]: replica["pid"] for replica in replicas}
+
+
+def hottest(cluster: Cluster) -> list[dict[str, Any]]:
+    listed = httpx.get(f"{cluster.url}/v1/cluster/hot", timeout=10).json()["data"]
+    return list(listed)
 
 
 def full_tokens(prefix: Any) -> int:
@@ -184,6 +190,28 @@ async def test_an_update_under_twenty_streams_fails_and_mixes_nothing(
     assert seen[-1] == max(sizes)
 
 
+async def test_a_prefix_that_its_replica_cannot_serve_gets_another_one(
+    cluster: Cluster, client: AsyncOpenAI
+) -> None:
+    async def ask_on(rng: random.Random) -> None:
+        while True:
+            prompt = [rng.randrange(1000, 40_000) for _ in range(4000)]
+            await client.completions.create(
+                model=BUILTIN_MODEL, prompt=prompt, max_tokens=1, extra_body={"prefix_id": "busy"}
+            )
+
+    declare(cluster, "busy", prompt=f"busy {ENGLISH}", replicas=1)
+    await until(lambda: is_warm(cluster, "busy", replicas=1))
+    crowd = [asyncio.create_task(ask_on(random.Random(number))) for number in range(24)]
+    async with asyncio.timeout(60):
+        while len(shown(cluster, "busy")["warm_on"]) < 2:
+            await asyncio.sleep(0.5)
+    for each in crowd:
+        each.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    drop(cluster, "busy")
+
+
 async def test_declarations_outlive_redis(cluster: Cluster, client: AsyncOpenAI) -> None:
     url = next(word for word in cluster.output().split() if word.startswith(("redis://", "unix:")))
     with redis.from_url(url) as connection:
@@ -194,6 +222,21 @@ async def test_declarations_outlive_redis(cluster: Cluster, client: AsyncOpenAI)
     assert shown(cluster, "1")["version"] == before["version"]
     usage = await complete(client, "And after that?", task_id=1)
     assert usage.prompt_tokens_details.cached_tokens == full_tokens(before)
+
+
+async def test_what_many_prompts_begin_with_is_listed_as_hot(
+    cluster: Cluster, client: AsyncOpenAI
+) -> None:
+    rules = "Rule: never promise anything to anybody. " * 100
+    for number in range(12):
+        await complete(client, f"{rules}{number} {'other words ' * number}")
+    for _ in range(8):  # whichever router answers
+        for hot in hottest(cluster):
+            if hot["text"].startswith("Rule: never promise"):
+                assert hot["replicas"]
+                assert (hot["prefix_id"], hot["tokens"] > 700) == (None, True)
+                return
+    pytest.fail("no router lists it")
 
 
 def test_the_command_declares_waits_lists_and_drops(cluster: Cluster, tmp_path: Path) -> None:

@@ -56,3 +56,12 @@ def test_the_client_example_finds_the_document_cached(simulated_cluster: Cluster
     cached = [int(count) for count in re.findall(r"(\d+) of them cached", shown)]
     assert cached[0] == 0
     assert cached[1] > 1000
+
+
+@pytest.mark.timeout(240)
+def test_the_prefix_examples_work_one_after_the_other(simulated_cluster: Cluster) -> None:
+    declare = block("sh", "/v1/prefixes").replace(ADDRESS, simulated_cluster.url)
+    shown = subprocess.run(declare, shell=True, capture_output=True, text=True, timeout=60)
+    assert '"id":"legal-v3"' in shown.stdout
+    program = block("python", "prefix_id").replace(ADDRESS, simulated_cluster.url)
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)

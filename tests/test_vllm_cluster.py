@@ -1,6 +1,7 @@
 """A real cluster with real vLLM engines and the built-in model."""
 
 import asyncio
+import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +21,17 @@ from tests.workloads import BLOCK, ask, interleaved_chats, people_table, table_q
 pytestmark = pytest.mark.timeout(600)
 
 
+TASKS = {
+    "law": "You are a careful lawyer. Answer in one sentence and name the law. " * 80,
+    "法律": "你是一名细心的律师。请用一句话回答，并说出法律的名称。" * 30,  # noqa: RUF001
+}
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with start_cluster("--max-model-len", "4096", deadline_s=400) as cluster:
+    tasks = [{"task_id": name, "prompt": text} for name, text in TASKS.items()]
+    env = {"MULTI_TASK_PROMPT_STR": json.dumps(tasks)}
+    with start_cluster("--max-model-len", "4096", env=env, deadline_s=400) as cluster:
         yield cluster
 
 
@@ -30,6 +39,31 @@ def cluster() -> Iterator[Cluster]:
 def vllm(cluster: Cluster) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
+
+
+async def test_a_named_prefix_is_cached_before_its_first_request_on_every_replica(
+    cluster: Cluster,
+) -> None:
+    url = f"{cluster.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        for task in TASKS:
+            first: dict[str, int] = {}  # replica -> cached tokens of the first request there
+            while len(first) < 2:
+                asked = (name_task(client, task, f"{n}?") for n in range(len(first), 8))
+                for replica, cached_tokens in await asyncio.gather(*asked):
+                    first.setdefault(replica, cached_tokens)
+            shown = httpx.get(f"{url}/prefixes/{task}", timeout=10).json()  # noqa: ASYNC210
+            assert shown["tokens"] > 1000
+            assert set(first.values()) == {shown["full_blocks"] * BLOCK}
+
+
+async def name_task(client: AsyncOpenAI, task: str, prompt: str) -> tuple[str, int]:
+    """The replica that answered, and what it had cached of the prompt."""
+    raw = await client.completions.with_raw_response.create(
+        model=BUILTIN_MODEL, prompt=prompt, max_tokens=2, extra_body={"task_id": task}
+    )
+    usage: Any = raw.parse().usage
+    return raw.headers["x-kvroute-replica"], usage.prompt_tokens_details.cached_tokens
 
 
 def test_the_model_speaks(vllm: OpenAI) -> None:

@@ -201,6 +201,14 @@ async def test_a_prefix_that_the_engine_refuses_keeps_no_replica_from_serving(
         assert len([line for line in caplog.messages if "long@1" in line]) == 1
 
 
+async def test_where_nothing_is_cached_nothing_is_warm(prefixes: Prefixes) -> None:
+    await declare(prefixes, "x")
+    config = dataclasses.replace(INSTANT, prefix_caching=False)
+    async with Replica(prefixes._redis, config=config).running("x") as replica:
+        assert replica.engine.facts.pin_blocks == 0
+        assert replica.warmer.kept() == {}
+
+
 async def test_a_cleared_cache_is_warmed_again(prefixes: Prefixes) -> None:
     prefix = await declare(prefixes, "x")
     async with Replica(prefixes._redis).running() as replica:

@@ -1,0 +1,48 @@
+"""The hottest prefixes of a router's own requests, as people see them."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from router.fleet import Fleet
+from router.hot import Hot, HotPrefixes
+from router.prefixes import Catalogue
+from router.prompt import Prompts
+
+SHOWN = 20  # prefixes
+SHOWN_TOKENS = 32  # of each, as text
+
+
+class HotRoutes:
+    """What there is to tell of the hottest prefixes."""
+
+    def __init__(
+        self, hot: HotPrefixes, fleet: Fleet, catalogue: Catalogue, prompts: Prompts
+    ) -> None:
+        self._hot = hot
+        self._fleet = fleet
+        self._catalogue = catalogue
+        self._prompts = prompts
+
+    def top(self) -> list[dict[str, Any]]:
+        """Those that save most, best first."""
+        now_s = time.monotonic()
+        return [self._shown(hot, now_s) for hot in self._hot.top(SHOWN, now_s)]
+
+    def _shown(self, hot: Hot, now_s: float) -> dict[str, Any]:
+        prefix = self._catalogue.declared_as(hot.token_ids)
+        return {
+            "object": "hot_prefix",
+            "tokens": len(hot.token_ids),
+            "tokens_saved_per_s": round(hot.tokens_saved_per_s(now_s), 3),
+            "requests_per_s": round(hot.requests_per_s(now_s), 3),
+            "replicas": self._holders(hot),
+            "prefix_id": prefix and prefix.id,
+            "text": self._prompts.decode(hot.token_ids[:SHOWN_TOKENS]),
+        }
+
+    def _holders(self, hot: Hot) -> list[str]:
+        chain = self._fleet.chain(np.append(hot.token_ids, np.uint32(0)), "")
+        hits = self._fleet.mirror.hits(chain)
+        return sorted(replica_id for replica_id, blocks in hits.items() if blocks >= hot.blocks)
