@@ -113,11 +113,16 @@ class Warmer:
         self._impossible &= declared.keys()
         for name, kept in list(self._kept.items()):
             prefix = declared.get(name)
-            is_here = prefix is not None and _is_same(prefix, kept.prefix)
-            if is_here and (name in share or self._is_missing_elsewhere(kept.prefix)):
+            if prefix is None or not self._still_has(prefix, kept):
+                await self._drop(name)
                 continue
-            await self._engine.unpin(name)
-            self._forget(name)
+            if name not in share and not self._is_missing_elsewhere(prefix):
+                await self._drop(name)
+
+    def _still_has(self, prefix: Prefix, kept: _Kept) -> bool:
+        """Not when the cache was cleared, nor when a Redis that had lost all gave the name anew."""
+        is_same = np.array_equal(prefix.token_ids, kept.prefix.token_ids)
+        return is_same and (prefix.name in self._engine.pins or not kept.warm.is_pinned)
 
     def _is_missing_elsewhere(self, prefix: Prefix) -> bool:
         """A replica that it is assigned to has yet to warm it."""
@@ -137,9 +142,7 @@ class Warmer:
         kept = self._kept.get(prefix.name)
         if kept is None:
             return False
-        if kept.warm.is_pinned:
-            return prefix.name in self._engine.pins  # otherwise the cache was cleared
-        return not (prefix.is_pinned and self._has_room(prefix))
+        return kept.warm.is_pinned or not prefix.is_pinned or not self._has_room(prefix)
 
     def _has_room(self, prefix: Prefix) -> bool:
         room = room_for_pin(prefix.name, self._engine.pins, self._engine.facts)
@@ -153,8 +156,7 @@ class Warmer:
         except ValueError as error:
             log.warning("named prefix %s cannot be warmed: %s", prefix.name, error)
             self._impossible.add(prefix.name)
-            await self._engine.unpin(prefix.name)
-            self._forget(prefix.name)
+            await self._drop(prefix.name)
             return
         if prefix.is_pinned and not is_pinned:
             log.warning("named prefix %s is not pinned: pins have no room for it", prefix.name)
@@ -197,11 +199,7 @@ class Warmer:
             pass
         return time.monotonic() - began_s
 
-    def _forget(self, name: str) -> None:
+    async def _drop(self, name: str) -> None:
+        await self._engine.unpin(name)
         if self._kept.pop(name, None):
             self._tell()
-
-
-def _is_same(one: Prefix, other: Prefix) -> bool:
-    """A Redis that lost everything may come to give a name anew."""
-    return np.array_equal(one.token_ids, other.token_ids)
