@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, BlockTable
 from replica.kvindex.index import Change, FencedError, Index, Position, Standing, connect
 from replica.publisher import Publisher
-from router.embedded_redis import _start, _wait_for_ping
 from router.feed import Feed
 from router.fleet import Fleet
 from router.ports import free_port
 from tests.records import FACTS, LOAD
+from tests.redis_server import redis_server
 from tests.waiting import until
 
 MODEL = "a model"
@@ -369,8 +369,7 @@ async def test_a_router_ahead_of_the_stream_goes_back_to_its_end(redis_url: str)
 
 async def test_redis_killed_and_started_again_from_an_old_snapshot(tmp_path: Path) -> None:
     port = free_port()
-    url = f"redis://127.0.0.1:{port}"
-    with server(port, tmp_path):
+    with redis_server(port, tmp_path) as url:
         world = World(connect(url), lease_s=10)
         await play(world, "store a", "store b")
         await world.settle()
@@ -378,7 +377,7 @@ async def test_redis_killed_and_started_again_from_an_old_snapshot(tmp_path: Pat
         await play(world, "store a", "evict b", "store c")
         await world.settle()
         await play(world, "stop a", "stop b", "stop c")
-    with server(port, tmp_path):
+    with redis_server(port, tmp_path):
         engines = world.engines
         await world.redis.connection_pool.disconnect()
         restored = {record.id: record.seq for record in await world.index.records()}
@@ -386,15 +385,3 @@ async def test_redis_killed_and_started_again_from_an_old_snapshot(tmp_path: Pat
         assert all(seq < engines[id_].publisher._standing.seq for id_, seq in restored.items())
         await world.settle()
         await world.close()
-
-
-@contextlib.contextmanager
-def server(port: int, folder: Path) -> Iterator[None]:
-    """A Redis that is killed in the end; it starts with what was last saved in the folder."""
-    process = _start(port, folder)
-    try:
-        _wait_for_ping(f"redis://127.0.0.1:{port}", process, folder)
-        yield
-    finally:
-        process.kill()
-        process.wait()
