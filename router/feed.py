@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
@@ -64,7 +64,7 @@ class FeedState:
 
 
 class Feed:
-    """Keeps one fleet's mirror equal to the index; while Redis is away it stays as it is."""
+    """Keeps one fleet's mirror equal to the index; while Redis is away nothing feeds it."""
 
     def __init__(self, index: Index, fleet: Fleet) -> None:
         self._index = index
@@ -78,7 +78,7 @@ class Feed:
         self._poll_due_s = 0.0  # on the monotonic clock, as all times here
         self._step_began_s = 0.0
         self._equal_s = time.monotonic()
-        self._outage = Outage(log, "the mirror stays as it is")
+        self._outage = Outage(log, "the mirror goes by what this router sends")
         self._has_loaded = asyncio.Event()
         self._loads = 0
         self._changes = 0
@@ -102,6 +102,8 @@ class Feed:
                 await self._follow()
             except (RedisError, OSError) as error:
                 self._outage.begin(error)
+                self._mirror.is_fed = False
+                await self._sweep()
                 await asyncio.sleep(RETRY_S)
 
     async def loaded(self, *, within_s: float) -> None:
@@ -124,8 +126,7 @@ class Feed:
             if taken < READ_CHANGES:
                 self._equal_s = read_s
             await self._poll_if_due()
-            while self._mirror.sweep():
-                await self._give_way()
+            await self._sweep()
 
     async def _apply(self, position: Position, change: Change) -> None:
         replica_id, seen = change.replica_id, self._seen.get(change.replica_id, NOTHING)
@@ -158,12 +159,19 @@ class Feed:
     async def _poll(self) -> None:
         """Reads who lives and how busy they are; whoever is not what we think is loaded again."""
         await self._rewind()
-        self._outage.end()
+        self._end_outage()
         records = {record.id: record for record in await self._index.records()}
         self._update(records)
-        await self._load([record for record in records.values() if self._is_behind(record)])
+        await self._load(filter(self._is_behind, records.values()))
         self._polled = {replica_id: record.seq for replica_id, record in records.items()}
         self._poll_due_s = time.monotonic() + POLL_S
+
+    def _end_outage(self) -> None:
+        """What was presumed meanwhile is forgotten as soon as its replica is loaded."""
+        self._outage.end()
+        self._mirror.is_fed = True
+        for replica_id in self._mirror.presumed:
+            self._seen.pop(replica_id, None)
 
     async def _rewind(self) -> None:
         """Never ahead of the stream, which a Redis restored from a snapshot can leave us."""
@@ -194,19 +202,29 @@ class Feed:
         if record := await self._index.record(replica_id):
             await self._load([record])
 
-    async def _load(self, records: Sequence[ReplicaRecord]) -> None:
-        async for record, snapshot in self._snapshots(records):
-            self._mirror.join(record.id)
-            await self._in_steps(self._mirror.add, record.id, snapshot.blocks)
-            self._seen[record.id] = Seen(record.incarnation, snapshot.seq, snapshot.position)
-            self._loads += 1
+    async def _load(self, records: Iterable[ReplicaRecord]) -> None:
+        """Each replica's set is read while the one before it goes into the mirror."""
+        unread = iter(records)
 
-    async def _snapshots(
-        self, records: Sequence[ReplicaRecord]
-    ) -> AsyncIterator[tuple[ReplicaRecord, Snapshot]]:
-        for record in records:
-            with contextlib.suppress(FencedError):  # replaced this moment: that is in the stream
-                yield record, await self._index.blocks(record)
+        async def read() -> tuple[ReplicaRecord, Snapshot] | None:
+            for record in unread:
+                with contextlib.suppress(FencedError):  # replaced this moment: it is in the stream
+                    return record, await self._index.blocks(record)
+            return None
+
+        reading = asyncio.create_task(read())
+        try:
+            while found := await reading:
+                reading = asyncio.create_task(read())
+                await self._take_whole(*found)
+        finally:
+            reading.cancel()
+
+    async def _take_whole(self, record: ReplicaRecord, snapshot: Snapshot) -> None:
+        for _ in self._mirror.load(record.id, snapshot.packed):
+            await self._give_way()
+        self._seen[record.id] = Seen(record.incarnation, snapshot.seq, snapshot.position)
+        self._loads += 1
 
     def _forget(self, replica_id: str) -> None:
         self._mirror.drop(replica_id)
@@ -221,6 +239,10 @@ class Feed:
     ) -> None:
         for begin in range(0, len(blocks), STEP_BLOCKS):
             act(replica_id, blocks[begin : begin + STEP_BLOCKS])
+            await self._give_way()
+
+    async def _sweep(self) -> None:
+        while self._mirror.sweep():
             await self._give_way()
 
     async def _give_way(self) -> None:

@@ -287,7 +287,8 @@ class Fleet:
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
         self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
-        return Trip(self.mirror, load, dispatch, now_s, Asked(now_s))
+        capacity_blocks = self._capacity_blocks(dispatch.replica_id)
+        return Trip(self.mirror, load, dispatch, capacity_blocks, now_s, Asked(now_s))
 
     def _candidates(
         self,
@@ -341,6 +342,12 @@ class Fleet:
             return UNKNOWN_SPEED
         return prefill_model(record.facts["prefill_tokens_per_s"], record.facts["attention_tokens"])
 
+    def _capacity_blocks(self, replica_id: str) -> int:
+        """Of its cache; 0 when it has none, or is unknown."""
+        if not self._caches(replica_id):
+            return 0
+        return int(self._records[replica_id].facts["capacity_blocks"])
+
     def _caches(self, replica_id: str) -> bool:
         record = self._records.get(replica_id)
         return record is not None and bool(record.facts["prefix_caching"])
@@ -353,6 +360,7 @@ class Trip:
     mirror: Mirror
     load: ReplicaLoad
     dispatch: Dispatch
+    capacity_blocks: int  # of the replica's cache
     sent_s: float
     asked: Asked
     placement: Placement | None = None  # why it went there, when this router sent it
@@ -397,6 +405,10 @@ class Trip:
         self.outcome = outcome or ("cancelled" if self.unfinished else "ok")
         self.load.finish(self.request_id)
         self.mirror.unexpect(self.replica_id, self.dispatch.expected)
+        if self.placement and self.first_token_s is not None and self.capacity_blocks:
+            self.mirror.presume(
+                self.replica_id, self.placement.chain, capacity_blocks=self.capacity_blocks
+            )
         self.witness.ended(self)
 
     def ledger(self) -> Ledger | None:

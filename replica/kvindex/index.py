@@ -101,6 +101,15 @@ redis.call('XADD', KEYS[4], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*',
   'r', ARGV[2], 'i', ARGV[1], 's', record[2] + 1, 'l', 1)
 """
 
+# ARGV incarnation; the answer: seq, packed blocks, the stream's last id or ''. One string: the
+# reader shall not be the one who puts its pieces together.
+_SNAPSHOT = """
+local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
+if record[1] ~= ARGV[1] then return nil end
+local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
+return {record[2], table.concat(redis.call('SMEMBERS', KEYS[2])), last and last[1] or ''}
+"""
+
 
 def connect(url: str) -> "redis.Redis":
     """A client for `Index`; connects at its first use. ValueError for a URL it cannot read."""
@@ -191,7 +200,11 @@ class Snapshot:
 
     seq: int  # the last change in it
     position: Position  # where the stream ended: no later change is in it
-    blocks: tuple[Fingerprint, ...]
+    packed: bytes
+
+    @property
+    def blocks(self) -> tuple[Fingerprint, ...]:
+        return unpack(self.packed)
 
 
 def pack(fingerprints: Iterable[Fingerprint]) -> bytes:
@@ -218,6 +231,7 @@ class Index:
         self._change = client.register_script(_CHANGE)
         self._renew = client.register_script(_RENEW)
         self._leave = client.register_script(_LEAVE)
+        self._snapshot = client.register_script(_SNAPSHOT)
 
     # The write path: one replica's verbs.
 
@@ -308,14 +322,12 @@ class Index:
     @answered
     async def blocks(self, record: ReplicaRecord) -> Snapshot:
         """A replica's set as it is, or FencedError when the record no longer is."""
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hmget(self._record_key(record.id), "incarnation", "seq")
-        pipeline.smembers(self._blocks_key(record.id, record.incarnation))
-        pipeline.xrevrange(self._changes, count=1)
-        (incarnation, seq), members, last = await pipeline.execute()
-        if incarnation is None or incarnation.decode() != record.incarnation:
+        keys = self._keys(record.id, record.incarnation)
+        found = await self._snapshot(keys=keys, args=[record.incarnation])
+        if found is None:
             raise FencedError(f"replica {record.id} is no longer incarnation {record.incarnation}")
-        return Snapshot(int(seq), _end(last), unpack(b"".join(members)))
+        seq, packed, last = found
+        return Snapshot(int(seq), Position.parse(last) if last else START, packed)
 
     @answered
     async def follow(
