@@ -14,6 +14,7 @@ from tests.bench.path import path
 from tests.bench.policies import policies
 from tests.bench.report import Section
 from tests.bench.routers import routers
+from tests.bench.successor import successor
 
 
 def main(
@@ -30,6 +31,12 @@ def main(
             "--routers", help="Adds clusters of 1, 2, 4 and 8 routers, in about half an hour."
         ),
     ] = False,
+    with_successor: Annotated[
+        bool,
+        typer.Option(
+            "--successor", help="Adds a new router's load of five million blocks, in a minute."
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Where to write the same as JSON.")
     ] = None,
@@ -40,7 +47,7 @@ def main(
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
     found = []
-    for section in sections(trace, with_routers):
+    for section in sections(trace, with_routers, with_successor):
         typer.echo(section.markdown() + "\n")
         found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
     if trace is None:
@@ -49,13 +56,15 @@ def main(
         json_file.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def sections(trace: Path | None, with_routers: bool) -> Iterator[Section]:
+def sections(trace: Path | None, with_routers: bool, with_successor: bool) -> Iterator[Section]:
     yield apart(decision)
     yield memory()
     yield rate()
     yield apart(path)
     if with_routers:
         yield routers()
+    if with_successor:
+        yield apart(successor)
     if trace is not None:
         yield apart(policies, trace)
 

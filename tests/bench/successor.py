@@ -1,0 +1,98 @@
+"""How soon a new router knows a large fleet: what it finds of the prompts that an old one finds."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import psutil
+
+from replica.kvindex.fingerprint import Fingerprint
+from replica.kvindex.index import BATCH_BLOCKS, Index, connect, unpack
+from router.embedded_redis import embedded_redis
+from router.feed import Feed
+from router.fleet import Fleet
+from tests.bench.events import LEASE_S, LOAD, LongestPause, _running
+from tests.bench.indexed import BLOCK, FACTS
+from tests.bench.report import Row, Section
+
+REPLICAS = [f"r{i}" for i in range(100)]
+BLOCKS_EACH = 50_000
+CHAIN = 100  # blocks of one prompt
+SHARED = 0.3  # of a replica's blocks, with others
+HOLDERS = 5  # of a shared chain
+PROMPTS = 200  # few enough to look them up in a moment
+LOOKS_S = (0.5, 1.0, 2.0, 3.0)  # since the successor began to load
+
+Chain = tuple[Fingerprint, ...]
+
+
+def successor() -> Section:
+    with embedded_redis() as url:
+        rows = asyncio.run(_successor(url))
+    blocks = len(REPLICAS) * BLOCKS_EACH
+    return Section(f"A new router, {blocks:,} blocks on {len(REPLICAS)} replicas", rows)
+
+
+async def _successor(url: str) -> list[Row]:
+    client = connect(url)
+    index = Index(client, "m")
+    prompts = list[Chain]()
+    for replica_id, chains in _caches():
+        await _announce(index, replica_id, chains)
+        prompts += chains[:: len(REPLICAS) * BLOCKS_EACH // CHAIN // PROMPTS]
+    row = await _load(index, prompts)
+    await client.aclose()
+    return [row]
+
+
+async def _load(index: Index, prompts: Sequence[Chain]) -> Row:
+    process, longest = psutil.Process(), LongestPause()
+    rss = process.memory_info().rss
+    fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
+    feed = Feed(index, fleet)
+    shares = {}
+    begun, begun_cpu = time.perf_counter(), time.process_time()
+    async with _running(longest.watch()), _running(feed.run()):
+        for look_s in LOOKS_S:
+            await asyncio.sleep(begun + look_s - time.perf_counter())
+            shares[f"hits after {look_s} s"] = _hit_share(fleet, prompts)
+        await feed.loaded(within_s=LEASE_S)
+        seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
+    return {
+        "blocks, each counted once": len(fleet.mirror),
+        **shares,
+        "loaded after s": seconds,
+        "CPU s": cpu_s,
+        "longest wait of a request, ms": 1000 * longest.pause_s,
+        "MB": (process.memory_info().rss - rss) / 1e6,
+    }
+
+
+def _hit_share(fleet: Fleet, prompts: Sequence[Chain]) -> float:
+    """Of all that a router finds which has loaded everything."""
+    hits = [max(fleet.mirror.hits(chain).values(), default=0) for chain in prompts]
+    return sum(hits) / sum(map(len, prompts))
+
+
+def _caches() -> Iterator[tuple[str, list[Chain]]]:
+    """Each replica's chains: some of its own, and some of those that HOLDERS replicas have."""
+    rng, chosen = np.random.default_rng(0), random.Random(0)
+    shared_each = round(SHARED * BLOCKS_EACH / CHAIN)
+    shared = _chains(rng, shared_each * len(REPLICAS) // HOLDERS)
+    for replica_id in REPLICAS:
+        own = _chains(rng, BLOCKS_EACH // CHAIN - shared_each)
+        yield replica_id, own + chosen.sample(shared, shared_each)
+
+
+def _chains(rng: np.random.Generator, count: int) -> list[Chain]:
+    return [unpack(rng.integers(0, 2**64, CHAIN, dtype=np.uint64).tobytes()) for _ in range(count)]
+
+
+async def _announce(index: Index, replica_id: str, chains: Sequence[Chain]) -> None:
+    standing = await index.register(replica_id, "1", facts=FACTS, load=LOAD, lease_s=LEASE_S)
+    blocks = [fingerprint for chain in chains for fingerprint in chain]
+    for begin in range(0, len(blocks), BATCH_BLOCKS):
+        added = blocks[begin : begin + BATCH_BLOCKS]
+        standing = await index.change(standing, added=added, lease_s=LEASE_S)
