@@ -5,7 +5,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,3 @@ def hit_share(turns: Sequence[Turn]) -> float:
 
 def median_ttft_s(turns: Sequence[Turn]) -> float:
     return statistics.median(turn.ttft_s for turn in turns)
-
-
-def sent_between(turns: Sequence[Turn], begin_s: float, end_s: float) -> Iterator[Turn]:
-    return (turn for turn in turns if begin_s <= turn.at_s < end_s)
