@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from replica.exposition import Readings
 from router.feed import Feed
-from router.fleet import Fleet, Outcome, Placement, Trip, Witness
+from router.fleet import Fleet, Outcome, Placement, Trip, Witness, Witnesses
 from router.ledger import CAUSES
 from router.request_log import RequestLog
 
@@ -24,25 +24,22 @@ DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
-class RouterMetrics(Witness):
-    """One router's."""
+class Waits(Witness):
+    """How long things take, as the clients of one router feel it, and as it foresaw."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"kvroute_{name}", documentation, buckets=buckets, registry=registry)
-
-        def counter(name: str, documentation: str, *labels: str) -> Counter:
-            return Counter(f"kvroute_{name}", documentation, labels, registry=registry)
 
         self._decision = histogram(
             "decision_seconds", "To rank the replicas for a prompt.", DECISIONS_S
         )
         self._backlog = histogram(
             "backlog_seconds",
-            "Prefill queued at the chosen replica when a request was sent there.",
+            "Prefill queued where a request was sent, as the router saw it then.",
             BACKLOGS_S,
         )
-        self._ttft = histogram(
+        self._first_token = histogram(
             "time_to_first_token_seconds",
             "From a request's dispatch to its first token, on whichever replica.",
             WAITS_S,
@@ -57,20 +54,57 @@ class RouterMetrics(Witness):
             "From one chunk of an answer to its next; answers with n above 1 are left out.",
             GAPS_S,
         )
-        self._tpot = histogram(
+        self._token = histogram(
             "time_per_output_token_seconds",
             "Each token's mean time after the first ones, of whole answers with n = 1.",
             GAPS_S,
         )
-        self._whole = histogram(
+        self._answer = histogram(
             "request_seconds", "From a request's dispatch to the end of a whole answer.", REQUESTS_S
         )
+
+    def placed(self, placement: Placement, decision_s: float) -> None:
+        self._decision.observe(decision_s)
+
+    def first_token(self, trip: Trip) -> None:
+        assert trip.placement is not None, "only this router's own trips have witnesses"
+        assert trip.first_token_s is not None
+        if not trip.asked.is_resumed:
+            self._first_token.observe(trip.first_token_s - trip.asked.at_s)
+        self._backlog.observe(trip.placement.at(trip.replica_id).backlog_s)
+        if predicted_s := trip.placement.predicted_ttft_s(trip.replica_id):
+            self._prediction.observe((trip.first_token_s - trip.sent_s) / predicted_s)
+
+    def next_chunk(self, trip: Trip, gap_s: float) -> None:
+        if trip.asked.choices == 1:
+            self._gap.observe(gap_s)
+
+    def ended(self, trip: Trip) -> None:
+        if trip.outcome != "ok" or trip.first_token_s is None or trip.last_chunk_s is None:
+            return
+        self._answer.observe(trip.last_chunk_s - trip.asked.at_s)
+        later_tokens = trip.output_tokens - trip.first_tokens
+        if trip.asked.choices == 1 and later_tokens:
+            self._token.observe((trip.last_chunk_s - trip.first_token_s) / later_tokens)
+
+
+class Counts(Witness):
+    """How many requests and tokens there were, and what became of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(f"kvroute_{name}", documentation, labels, registry=registry)
+
         outcomes = counter(
-            "requests", "Requests sent to a replica, by how they ended there.", "outcome"
+            "requests",
+            "Requests sent to a replica, by how they ended there: ok, cancelled, refused, failed "
+            "(it was lost; they are sent again), moved (it was full or gone before they came).",
+            "outcome",
         )
         tokens = counter(
             "prompt_tokens", "Tokens of prompts, by where they came from (the ledger).", "cause"
         )
+        # Also those that have not happened: a rate needs the 0 before the first one.
         self._outcomes = {name: outcomes.labels(name) for name in get_args(Outcome)}
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
         self._reusable_tokens = counter(
@@ -80,44 +114,35 @@ class RouterMetrics(Witness):
         self._spilled = counter(
             "spilled_requests", "Requests sent where less of their prompt is cached than elsewhere."
         )
-        self._readings = Readings(registry)
-        self._under_way = 0
-        self._readings.gauge(
+        self._under_way = Gauge(
             "kvroute_requests_under_way",
             "Requests sent to a replica and not ended.",
-            lambda: self._under_way,
+            registry=registry,
         )
 
-    def placed(self, placement: Placement, decision_s: float) -> None:
-        self._decision.observe(decision_s)
-
     def sent(self, trip: Trip) -> None:
-        self._under_way += 1
-
-    def first_token(self, trip: Trip) -> None:
-        assert trip.placement is not None
-        assert trip.first_token_s is not None
-        replica_id, first_s = trip.replica_id, trip.first_token_s
-        if not trip.asked.is_resumed:
-            self._ttft.observe(first_s - trip.asked.at_s)
-        self._backlog.observe(trip.placement.at(replica_id).backlog_s)
-        if predicted_s := trip.placement.predicted_ttft_s(replica_id):
-            self._prediction.observe((first_s - trip.sent_s) / predicted_s)
-
-    def next_chunk(self, trip: Trip, gap_s: float) -> None:
-        if trip.asked.choices == 1:
-            self._gap.observe(gap_s)
+        self._under_way.inc()
 
     def ended(self, trip: Trip) -> None:
-        self._under_way -= 1
+        self._under_way.dec()
         self._outcomes[trip.outcome or "ok"].inc()
         self._output_tokens.inc(trip.output_tokens)
-        self._count_prompt(trip)
-        if trip.outcome == "ok" and trip.first_token_s is not None and trip.last_chunk_s:
-            self._whole.observe(trip.last_chunk_s - trip.asked.at_s)
-            later_tokens = trip.output_tokens - trip.first_tokens
-            if trip.asked.choices == 1 and later_tokens:
-                self._tpot.observe((trip.last_chunk_s - trip.first_token_s) / later_tokens)
+        if (ledger := trip.ledger()) is None or trip.placement is None:
+            return
+        for cause, tokens in msgspec.structs.asdict(ledger).items():
+            self._tokens[cause].inc(tokens)
+        reusable_tokens = trip.placement.reusable_tokens
+        self._reusable_tokens.inc(reusable_tokens)
+        if trip.placement.expected_tokens(trip.replica_id) < reusable_tokens:
+            self._spilled.inc()
+
+
+class RouterMetrics(Witnesses):
+    """One router's."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(Waits(registry), Counts(registry))
+        self._readings = Readings(registry)
 
     def watch(self, fleet: Fleet, feed: Feed) -> None:
         """From now on what they know is told as well."""
@@ -155,14 +180,3 @@ class RouterMetrics(Witness):
             "Lines missing in the request log, since the disk is full or slow.",
             lambda: log.dropped,
         )
-
-    def _count_prompt(self, trip: Trip) -> None:
-        ledger = trip.ledger()
-        if ledger is None or trip.placement is None:
-            return
-        for cause, tokens in msgspec.structs.asdict(ledger).items():
-            self._tokens[cause].inc(tokens)
-        reusable_tokens = trip.placement.reusable_tokens
-        self._reusable_tokens.inc(reusable_tokens)
-        if trip.placement.expected_tokens(trip.replica_id) < reusable_tokens:
-            self._spilled.inc()
