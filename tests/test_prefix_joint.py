@@ -103,7 +103,6 @@ def test_the_prefixs_blocks_are_the_same_before_any_text(
     full = prefix.full_blocks(BLOCK)
     assert full >= 10
     assert blocks(token_ids)[:full] == blocks(prefix.token_ids)
-    assert len(token_ids) > len(prefix.token_ids) or not text
 
 
 @settings(max_examples=80, deadline=None)
