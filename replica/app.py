@@ -45,7 +45,7 @@ class Replica:
         self._exposition = await self._expose() if self._settings.metrics else None
         self._publisher = self._make_publisher()
         self._warmer = self._make_warmer()
-        self._metrics.watch(self._engine.facts, self._engine.load, self._publisher)
+        self._metrics.watch(self._engine, self._publisher)
         self._tasks = [
             asyncio.create_task(self._keep_index(), name="index"),
             asyncio.create_task(

@@ -1,12 +1,12 @@
 """What a replica tells Prometheus, besides what vLLM tells in the same registry."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from replica.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsLost, KVEvent
 from replica.exposition import Readings
-from replica.protocol import Chunk, EngineFacts, GenerateRequest, Load
+from replica.protocol import Chunk, Engine, GenerateRequest
 from replica.publisher import Publisher
 
 
@@ -52,8 +52,9 @@ class ReplicaMetrics:
                 case EventsLost():
                     self._losses.inc()
 
-    def watch(self, facts: EngineFacts, load: Callable[[], Load], publisher: Publisher) -> None:
+    def watch(self, engine: Engine, publisher: Publisher) -> None:
         """From now on their numbers are told as well."""
+        facts, load = engine.facts, engine.load
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
             "kvroute_engine_running_requests",
@@ -67,10 +68,20 @@ class ReplicaMetrics:
         )
         gauge(
             "kvroute_engine_used_blocks",
-            "KV blocks that running requests hold.",
+            "KV blocks that running requests and pins hold.",
             lambda: load().used_blocks,
         )
         gauge("kvroute_engine_capacity_blocks", "KV blocks in all.", lambda: facts.capacity_blocks)
+        gauge(
+            "kvroute_engine_pinned_blocks",
+            "KV blocks that named prefixes hold; what two of them share counts twice.",
+            lambda: sum(engine.pins.values()),
+        )
+        gauge(
+            "kvroute_engine_pin_capacity_blocks",
+            "KV blocks that named prefixes may hold.",
+            lambda: facts.pin_blocks,
+        )
         gauge("kvroute_engine_block_tokens", "Tokens in one KV block.", lambda: facts.block_size)
         gauge(
             "kvroute_publisher_blocks",

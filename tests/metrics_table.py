@@ -52,7 +52,7 @@ def replica() -> CollectorRegistry:
         load=dict,
         lease_s=3,
     )
-    metrics.watch(engine.facts, engine.load, publisher)
+    metrics.watch(engine, publisher)
     return registry
 
 
