@@ -79,7 +79,8 @@ class VllmEngine:
         llm = await asyncio.to_thread(
             _load, engine_args(settings, model, f"tcp://127.0.0.1:{port}"), stats, cores
         )
-        return cls(llm, _facts(llm, settings), subscriber, stats)
+        can_pin = await llm.engine_core.call_utility_async("kvroute_can_pin")
+        return cls(llm, _facts(llm, settings, can_pin=can_pin), subscriber, stats)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if request.pin:
@@ -283,7 +284,7 @@ def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> _Llm:
         return llm
 
 
-def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:
+def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> EngineFacts:
     config = llm.vllm_config
     speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
     capacity_blocks = config.cache_config.num_gpu_blocks - 1  # one is vLLM's null block
@@ -293,7 +294,7 @@ def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:
         max_model_len=config.model_config.max_model_len,
         prefix_caching=settings.prefix_caching,
         pin_blocks=pin_budget(
-            settings.pin_share * settings.prefix_caching,
+            settings.pin_share if settings.prefix_caching and can_pin else 0.0,
             capacity_blocks=capacity_blocks,
             block_size=config.cache_config.block_size,
             max_model_len=config.model_config.max_model_len,
