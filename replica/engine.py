@@ -84,10 +84,11 @@ class VllmEngine:
                 await subscription.connect()
             else:
                 subscription.folder.cleanup()  # nobody publishes
+            can_pin = await llm.engine_core.call_utility_async("kvroute_can_pin")
         except BaseException:
             subscription.close()
             raise
-        return cls(llm, _facts(llm, settings), subscription, stats)
+        return cls(llm, _facts(llm, settings, can_pin=can_pin), subscription, stats)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if request.pin:
@@ -292,7 +293,7 @@ def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> _Llm:
         return llm
 
 
-def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:
+def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> EngineFacts:
     config = llm.vllm_config
     speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
     capacity_blocks = config.cache_config.num_gpu_blocks - 1  # one is vLLM's null block
@@ -302,7 +303,7 @@ def _facts(llm: AsyncLLM, settings: ReplicaSettings) -> EngineFacts:
         max_model_len=config.model_config.max_model_len,
         prefix_caching=settings.prefix_caching,
         pin_blocks=pin_budget(
-            settings.pin_share * settings.prefix_caching,
+            settings.pin_share if settings.prefix_caching and can_pin else 0.0,
             capacity_blocks=capacity_blocks,
             block_size=config.cache_config.block_size,
             max_model_len=config.model_config.max_model_len,

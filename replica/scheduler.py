@@ -46,24 +46,26 @@ class _Kvroute:
         """Called at a request's end; not when it is preempted."""
         params = request.sampling_params
         name = ((params and params.extra_args) or {}).get(PIN)
-        if name and request.status != RequestStatus.FINISHED_ABORTED:
+        if name and self.can_pin and request.status != RequestStatus.FINISHED_ABORTED:
             self._pin(name, request)
         super()._free_blocks(request)  # type: ignore[misc]
 
     def _pin(self, name: str, request: Request) -> None:
-        """Holds the prompt's full blocks in place of what had the name. Only in caches of one group
-        of layers: elsewhere a block is not simply there or not."""
-        groups = self.kv_cache_manager.get_blocks(request.request_id).blocks  # type: ignore[attr-defined]
-        if len(groups) != 1:
-            return
+        """Holds the prompt's full blocks in place of what had the name."""
+        (group,) = self.kv_cache_manager.get_blocks(request.request_id).blocks  # type: ignore[attr-defined]
         full_blocks = request.num_prompt_tokens // self.block_size  # type: ignore[attr-defined]
-        blocks = list(groups[0][:full_blocks])
+        blocks = list(group[:full_blocks])
         self._pool.touch(blocks)
         self.unpin(name)
         self.pins[name] = blocks
 
     def unpin(self, name: str) -> None:
         self._pool.free_blocks(reversed(self.pins.pop(name, [])))
+
+    @property
+    def can_pin(self) -> bool:
+        """Not where layers keep blocks of different kinds (sliding windows, state space models)."""
+        return len(self.kv_cache_config.kv_cache_groups) == 1  # type: ignore[attr-defined]
 
     @property
     def _pool(self) -> BlockPool:
@@ -118,6 +120,10 @@ def kvroute_tell_held(core: EngineCore) -> None:
     core.scheduler.tell_held()
 
 
+def kvroute_can_pin(core: EngineCore) -> bool:
+    return bool(core.scheduler.can_pin)
+
+
 def kvroute_pinned(core: EngineCore, name: str) -> int:
     return len(core.scheduler.pins.get(name, ()))
 
@@ -129,7 +135,7 @@ def kvroute_unpin(core: EngineCore, name: str) -> float:
     return usage
 
 
-for _method in (kvroute_tell_held, kvroute_pinned, kvroute_unpin):
+for _method in (kvroute_tell_held, kvroute_can_pin, kvroute_pinned, kvroute_unpin):
     setattr(EngineCore, _method.__name__, _method)
 
 

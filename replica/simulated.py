@@ -96,7 +96,7 @@ class SimulatedEngine(Engine):
             attention_tokens=config.attention_tokens,
             prefix_caching=config.prefix_caching,
             pin_blocks=pin_budget(
-                config.pin_share * config.prefix_caching,
+                config.pin_share if config.prefix_caching else 0.0,
                 capacity_blocks=config.capacity_blocks,
                 block_size=config.block_size,
                 max_model_len=config.max_model_len,
