@@ -24,10 +24,12 @@ async def answer(
     model: str,
     max_model_len: int,
     begun: Callable[[Generation], None],
+    receipt: Callable[[Generation], object] | None = None,
 ) -> Response:
     """Generates for every prompt. ApiError when one cannot be: then none of them runs on.
 
-    begun: called with each generation once it has its first token.
+    begun: called with each generation once it has its first token. receipt: what to add to the
+    answer for each of them.
     """
     rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
     generations = await _begin(dispatcher, body, list(zip(prompts, rooms, strict=True)))
@@ -40,6 +42,7 @@ async def answer(
         n=body.n,
         logprobs=body.reported_logprobs() is not None,
         include_usage=body.include_usage,
+        receipts=[receipt(generation) for generation in generations] if receipt else (),
     )
     headers = _headers(generations)
     if body.stream:

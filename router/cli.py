@@ -4,20 +4,20 @@ import importlib.metadata
 import inspect
 from typing import Annotated, Any
 
-import httpx
 import typer
 from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table
 
+from router.client import LOCAL, Url, call, fail
 from router.doctor import doctor
+from router.explain import explain
 from router.options import SettingsError, env_names, flags, option
 from router.prefixes_command import prefixes
 from router.replay.calibrate import calibrate
 from router.replay.command import replay
 from router.settings import ServeSettings, load
 
-Url = Annotated[str, typer.Option(help="Where the cluster listens.")]
 COLUMNS = ("id", "node", "pid", "blocks", "running", "waiting", "incarnation")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -49,20 +49,20 @@ def serve(**given: Any) -> None:
     try:
         settings = load({name: value for name, value in given.items() if value is not None})
     except SettingsError as error:
-        _fail(str(error))
+        fail(str(error))
     raise typer.Exit(run(settings))
 
 
 @app.command()
-def status(url: Url = "http://127.0.0.1:8000") -> None:
+def status(url: Url = LOCAL) -> None:
     """Show the replicas of a running cluster."""
-    Console().print(_table(_cluster(url, "replicas")))
+    Console().print(_table(call("GET", url, "/v1/cluster")["replicas"]))
 
 
 @app.command()
 def scale(
     replicas: Annotated[int, typer.Argument(help="How many there shall be.", show_default=False)],
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = LOCAL,
 ) -> None:
     """Add replicas to a running cluster, or take some away; no request is lost over it."""
     from router.progress import Progress
@@ -70,22 +70,13 @@ def scale(
     from router.scale import scale as scale_to
 
     if replicas < 1:
-        _fail(f"REPLICAS is {replicas}; at least 1 stays. Ctrl-C of kvroute serve ends them all")
+        fail(f"REPLICAS is {replicas}; at least 1 stays. Ctrl-C of kvroute serve ends them all")
     try:
-        scale_to(replicas, _cluster(url, "ray_address"), Progress())
+        scale_to(replicas, call("GET", url, "/v1/cluster")["ray_address"], Progress())
     except ScaleError as error:
-        _fail(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
-        _fail("not waited for; the cluster goes on with it")
-
-
-def _cluster(url: str, field: str) -> Any:
-    """What the cluster there says of itself."""
-    try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/cluster", timeout=10)
-        return answer.raise_for_status().json()[field]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        _fail(f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve")
+        fail("not waited for; the cluster goes on with it")
 
 
 def _table(replicas: list[dict[str, Any]]) -> Table:
@@ -95,11 +86,6 @@ def _table(replicas: list[dict[str, Any]]) -> Table:
         cells = replica | {"blocks": blocks}
         table.add_row(*(str(cells[column]) for column in COLUMNS))
     return table
-
-
-def _fail(message: str) -> Any:
-    typer.secho(message, fg="red", err=True)
-    raise typer.Exit(1)
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -126,6 +112,7 @@ serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 app.command()(serve)
 app.command()(doctor)
+app.command()(explain)
 app.command()(replay)
 app.command()(calibrate)
 app.add_typer(prefixes, name="prefixes")

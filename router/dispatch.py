@@ -11,7 +11,6 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from replica.kvindex.fingerprint import Fingerprint
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from router.errors import ApiError, invalid
 from router.fleet import Asked, Fleet, Outcome, Placement, Trip
@@ -32,8 +31,7 @@ class Attempt:
 
     replica_id: str
     route: Route
-    expected_tokens: int  # prompt tokens the router counted on being in that replica's cache
-    chain: tuple[Fingerprint, ...]  # the prompt's reusable blocks
+    placement: Placement
     first: Chunk
     rest: DeploymentResponseGenerator
     trip: Trip
@@ -56,9 +54,8 @@ class Generation:
         lost: list[str],
     ) -> None:
         self.replica_id = attempt.replica_id  # the first one
-        self.expected_tokens = attempt.expected_tokens
+        self.placement = attempt.placement  # what was known when it was chosen
         self.cached_tokens = attempt.first.cached_tokens  # as it found them
-        self.chain = attempt.chain
         self.token_ids = request.token_ids
         self.prompt_tokens = len(request.token_ids)
         self._dispatcher = dispatcher
@@ -67,6 +64,11 @@ class Generation:
         self._attempt = attempt
         self._lost = lost
         self._said: list[int] = []  # token ids; of all choices, where there are several
+
+    @property
+    def expected_tokens(self) -> int:
+        """Prompt tokens that the router counted on being in the first replica's cache."""
+        return self.placement.expected_tokens(self.replica_id)
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """All chunks; leaving early aborts the request. ApiError when nobody can go on with it."""
@@ -185,8 +187,7 @@ class Dispatcher:
             trip.end("moved")
             trip = self._fleet.sent(placement, replica_id, request.request_id, sent_s, asked)
         trip.hear(first, time.monotonic())
-        expected_tokens = placement.expected_tokens(replica_id)
-        return Attempt(replica_id, route, expected_tokens, placement.chain, first, stream, trip)
+        return Attempt(replica_id, route, placement, first, stream, trip)
 
 
 def _outcome(error: BaseException, refusal: ApiError | None) -> Outcome:

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from router.client import LOCAL, Url
+
 WAIT_S = 60.0  # for an answer; an audit asks every replica
 
 ACCOUNTS = {
@@ -30,7 +32,7 @@ class Check:
 
 
 def doctor(
-    url: Annotated[str, typer.Option(help="Where the cluster listens.")] = "http://127.0.0.1:8000",
+    url: Url = LOCAL,
     audit: Annotated[
         bool, typer.Option("--audit", help="Compare engines, replicas, Redis and a router.")
     ] = False,

@@ -144,7 +144,7 @@ class Feed:
             return
         if change.left:
             self._forget(replica_id)
-            self._fleet.update(self._records.values())
+            self._fleet.update(self._records.values(), unleased=self._vanished_s)
             return
         if change.joined:
             self._mirror.join(replica_id)
@@ -199,7 +199,7 @@ class Feed:
             if now_s - self._vanished_s[replica_id] >= LINGER_S:
                 self._forget(replica_id)
         self._records.update(records)
-        self._fleet.update(self._records.values())
+        self._fleet.update(self._records.values(), unleased=self._vanished_s)
 
     def _is_behind(self, record: ReplicaRecord) -> bool:
         """True when changes were missed: the stream had a whole poll's time to bring them."""

@@ -173,6 +173,7 @@ class Fleet:
         self._rng = rng
         self._rank = ranking
         self._records: dict[str, ReplicaRecord] = {}
+        self._leased: set[str] = set()  # those whose lease runs
         self._free_blocks: dict[str, int] = {}  # of replicas with a record
         self._loads: dict[str, ReplicaLoad] = {}  # of those with a record or with requests
         self._branches = Branches()
@@ -190,7 +191,7 @@ class Fleet:
     def is_idle(self, replica_id: str) -> bool:
         """Its lease runs, as far as Redis lets us know, and no request is under way there."""
         load = self._loads.get(replica_id)
-        return replica_id in self._records and not (load and load.is_busy)
+        return replica_id in self._leased and not (load and load.is_busy)
 
     def backlogs_s(self, replica_ids: Sequence[str], now_s: float) -> list[float]:
         """Seconds of prefill queued or running on each."""
@@ -202,9 +203,10 @@ class Fleet:
         load = self._load(replica_id)
         return load.slowness * load.model.seconds(0, tokens)
 
-    def update(self, records: Iterable[ReplicaRecord]) -> None:
-        """The replicas whose lease runs, with their loads of now."""
+    def update(self, records: Iterable[ReplicaRecord], *, unleased: Iterable[str] = ()) -> None:
+        """The replicas, with their loads of now. `unleased`: whose lease ran out not long ago."""
         self._records = {record.id: record for record in records}
+        self._leased = self._records.keys() - set(unleased)
         self._free_blocks = {
             record.id: record.facts["capacity_blocks"] - record.load["used_blocks"]
             for record in self._records.values()

@@ -1,8 +1,7 @@
-"""HTTP: OpenAI's routes in front of the fleet, streaming, and errors in OpenAI's shape."""
+"""HTTP: OpenAI's routes in front of the fleet, our own beside them, errors in OpenAI's shape."""
 
 import asyncio
 import logging
-import random
 import time
 from typing import Any
 
@@ -14,31 +13,16 @@ from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
-from replica.exposition import Exposition
-from replica.kvindex.index import Index, connect
-from replica.kvindex.prefixes import Prefix, Prefixes
+from replica.kvindex.prefixes import Prefix
 from replica.model import resolve
 from replica.protocol import TokenIds
-from router import routes
 from router.answer import answer
-from router.audit import Audit, asking
-from router.auto_pin import AutoPin
-from router.baselines import RANKINGS
-from router.demand import Demand
-from router.dispatch import Dispatcher, Generation
+from router.dispatch import Generation
 from router.errors import ApiError
-from router.feed import Feed
-from router.fleet import Fleet, Witnesses
-from router.hot import HotPrefixes
-from router.hot_routes import HotRoutes
-from router.joint import Joint
-from router.metrics import RouterMetrics
-from router.parsing import parse
-from router.peers import Listener, Loudspeaker
-from router.prefix_routes import PrefixRoutes
-from router.prefixes import Catalogue
+from router.parsing import is_chat, parse
+from router.parts import Parts
 from router.prompt import Prompts
-from router.request_log import RequestLog
+from router.receipts import receipt
 from router.responses import ChatReply, CompletionReply, Reply
 from router.routes import running_replicas
 from router.schemas import (
@@ -48,14 +32,13 @@ from router.schemas import (
     PrefixedRequest,
 )
 from router.settings import RouterSettings
-from router.targets import Announcer, targets
-from router.watch import Watch
+from router.targets import targets
 
 log = logging.getLogger("kvroute.ingress")
 
 UNKNOWN_CONTEXT = 2**31  # tokens; until a replica has told its own
-LOADED_S = 5.0  # the longest that a router waits for the index before it takes requests
 CENSUS_S = 1.0  # the longest that a client waits for it
+RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
 
 # Serve copies the app at the class below as it is then: what a route uses stands above its class.
 http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
@@ -114,91 +97,51 @@ class Router:
         self._settings = RouterSettings.model_validate(settings)
         self._started = int(time.time())
         folder = await asyncio.to_thread(resolve, self._settings.model)
-        self._prompts = await asyncio.to_thread(Prompts, folder)
-        loudspeaker = Loudspeaker()
-        self._log = self._request_log(loudspeaker.router)
-        self._metrics = RouterMetrics() if self._settings.metrics else None
-        self._fleet = Fleet(
-            model=self._settings.served_model_name,
-            revision=self._settings.revision,
-            block_size=self._settings.block_size,
-            rng=random.Random(),
-            witness=Witnesses(*filter(None, (loudspeaker, self._log, self._metrics))),
-            ranking=RANKINGS[self._settings.policy](),
-        )
-        watch = Watch(routes.replicas, self._fleet, hang_timeout_s=self._settings.hang_timeout_s)
-        self._dispatcher = Dispatcher(replicas, self._fleet, watch)
-        model, block_size = self._settings.served_model_name, self._settings.block_size
-        redis = connect(self._settings.redis_url)
-        self._index = Index(redis, model)
-        self._feed = Feed(self._index, self._fleet)
-        self._joint = Joint(self._prompts)
-        self._catalogue = Catalogue(Prefixes(redis, model), self._fleet, block_size=block_size)
-        self._demand = Demand(self._catalogue, self._fleet)
-        self._prefixes = PrefixRoutes(
-            self._catalogue, self._joint, self._index.records, block_size=block_size
-        )
-        self._id = loudspeaker.router
-        self._audit = Audit(self._index, self._feed, self._fleet.mirror, asking(replicas))
-        self._hot = HotPrefixes(block_size=block_size)
-        hot = (self._hot, self._fleet, self._catalogue, self._prompts)
-        self._hot_routes = HotRoutes(*hot)
-        listener = Listener(self._fleet, own=loudspeaker.router)
-        self._tasks = [
-            asyncio.create_task(self._feed.run(), name="feed"),
-            asyncio.create_task(loudspeaker.run(self._index), name="loudspeaker"),
-            asyncio.create_task(listener.run(self._index), name="listener"),
-            asyncio.create_task(watch.run(), name="watch"),
-            asyncio.create_task(self._demand.run(), name="demand"),
-            asyncio.create_task(
-                self._catalogue.run(self._settings.tasks, self._joint), name="catalogue"
-            ),
-        ]
-        if self._settings.auto_pin:
-            self._tasks.append(asyncio.create_task(AutoPin(*hot).run(), name="auto-pin"))
-        if self._log:
-            self._tasks.append(asyncio.create_task(self._log.run(), name="request log"))
-        self._announcer = await self._announce(loudspeaker.router)
-        if self._announcer:
-            self._tasks.append(asyncio.create_task(self._announcer.run(), name="announcer"))
-        await self._feed.loaded(within_s=LOADED_S)  # so that the first request is placed well
+        prompts = await asyncio.to_thread(Prompts, folder)
+        self._parts = Parts(self._settings, replicas, prompts)
+        await self._parts.start()
 
     @http.post("/v1/chat/completions")
     async def chat(self, request: Request) -> Response:
-        body = parse(ChatCompletionRequest, await self._body(request))
-        self._check_model(body.model)
-        prefix = await self._prefix(body)
-        prompt = await self._joint.chat(body.messages, prefix, max_model_len=self._max_model_len)
-        return await self._answer(ChatReply, body, [prompt], prefix)
+        body, prompts, prefix = await self._chat(await self._body(request))
+        return await self._answer(ChatReply, request, body, prompts, prefix)
 
     @http.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        body = parse(CompletionRequest, await self._body(request))
-        self._check_model(body.model)
-        prefix = await self._prefix(body)
-        prompts = [
-            await self._joint.completion(prompt, prefix, max_model_len=self._max_model_len)
-            for prompt in body.prompts()
+        body, prompts, prefix = await self._completion(await self._body(request))
+        return await self._answer(CompletionReply, request, body, prompts, prefix)
+
+    @http.post("/v1/route")
+    async def route(self, request: Request) -> Response:
+        """Where the prompts of this body would go now, and why; nothing runs."""
+        raw = await self._body(request)
+        body, prompts, _ = await (self._chat(raw) if is_chat(raw) else self._completion(raw))
+        running, now_s = self._parts.watch.trusted(), time.monotonic()
+        placements = [
+            self._parts.fleet.place(prompt, body.cache_salt, running, now_s) for prompt in prompts
         ]
-        return await self._answer(CompletionReply, body, prompts, prefix)
+        receipts = [receipt(each, policy=self._settings.policy) for each in placements]
+        return JSONResponse({"object": "route", "router": self._parts.id, "receipts": receipts})
 
     @http.post("/v1/prefixes")
     async def declare_prefix(self, request: Request) -> Response:
         declaration = parse(PrefixDeclaration, await self._body(request))
-        shown, is_new = await self._prefixes.declare(declaration, max_model_len=self._max_model_len)
+        shown, is_new = await self._parts.prefix_routes.declare(
+            declaration, max_model_len=self._max_model_len
+        )
         return JSONResponse(shown, 201 if is_new else 200)
 
     @http.get("/v1/prefixes")
     async def list_prefixes(self) -> Response:
-        return JSONResponse({"object": "list", "data": await self._prefixes.list()})
+        return JSONResponse({"object": "list", "data": await self._parts.prefix_routes.list()})
 
     @http.get("/v1/prefixes/{name:path}")
     async def get_prefix(self, name: str) -> Response:
-        return JSONResponse(await self._prefixes.get(name))
+        return JSONResponse(await self._parts.prefix_routes.get(name))
 
     @http.delete("/v1/prefixes/{name:path}")
     async def drop_prefix(self, name: str) -> Response:
-        return JSONResponse(await self._prefixes.drop(name))
+        return JSONResponse(await self._parts.prefix_routes.drop(name))
 
     @http.get("/v1/models")
     async def models(self) -> Response:
@@ -212,7 +155,7 @@ class Router:
     @http.get("/health")
     async def health(self) -> Response:
         """Well as long as a replica runs: without Redis, requests are only placed less well."""
-        ready, feed = len(running_replicas()), self._feed.state
+        ready, feed = len(running_replicas()), self._parts.feed.state
         health = {
             "status": "ok" if ready else "no replica is ready",
             "replicas": ready,
@@ -225,9 +168,9 @@ class Router:
         """The replicas in the index, or those last seen there while Redis is away or slow."""
         try:
             async with asyncio.timeout(CENSUS_S):
-                records, counts = await self._index.census()
+                records, counts = await self._parts.index.census()
         except (RedisError, OSError):
-            records, counts = self._fleet.records, {}
+            records, counts = self._parts.fleet.records, {}
         return JSONResponse(
             {
                 "model": self._settings.served_model_name,
@@ -253,7 +196,7 @@ class Router:
     async def metrics_targets(self) -> Response:
         """All processes of the cluster; 503 without Redis, where Prometheus keeps those it has."""
         try:
-            found = await targets(self._index, self._settings.served_model_name)
+            found = await targets(self._parts.index, self._settings.served_model_name)
         except (RedisError, OSError) as error:
             raise ApiError(
                 503, f"Redis is away ({error}); try again", type="server_error"
@@ -272,53 +215,28 @@ class Router:
     async def audit(self) -> Response:
         """This router's mirror, Redis, the replicas and their engines, compared."""
         try:
-            replicas = await self._audit.run()
+            replicas = await self._parts.audit.run()
         except (RedisError, OSError) as error:
             message = f"Redis is away ({error}), so there is nothing to compare; try again later"
             raise ApiError(503, message, type="server_error") from error
-        return JSONResponse({"router": self._id, "replicas": replicas})
+        return JSONResponse({"router": self._parts.id, "replicas": replicas})
 
     @http.get("/v1/cluster/hot")
     async def hot(self) -> Response:
         """The prefixes that saved most of late, as far as this router's own requests tell."""
-        return JSONResponse({"object": "list", "data": self._hot_routes.top()})
+        return JSONResponse({"object": "list", "data": self._parts.hot_routes.top()})
 
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
+        self._parts.check()
 
     async def __del__(self) -> None:
         """Serve's shutdown hook."""
-        for task in self._tasks:
-            task.cancel()
-        self._prompts.close()
-        if self._log:
-            await self._log.flush()
-        if self._announcer:
-            await self._announcer.leave()
+        await self._parts.close()
 
     @property
     def _max_model_len(self) -> int:
-        return self._fleet.max_model_len or UNKNOWN_CONTEXT
-
-    def _request_log(self, router: str) -> RequestLog | None:
-        folder = self._settings.request_log
-        if folder is None:
-            return None
-        return RequestLog(folder / f"{router}.jsonl", block_size=self._settings.block_size)
-
-    async def _announce(self, router: str) -> Announcer | None:
-        """Metrics are told from now on."""
-        if self._metrics is None:
-            return None
-        self._metrics.watch(self._fleet, self._feed)
-        if self._log:
-            self._metrics.watch_log(self._log)
-        node = ray.util.get_node_ip_address()
-        exposition = await asyncio.to_thread(Exposition, node)
-        return Announcer(self._index, router, exposition, node)
+        return self._parts.fleet.max_model_len or UNKNOWN_CONTEXT
 
     def _check_model(self, name: str | None) -> None:
         served = self._settings.served_model_name
@@ -336,7 +254,7 @@ class Router:
             "object": "model",
             "created": self._started,
             "owned_by": "kvroute",
-            "max_model_len": self._fleet.max_model_len,
+            "max_model_len": self._parts.fleet.max_model_len,
         }
 
     async def _body(self, request: Request) -> bytes:
@@ -345,33 +263,58 @@ class Router:
     async def _prefix(self, body: PrefixedRequest) -> Prefix | None:
         """What the request names to go on from."""
         named = body.prefix()
-        return await self._catalogue.named(*named) if named else None
+        return await self._parts.catalogue.named(*named) if named else None
+
+    async def _chat(self, raw: bytes) -> tuple[PrefixedRequest, list[TokenIds], Prefix | None]:
+        """The request, its one prompt, and the named prefix that the prompt begins with."""
+        body = parse(ChatCompletionRequest, raw)
+        self._check_model(body.model)
+        prefix = await self._prefix(body)
+        prompt = await self._parts.joint.chat(
+            body.messages, prefix, max_model_len=self._max_model_len
+        )
+        return body, [prompt], prefix
+
+    async def _completion(
+        self, raw: bytes
+    ) -> tuple[PrefixedRequest, list[TokenIds], Prefix | None]:
+        """The same, with as many prompts as the request has."""
+        body = parse(CompletionRequest, raw)
+        self._check_model(body.model)
+        prefix = await self._prefix(body)
+        prompts = [
+            await self._parts.joint.completion(prompt, prefix, max_model_len=self._max_model_len)
+            for prompt in body.prompts()
+        ]
+        return body, prompts, prefix
 
     async def _answer(
         self,
         shape: type[Reply],
+        request: Request,
         body: PrefixedRequest,
         prompts: list[TokenIds],
         prefix: Prefix | None,
     ) -> Response:
         def begun(generation: Generation) -> None:
-            if prefix is not None:
-                self._catalogue.count(prefix, generation.cached_tokens)
-                self._demand.count(prefix)
-            if not body.cache_salt:
-                self._hot.see(
-                    generation.token_ids,
-                    generation.chain,
-                    generation.cached_tokens,
-                    time.monotonic(),
-                )
+            self._parts.count(generation, prefix, is_salted=bool(body.cache_salt))
 
+        wants_receipt = request.headers.get(RECEIPT, "0") not in ("0", "")
         return await answer(
-            self._dispatcher,
+            self._parts.dispatcher,
             shape,
             body,
             prompts,
             model=self._settings.served_model_name,
             max_model_len=self._max_model_len,
             begun=begun,
+            receipt=self._receipt if wants_receipt else None,
         )
+
+    def _receipt(self, generation: Generation) -> dict[str, Any]:
+        """Of a prompt that is being answered."""
+        return receipt(generation.placement, policy=self._settings.policy) | {
+            "replica": generation.replica_id,
+            "expected_tokens": generation.expected_tokens,
+            "cached_tokens": generation.cached_tokens,
+        }

@@ -34,6 +34,11 @@ def parse(model: type[Model], raw: bytes) -> Model:
         raise _first_error(model, error) from None
 
 
+def is_chat(raw: bytes) -> bool:
+    """Whether a body that may be either is a chat's."""
+    return "messages" in _json_object(raw)
+
+
 def _json_object(raw: bytes) -> dict[str, object]:
     try:
         body: object = pydantic_core.from_json(raw, allow_inf_nan=False)

@@ -5,21 +5,20 @@ import time
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from router.client import LOCAL, Url, call, fail
+
 COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "hits")
 POLL_S = 0.3
 WARM_S = 600.0  # until waiting for it is given up
 
-Url = Annotated[str, typer.Option(help="Where the cluster listens.")]
 Id = Annotated[
     str, typer.Argument(metavar="ID", help="Its name, as requests say it: task_id or prefix_id.")
 ]
-LOCAL = "http://127.0.0.1:8000"
 
 prefixes = typer.Typer(
     no_args_is_help=True, help="Prompt beginnings that a running cluster keeps warm."
@@ -94,7 +93,7 @@ def _until_warm(prefix: dict[str, Any], url: str) -> dict[str, Any]:
         task = progress.add_task("")
         while not prefix["assigned_to"] or len(prefix["warm_on"]) < len(prefix["assigned_to"]):
             if time.monotonic() >= deadline:
-                _fail(f"not warm after {WARM_S:g} s, only on {_warm(prefix)}; see replicas' logs")
+                fail(f"not warm after {WARM_S:g} s, only on {_warm(prefix)}; see replicas' logs")
             time.sleep(POLL_S)
             prefix = _call("GET", url, prefix["id"])
             progress.update(
@@ -108,15 +107,8 @@ def _warm(prefix: dict[str, Any]) -> str:
 
 
 def _call(method: str, url: str, id_: str = "", **body: Any) -> Any:
-    """The answer; ends the command with the server's words when it refuses."""
     path = f"/v1/prefixes/{quote(id_, safe='')}" if id_ else "/v1/prefixes"
-    try:
-        answer = httpx.request(method, url.rstrip("/") + path, timeout=60, **body)
-        if answer.is_error:
-            _fail(answer.json()["error"]["message"])
-        return answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        _fail(f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve")
+    return call(method, url, path, **body)
 
 
 def _json(text: str | None) -> Any:
@@ -126,8 +118,3 @@ def _json(text: str | None) -> Any:
         raise typer.BadParameter(
             f'the text is no JSON ({error}); expected [{{"role": "system", "content": "..."}}]'
         ) from None
-
-
-def _fail(message: str) -> Any:
-    typer.secho(message, fg="red", err=True)
-    raise typer.Exit(1)

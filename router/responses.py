@@ -69,6 +69,7 @@ class Reply(ABC):
         n: int = 1,
         logprobs: bool = False,
         include_usage: bool = False,
+        receipts: Sequence[object] = (),
     ) -> None:
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.usage = Usage(prompt_tokens)
@@ -76,6 +77,7 @@ class Reply(ABC):
         self._n = n
         self._logprobs = logprobs
         self._include_usage = include_usage
+        self._more = {"kvroute_receipts": receipts} if receipts else {}  # beside OpenAI's members
         self._choices = [Choice() for _ in range(prompts * n)]
         # The events of a stream differ in their choice alone; what surrounds it is encoded once.
         self._before = b"data: " + self._object(self.event_object)[:-1] + b',"choices":['
@@ -94,10 +96,11 @@ class Reply(ABC):
         return self._event(index, self._delta(encode(chunk.text)), logprobs, reason)
 
     def closing(self) -> bytes:
-        """The end of a stream: the usage if it was asked for, and the mark of completeness."""
-        if not self._include_usage:
+        """The end of a stream: usage and receipts if asked for, and the mark of completeness."""
+        if not self._include_usage and not self._more:
             return DONE
-        return self._before + b'],"usage":' + encode(self.usage.as_json()) + b"}\n\n" + DONE
+        last = self._object(self.event_object, choices=[], usage=self.usage.as_json(), **self._more)
+        return b"data: " + last + b"\n\n" + DONE
 
     def add(self, chunk: Chunk, prompt: int = 0) -> None:
         """Keeps a chunk for `whole`."""
@@ -110,7 +113,9 @@ class Reply(ABC):
     def whole(self) -> bytes:
         """The JSON body of the complete answer."""
         choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
-        return self._object(self.whole_object, choices=choices, usage=self.usage.as_json())
+        return self._object(
+            self.whole_object, choices=choices, usage=self.usage.as_json(), **self._more
+        )
 
     def _object(self, kind: str, **rest: object) -> bytes:
         return encode({"id": self.id, "object": kind, **self._head, **rest})

@@ -76,9 +76,11 @@ class Watch:
         for replica_id in self._quiet.keys() - watched:
             del self._quiet[replica_id]
         for replica_id in watched:
-            # Where nothing is under way the lease is sign enough.
-            is_idle = self._fleet.is_idle(replica_id)
-            quiet = self._quiet[replica_id] = 0 if is_idle else self._quiet.get(replica_id, 0) + 1
+            quiet = self._quiet.get(replica_id, 0)
+            # Where nothing is under way the lease is sign enough, but for those that were given up:
+            # nothing is under way there since then.
+            is_well = quiet < self._hung_looks and self._fleet.is_idle(replica_id)
+            quiet = self._quiet[replica_id] = 0 if is_well else quiet + 1
             if quiet and quiet % self._hung_looks == 0:
                 self._give_up(replica_id)
                 tasks.create_task(replicas.kill(replica_id))

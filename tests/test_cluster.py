@@ -204,6 +204,43 @@ def test_a_client_that_disconnects_frees_its_slot(simulated_cluster: Cluster) ->
     until(lambda: running() == 0, within_s=5)
 
 
+def test_a_route_says_where_a_prompt_would_go_and_it_goes_there(
+    simulated_cluster: Cluster, client: OpenAI
+) -> None:
+    messages = user("tell me the way " + people_table())
+    there = ask(client, messages)
+    body = {"model": BUILTIN_MODEL, "messages": messages}
+    (receipt,) = post(simulated_cluster, "/v1/route", body).json()["receipts"]
+    assert receipt["choice"] == there.replica
+    assert receipt["best_hit_tokens"] == (there.prompt_tokens - 1) // BLOCK * BLOCK
+    assert receipt["prompt_tokens"] == there.prompt_tokens
+    assert len(receipt["replicas"]) == 2
+    assert ask(client, messages).replica == receipt["choice"]
+
+
+def test_a_route_of_a_bad_body_is_refused_like_the_request(simulated_cluster: Cluster) -> None:
+    refused = post(simulated_cluster, "/v1/route", {"prompt": []})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_gets_a_receipt_when_it_asks_for_one(client: OpenAI, stream: bool) -> None:
+    answer: Any = client.chat.completions.create(
+        **CHAT, stream=stream, extra_headers={"x-kvroute-receipt": "1"}
+    )
+    last = list(answer)[-1] if stream else answer
+    (receipt,) = last.kvroute_receipts
+    assert receipt["replica"] == receipt["choice"]
+    assert receipt["cached_tokens"] == last.usage.prompt_tokens_details.cached_tokens
+
+
+def test_explain_prints_what_tipped_the_scales(simulated_cluster: Cluster) -> None:
+    command = [*KVROUTE, "explain", "Hello", "--url", simulated_cluster.url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "hit_tokens" in shown
+    assert "reusable blocks" in shown
+
+
 def test_without_prefix_caching_nothing_is_cached() -> None:
     env = {"REUSE_CACHE": "0", "SEQ_SIZE_PER_BLOCK": "64"}
     with start_cluster("--engine", "simulated", "--replicas", "1", env=env) as cluster:

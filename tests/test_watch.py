@@ -142,3 +142,14 @@ async def test_where_nothing_is_under_way_the_lease_is_sign_enough(
     fleet.update([])  # its lease has run out
     await look(watch, tasks, LOOKS)
     assert replica.kills == 1
+
+
+async def test_a_replica_that_was_given_up_is_not_trusted_for_having_nothing_under_way(
+    watch: Watch, replica: Replica, fleet: Fleet, tasks: asyncio.TaskGroup
+) -> None:
+    replica.hangs = True
+    await look(watch, tasks, LOOKS)
+    facts = {"prefill_tokens_per_s": 1e4, "attention_tokens": 1e4, "capacity_blocks": 8}
+    fleet.update([ReplicaRecord("a", "i", 0, facts, {"used_blocks": 0})])
+    await look(watch, tasks, 1)
+    assert watch.trusted() == []

@@ -1,0 +1,36 @@
+"""How the commands ask a running cluster."""
+
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+WAIT_S = 60.0
+LOCAL = "http://127.0.0.1:8000"
+
+Url = Annotated[str, typer.Option(help="Where the cluster listens.")]
+
+
+def call(method: str, url: str, path: str, **body: Any) -> Any:
+    """The answer as JSON; ends the command, with the server's words where it refuses."""
+    try:
+        answer = httpx.request(method, url.rstrip("/") + path, timeout=WAIT_S, **body)
+        found = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        fail(f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve")
+    if answer.is_error:
+        fail(_message(found) or f"{method} {path}: {answer.status_code} {answer.reason_phrase}")
+    return found
+
+
+def fail(message: str) -> Any:
+    typer.secho(message, fg="red", err=True)
+    raise typer.Exit(1)
+
+
+def _message(refusal: Any) -> str | None:
+    """What an error in OpenAI's shape says."""
+    try:
+        return str(refusal["error"]["message"])
+    except (KeyError, TypeError):
+        return None
