@@ -177,7 +177,11 @@ def compared(
 ) -> Row:
     shared, apart = (statistics.median(values) for values in zip(*pairs, strict=True))
     row: Row = {"": what, "with the prefix": shared, "without": apart}
-    return row | {"times better": statistics.median(ratios), "goal": goal}
+    return row | {
+        "times better": statistics.median(ratios),
+        "in each round": f"{min(ratios):.2f} to {max(ratios):.2f}",
+        "goal": goal,
+    }
 
 
 async def same_answers(client: AsyncOpenAI) -> str:
@@ -186,7 +190,7 @@ async def same_answers(client: AsyncOpenAI) -> str:
     rng = random.Random(SEED)
     equal, longest = 0, 0
     for _ in range(GREEDY_PROMPTS):
-        start, length = rng.randrange(len(words) - 150), rng.randrange(20, 150)
+        start, length = rng.randrange(len(words) - 250), rng.randrange(20, 250)
         question = f"What does this mean? {' '.join(words[start : start + length])}\nIt means"
         answers = [
             await ask(client, "brief", question, tokens=32, is_apart=is_apart)
