@@ -8,10 +8,10 @@ BIN := .venv/bin
 PROFILE := $(if $(GPU),gpu,$(if $(wildcard .venv/ready-gpu),gpu,cpu))
 READY := .venv/ready-$(PROFILE)
 
-.PHONY: help setup serve test test-cluster lint bench bench-engines
+.PHONY: help setup serve test test-cluster lint bench bench-engines bench-prefixes
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s  %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
 	@:
@@ -30,6 +30,9 @@ bench: $(READY) ## What a decision, an index and a request's way cost; options a
 
 bench-engines: $(READY) ## Policies side by side on real engines; takes about a quarter of an hour
 	@$(BIN)/python -W ignore -m tests.bench.engines
+
+bench-prefixes: $(READY) ## What a named prefix is worth on real engines; takes some minutes
+	@$(BIN)/python -W ignore -m tests.bench.prefixes
 
 lint: $(READY) ## Formatting, lint and types
 	@$(BIN)/ruff format --check .

@@ -1,0 +1,341 @@
+"""What a named prefix is worth, on real engines: `python -m tests.bench.prefixes` (some minutes).
+
+Two vLLM replicas with the built-in model start with two prefixes from a file. "Without" are the
+same prompts, each under a `cache_salt` of its own, so that nothing is shared. Both ways take turns,
+so that whatever else the machine does disturbs them alike.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAIError
+
+from replica.model import BUILTIN_MODEL
+from tests.bench.report import Row, Section
+from tests.serving import start_cluster
+
+LAW = "You are a careful lawyer. Answer in one sentence and name the law. " * 80
+TASKS = {"law": LAW, "法律": "你是一名细心的律师。请用一句话回答，并说出法律的名称。" * 30}  # noqa: RUF001
+BRIEF = "You are a careful clerk. Answer in one sentence and name the rule. " * 20
+UNPINNED = f"Nobody keeps this. {LAW}"
+OPTIONS = (
+    *("--replicas", "2", "--max-model-len", "4096"),
+    *("--kv-cache-memory-mb", "256", "--pin-share", "0.4"),  # about 11,600 tokens, 4,600 for pins
+)
+ROUNDS = 5  # after one that does not count
+FLOODS = 3  # times all that the caches can hold
+FLOOD_TOKENS = 2_000  # of a prompt
+STREAMS = 20
+GREEDY_PROMPTS = 20
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    replica: str
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tasks.json"
+        tasks = [{"task_id": name, "prompt": text} for name, text in TASKS.items()]
+        file.write_text(json.dumps(tasks))
+        arguments = (*OPTIONS, "--multi-task-prompt", str(file))
+        with start_cluster(*arguments, deadline_s=600) as cluster:
+            asyncio.run(measure(f"{cluster.url}/v1"))
+
+
+async def measure(url: str) -> None:
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+        for section in (kept, worth, replaced):
+            print((await section(client)).markdown() + "\n", flush=True)
+
+
+async def kept(client: AsyncOpenAI) -> Section:
+    """Before the first request, and after floods of other prompts."""
+    rows = [await cached(client, "ready", name) for name in TASKS]
+    await declare(client, "unpinned", UNPINNED, pinned=False)
+    rng = random.Random(SEED)
+    for name, at_once in (("one by one", 1), ("8 at once", 8)):
+        await flood(client, rng, at_once=at_once)
+        when = f"{FLOODS} times the caches' size, {name}"
+        rows += [await cached(client, when, name) for name in TASKS]
+        rows.append(await cached(client, when, "unpinned"))
+    return Section("What is cached when a prefix is asked for", rows)
+
+
+async def worth(client: AsyncOpenAI) -> Section:
+    """A third of a prompt, and nine tenths of it."""
+    await declare(client, "brief", BRIEF)
+    rng = random.Random(SEED)
+    rows = [
+        await throughput(client, rng, "brief", at_once=12),
+        await throughput(client, rng, "law", at_once=4),
+        await first_tokens(client, rng, "law"),
+    ]
+    notes = [
+        f"Medians of {ROUNDS} rounds; the ratio is the median of the rounds' own.",
+        await same_answers(client),
+    ]
+    return Section("What it is worth", rows, notes)
+
+
+async def replaced(client: AsyncOpenAI) -> Section:
+    """A replica that is killed, and a text that is declared anew."""
+    return Section("When things change", [await killed(client), await updated(client)])
+
+
+async def cached(client: AsyncOpenAI, when: str, name: str) -> Row:
+    """The least that any request found on either replica: what the first one there found."""
+    found: dict[str, int] = {}
+    for _ in range(8):
+        for answer in await asyncio.gather(*(ask(client, name, unlike()) for _ in range(8))):
+            least = found.get(answer.replica, answer.cached_tokens)
+            found[answer.replica] = min(least, answer.cached_tokens)
+        if len(found) == 2:
+            break
+    values = sorted(found.values())
+    row: Row = {"after": when, "prefix": name, "tokens": (await get(client, name))["tokens"]}
+    return row | {
+        "in full blocks": await full_tokens(client, name),
+        "cached on each replica": ", ".join(f"{tokens:,}" for tokens in values),
+    }
+
+
+async def flood(client: AsyncOpenAI, rng: random.Random, *, at_once: int) -> None:
+    """Prompts that nobody sent before, on both replicas."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def send(prompt: list[int]) -> None:
+        async with gate:
+            await ask(client, None, prompt)
+
+    blocks = sum(each["capacity_blocks"] * each["block_size"] for each in await replicas(client))
+    prompts = [ids(rng, FLOOD_TOKENS) for _ in range(FLOODS * blocks // FLOOD_TOKENS + 1)]
+    await asyncio.gather(*map(send, prompts))
+
+
+async def throughput(client: AsyncOpenAI, rng: random.Random, name: str, *, at_once: int) -> Row:
+    """Prompt tokens a second when the prefix is a third of each prompt."""
+    prefix_tokens = (await get(client, name))["tokens"]
+
+    async def tokens_per_s(rests: Sequence[list[int]], is_apart: bool) -> float:
+        begun_s = time.monotonic()
+        sent = (ask(client, name, rest, is_apart=is_apart) for rest in rests)
+        answers = await asyncio.gather(*sent)
+        return sum(answer.prompt_tokens for answer in answers) / (time.monotonic() - begun_s)
+
+    async def both() -> tuple[float, float]:
+        rests = [ids(rng, 2 * prefix_tokens) for _ in range(at_once)]
+        return await tokens_per_s(rests, False), await tokens_per_s(rests, True)
+
+    pairs = await rounds(both)
+    what = f"prompt tokens/s, {prefix_tokens:,} of {3 * prefix_tokens:,} shared, {at_once} at once"
+    return compared(what, pairs, [shared / apart for shared, apart in pairs], goal=1.26)
+
+
+async def first_tokens(client: AsyncOpenAI, rng: random.Random, name: str) -> Row:
+    """Time to the first token, one request at a time, when the prefix is 90% of each prompt."""
+    prefix_tokens = (await get(client, name))["tokens"]
+    rest_tokens = round(prefix_tokens / 9)
+
+    async def both() -> tuple[float, float]:
+        rest = ids(rng, rest_tokens)
+        shared = await ask(client, name, rest)
+        apart = await ask(client, name, rest, is_apart=True)
+        return shared.ttft_s, apart.ttft_s
+
+    pairs = await rounds(both)
+    what = f"TTFT s, {prefix_tokens:,} of {prefix_tokens + rest_tokens:,} shared"
+    return compared(what, pairs, [apart / shared for shared, apart in pairs], goal=2.0)
+
+
+async def rounds(both: Callable[[], Awaitable[tuple[float, float]]]) -> list[tuple[float, float]]:
+    await both()
+    return [await both() for _ in range(ROUNDS)]
+
+
+def compared(
+    what: str, pairs: Sequence[tuple[float, float]], ratios: Sequence[float], *, goal: float
+) -> Row:
+    shared, apart = (statistics.median(values) for values in zip(*pairs, strict=True))
+    row: Row = {"": what, "with the prefix": shared, "without": apart}
+    return row | {
+        "times better": statistics.median(ratios),
+        "in each round": f"{min(ratios):.2f} to {max(ratios):.2f}",
+        "goal": goal,
+    }
+
+
+async def same_answers(client: AsyncOpenAI) -> str:
+    """Greedy answers, one at a time."""
+    words = " ".join(topics[name] for name in sorted(topics)).split()  # Python's own manual
+    rng = random.Random(SEED)
+    equal, longest = 0, 0
+    for _ in range(GREEDY_PROMPTS):
+        start, length = rng.randrange(len(words) - 250), rng.randrange(20, 250)
+        question = f"What does this mean? {' '.join(words[start : start + length])}\nIt means"
+        answers = [
+            await ask(client, "brief", question, tokens=32, is_apart=is_apart)
+            for is_apart in (False, True)
+        ]
+        equal += answers[0].text == answers[1].text
+        longest = max(longest, answers[0].prompt_tokens)
+    return (
+        f"Greedy answers of 32 tokens equal with the prefix and without: {equal} of "
+        f"{GREEDY_PROMPTS}, to prompts of up to {longest} tokens."
+    )
+
+
+async def killed(client: AsyncOpenAI) -> Row:
+    """Until a killed replica's successor has answered, and what it had cached then."""
+    before = {each["id"]: each["pid"] for each in await replicas(client)}
+    begun_s = time.monotonic()
+    os.kill(next(iter(before.values())), signal.SIGKILL)
+    outcomes: Counter[str] = Counter()
+    while True:
+        answers = await asyncio.gather(
+            *(ask(client, "law", unlike()) for _ in range(4)), return_exceptions=True
+        )
+        new = [a for a in answers if isinstance(a, Answer) and a.replica not in before]
+        outcomes.update("ok" if isinstance(a, Answer) else "failed" for a in answers)
+        if new:
+            break
+    least, full = min(answer.cached_tokens for answer in new), await full_tokens(client, "law")
+    return {
+        "": "kill -9 of a replica",
+        "after s": time.monotonic() - begun_s,
+        "then": f"its successor's first answer, {least:,} of {full:,} tokens cached",
+        "requests meanwhile": outcomes.total(),
+        "failed": outcomes["failed"],
+    }
+
+
+async def updated(client: AsyncOpenAI) -> Row:
+    """A new version under concurrent streams. Each version has a length of its own, so that a
+    prompt's tokens tell which one it had; any other length is a mixture."""
+    alone = (await ask(client, None, "Why?")).prompt_tokens
+    old = (await get(client, "law"))["tokens"]
+    lengths: list[int] = []
+    failures: list[OpenAIError] = []
+    is_over = asyncio.Event()
+
+    async def stream_on() -> None:
+        while not is_over.is_set():
+            try:
+                answer = await ask(client, "law", "Why?", tokens=20)
+            except OpenAIError as error:
+                failures.append(error)
+            else:
+                lengths.append(answer.prompt_tokens - alone)
+
+    async with asyncio.TaskGroup() as streams:
+        for _ in range(STREAMS):
+            streams.create_task(stream_on())
+        while len(lengths) < STREAMS:
+            await asyncio.sleep(0.1)
+        begun_s = time.monotonic()
+        await declare(client, "law", f"{LAW} Be kind.")
+        took_s = time.monotonic() - begun_s
+        new = (await get(client, "law"))["tokens"]
+        while lengths.count(new) < STREAMS:
+            await asyncio.sleep(0.1)
+        is_over.set()
+    counts = Counter(lengths)
+    mixed = len(lengths) - counts[old] - counts[new]
+    return {
+        "": f"another text under {STREAMS} streams",
+        "after s": took_s,
+        "then": f"in use; {counts[old]} had the old one, {counts[new]} the new one, {mixed} a mix",
+        "requests meanwhile": len(lengths) + len(failures),
+        "failed": len(failures),
+    }
+
+
+async def declare(client: AsyncOpenAI, name: str, text: str, *, pinned: bool = True) -> None:
+    """It is warm on every replica, and in use."""
+    body = {"id": name, "prompt": text, "pinned": pinned}
+    shown: Any = await client.post("/prefixes", body=body, cast_to=object)
+    while len(shown["warm_on"]) < 2 or shown["version_in_use"] != shown["version"]:
+        await asyncio.sleep(0.1)
+        shown = await get(client, name)
+
+
+async def get(client: AsyncOpenAI, name: str) -> Any:
+    return await client.get(f"/prefixes/{name}", cast_to=object)
+
+
+async def full_tokens(client: AsyncOpenAI, name: str) -> int:
+    shown = await get(client, name)
+    return int(shown["tokens"] - shown["partial_tokens"])
+
+
+async def replicas(client: AsyncOpenAI) -> list[dict[str, Any]]:
+    cluster: Any = await client.get("/cluster", cast_to=object)
+    return list(cluster["replicas"])
+
+
+async def ask(
+    client: AsyncOpenAI,
+    name: str | None,
+    prompt: str | list[int],
+    *,
+    tokens: int = 1,
+    is_apart: bool = False,
+) -> Answer:
+    """The prompt after the prefix; is_apart: it shares no cache with any other."""
+    body = {"prefix_id": name} if name else {}
+    salt = {"cache_salt": uuid.uuid4().hex} if is_apart else {}
+    begun_s, first_s, text = time.monotonic(), None, ""
+    stream = await client.completions.create(
+        model=BUILTIN_MODEL,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True, **body, **salt},
+    )
+    async for event in stream:
+        for choice in event.choices:
+            first_s = first_s or time.monotonic()
+            text += choice.text
+    usage: Any = event.usage
+    assert first_s is not None
+    return Answer(
+        text,
+        stream.response.headers["x-kvroute-replica"],
+        first_s - begun_s,
+        usage.prompt_tokens,
+        usage.prompt_tokens_details.cached_tokens or 0,
+    )
+
+
+def ids(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(1_000, 40_000) for _ in range(tokens)]
+
+
+def unlike() -> str:
+    """A question that nobody asked before."""
+    return f"{uuid.uuid4().hex}?"
+
+
+if __name__ == "__main__":
+    main()
