@@ -52,6 +52,11 @@ class Dashboard:
     description: str
     rows: Sequence[Row]
 
+    def queries(self) -> list[str]:
+        """All that its panels ask Prometheus."""
+        panels = (panel for row in self.rows for panel in row.panels)
+        return [query.expr for panel in panels for query in panel.queries]
+
     def to_json(self) -> Json:
         return {
             "uid": self.uid,

@@ -38,8 +38,8 @@ WORK = Row(
         ),
         Panel(
             "Tokens of answers",
-            "If it falls while the batch does not, long prompts take the engine's steps, or "
-            "something else uses its GPU or cores.",
+            "What decoding yields. If it falls while the batch does not, long prompts take the "
+            "engine's steps, or something else uses its GPU or cores.",
             grafana.TOKENS_PER_S,
             (rate_of_each("kvroute_engine_output_tokens_total"),),
         ),

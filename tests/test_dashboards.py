@@ -36,7 +36,7 @@ PANELS = [
     for panel in dashboard.to_json()["panels"]
     if panel["type"] != "row"
 ]
-QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+QUERIES = [query for dashboard in DASHBOARDS for query in dashboard.queries()]
 VARIABLES = {
     "$__rate_interval": "10s",
     "$__range": "30s",
