@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from dashboards.replica import REPLICA
 from replica.model import BUILTIN_MODEL
 from tests.serving import Cluster, start_cluster
 from tests.waiting import until
@@ -130,6 +132,17 @@ def test_a_replica_tells_vllms_own_metrics_besides_ours(cluster: Cluster, vllm: 
     ours = sum(sample(target, "kvroute_engine_prompt_tokens_total") for target in targets)
     vllms = sum(sample(target, "vllm:prompt_tokens_total") for target in targets)
     assert 0 < asked <= ours == vllms
+
+
+def test_vllm_tells_what_the_dashboards_ask_of_it(cluster: Cluster, vllm: OpenAI) -> None:
+    ask(vllm, user("Count to three."))
+    targets = httpx.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
+    (address, *_) = (t["targets"][0] for t in targets if t["labels"]["role"] == "replica")
+    families = text_string_to_metric_families(httpx.get(f"http://{address}/metrics").text)
+    told = {sample.name for family in families for sample in family.samples}
+    asked = {name for query in REPLICA.queries() for name in re.findall(r"vllm:\w+", query)}
+    assert asked
+    assert asked <= told
 
 
 def sample(target: dict[str, Any], name: str) -> float:

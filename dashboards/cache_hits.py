@@ -1,0 +1,211 @@
+"""Cache hits: where every prompt token came from, and why it was not the cache."""
+
+from dashboards import grafana
+from dashboards.grafana import Dashboard, Panel, Query, Row
+from dashboards.promql import per_second, replica, router, share
+
+PROMPTS = router("kvroute_prompt_tokens_total")
+LEDGER = (  # from the prompt's start to its end, as in router/ledger.py
+    ("hit", "green"),
+    ("surprise", "light-green"),
+    ("stale", "red"),
+    ("spilled", "orange"),
+    ("new", "blue"),
+    ("apart", "purple"),
+    ("tail", "gray"),
+)
+CAUSES = (
+    "hit: cached, as expected. surprise: cached, not expected; see the index's age in the "
+    "dashboard Routing. stale: expected, and gone; more memory for the cache, or see the "
+    "publishers' lag. spilled: cached on another replica, mostly a busy one; more replicas. new: "
+    "cached nowhere; let prompts begin alike, or more memory if they do. apart: kept apart by "
+    "`cache_salt`; fewer salts, if that is allowed. tail: no whole block; a smaller `--block-size`."
+)
+
+
+def of_cause(cause: str) -> str:
+    return router("kvroute_prompt_tokens_total", f'cause="{cause}"')
+
+
+CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|surprise"')
+
+SHARES = Row(
+    "Shares of all prompt tokens",
+    (
+        Panel(
+            "Delivered",
+            "Came from a cache. The ledger below says where the rest went.",
+            grafana.FRACTION,
+            (Query(share(per_second(CACHED), per_second(PROMPTS)), "delivered"),),
+            kind="stat",
+            width=6,
+        ),
+        Panel(
+            "Reusable",
+            "Were on the replica that had most of each prompt: the most that routing could "
+            "deliver. Far above Delivered: see spilled and stale. Low itself: see new and "
+            "evictions.",
+            grafana.FRACTION,
+            (
+                Query(
+                    share(per_second(router("kvroute_reusable_tokens_total")), per_second(PROMPTS)),
+                    "reusable",
+                ),
+            ),
+            kind="stat",
+            width=6,
+        ),
+        Panel(
+            "Not computed",
+            "Prompt tokens a second that a cache spared the engines. Should it fall while requests "
+            "do not, the ledger says why.",
+            grafana.TOKENS_PER_S,
+            (Query(per_second(CACHED), "not computed"),),
+            kind="stat",
+            width=6,
+        ),
+        Panel(
+            "Copies of a block",
+            "How many replicas hold a block, on average. Near the number of replicas, their caches "
+            "hold the same things, as with few and hot prefixes. If much is new or stale then, "
+            "fewer prefixes should be pinned everywhere.",
+            grafana.NUMBER,
+            (
+                Query(
+                    f"sum by (model) ({router('kvroute_publisher_blocks')}) / "
+                    f"(max by (model) ({router('kvroute_mirror_blocks')}) > 0)",
+                    "{{model}}",
+                ),
+            ),
+            kind="stat",
+            width=6,
+        ),
+    ),
+    height=4,
+)
+WHERE = Row(
+    "The ledger",
+    (
+        Panel(
+            "Where prompt tokens came from",
+            CAUSES,
+            grafana.TOKENS_PER_S,
+            tuple(Query(per_second(of_cause(cause)), cause, color) for cause, color in LEDGER),
+            stacking="percent",
+            width=14,
+        ),
+        Panel(
+            "In the whole time range",
+            CAUSES,
+            grafana.FRACTION,
+            tuple(
+                Query(
+                    f"sum (increase({of_cause(cause)}[$__range])) / "
+                    f"(sum (increase({PROMPTS}[$__range])) > 0)",
+                    cause,
+                    color,
+                )
+                for cause, color in LEDGER
+            ),
+            kind="bargauge",
+            width=10,
+        ),
+    ),
+    height=11,
+)
+REPLICAS = Row(
+    "Replicas' caches",
+    (
+        Panel(
+            "Hit share of each replica",
+            "Share of the prompt tokens sent there that were cached there. One far below the "
+            "others: its cache was cleared, it is new, or `kvroute doctor --audit` finds what it "
+            "holds to differ from what the routers believe.",
+            grafana.FRACTION,
+            (
+                Query(
+                    share(
+                        per_second(replica("kvroute_engine_cached_tokens_total"), "replica"),
+                        per_second(replica("kvroute_engine_prompt_tokens_total"), "replica"),
+                    ),
+                    "{{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Blocks evicted",
+            "Blocks a second that made room for others. Evictions are what a full cache does; "
+            "together with much stale or new, the cache is too small for what is asked again.",
+            grafana.BLOCKS_PER_S,
+            (
+                Query(
+                    per_second(replica("kvroute_engine_evicted_blocks_total"), "replica"),
+                    "{{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "How long a cache lasts",
+            "Capacity over what is stored in a second: about as long as an unused block stays. "
+            "Shorter than the pauses of your users' chats, these find nothing: more memory, more "
+            "replicas, or named prefixes for what must stay.",
+            grafana.SECONDS,
+            (
+                Query(
+                    share(
+                        f"sum by (replica) ({replica('kvroute_engine_capacity_blocks')})",
+                        per_second(replica("kvroute_engine_stored_blocks_total"), "replica"),
+                    ),
+                    "{{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Pinned",
+            "Share of what named prefixes may hold that they do hold. At 100% another declaration "
+            "is a 409: raise `--pin-share`, drop a prefix, or declare it with `pinned: false`. "
+            "`GET /v1/cluster/hot` says which ones earn their place.",
+            grafana.FRACTION,
+            (
+                Query(
+                    share(
+                        replica("kvroute_engine_pinned_blocks"),
+                        replica("kvroute_engine_pin_capacity_blocks"),
+                    ),
+                    "{{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Blocks known of",
+            "Different blocks in the whole fleet, as each router knows them. Routers that differ "
+            "for more than seconds: see the index's age and loads in the dashboard Routing.",
+            grafana.NUMBER,
+            (Query(router("kvroute_mirror_blocks"), "router {{router}}"),),
+        ),
+        Panel(
+            "Caches cleared, events lost",
+            "Times a second that a cache was emptied, or that what happened in it did not reach "
+            "its replica. After a clearing its hits begin anew. Lost events: the replica's machine "
+            "has too few cores for what it does.",
+            grafana.NUMBER,
+            (
+                Query(
+                    per_second(replica("kvroute_engine_cache_clears_total"), "replica"),
+                    "{{replica}} cleared",
+                ),
+                Query(
+                    per_second(replica("kvroute_engine_event_losses_total"), "replica"),
+                    "{{replica}} events lost",
+                ),
+            ),
+        ),
+    ),
+)
+
+CACHE_HITS = Dashboard(
+    "kvroute-cache-hits",
+    "kvroute / Cache hits",
+    "Where every prompt token came from, and if it was not the cache, why.",
+    (SHARES, WHERE, REPLICAS),
+)

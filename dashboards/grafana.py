@@ -1,0 +1,208 @@
+"""What Grafana takes for a dashboard, made of what is different from one of ours to the next."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Json = dict[str, Any]
+
+SCHEMA_VERSION = 39  # Grafana 11's; newer ones migrate it
+COLUMNS = 24
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+FRACTION, SECONDS, REQUESTS_PER_S, NUMBER, BYTES = "percentunit", "s", "reqps", "short", "bytes"
+TOKENS_PER_S, BLOCKS_PER_S = "count:tokens/s", "count:blocks/s"
+
+Steps = Sequence[tuple[float | None, str]]  # from this value on, this colour
+PLAIN: Steps = ((None, "blue"),)
+BAD_BELOW_1: Steps = ((None, "red"), (1, "green"))
+BAD_ABOVE_0: Steps = ((None, "green"), (1e-9, "red"))
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    expr: str
+    legend: str
+    color: str = ""  # Grafana picks one
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    description: str  # what it shows, and what to do when it looks bad
+    unit: str  # one of Grafana's
+    queries: Sequence[Query]
+    kind: Literal["timeseries", "stat", "bargauge"] = "timeseries"
+    stacking: Literal["none", "normal", "percent"] = "none"
+    steps: Steps = PLAIN
+    width: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    title: str
+    panels: Sequence[Panel]
+    height: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    uid: str
+    title: str
+    description: str
+    rows: Sequence[Row]
+
+    def queries(self) -> list[str]:
+        """All that its panels ask Prometheus."""
+        panels = (panel for row in self.rows for panel in row.panels)
+        return [query.expr for panel in panels for query in panel.queries]
+
+    def to_json(self) -> Json:
+        return {
+            "uid": self.uid,
+            "title": self.title,
+            "description": self.description,
+            "tags": ["kvroute"],
+            "schemaVersion": SCHEMA_VERSION,
+            "editable": True,
+            "graphTooltip": 1,  # the cursor is at the same time in all panels
+            "refresh": "10s",
+            "time": {"from": "now-1h", "to": "now"},
+            "links": [_LINKS],
+            "templating": {"list": _variables()},
+            "panels": [{"id": n} | panel for n, panel in enumerate(_laid_out(self.rows), 1)],
+        }
+
+
+_LINKS = {
+    "type": "dashboards",
+    "title": "kvroute",
+    "tags": ["kvroute"],
+    "asDropdown": False,
+    "includeVars": True,
+    "keepTime": True,
+}
+
+
+def _variables() -> list[Json]:
+    return [
+        {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
+        _variable("model", "label_values(kvroute_replicas, model)"),
+        _variable("node", 'label_values(kvroute_engine_block_tokens{model=~"$model"}, node)'),
+        _variable(
+            "replica",
+            'label_values(kvroute_engine_block_tokens{model=~"$model", node=~"$node"}, replica)',
+        ),
+    ]
+
+
+def _variable(name: str, query: str) -> Json:
+    return {
+        "name": name,
+        "label": name.capitalize(),
+        "type": "query",
+        "datasource": SOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,  # when the time range changes
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _laid_out(rows: Sequence[Row]) -> Iterator[Json]:
+    """Rows from top to bottom, each with its panels from left to right, wrapped at the edge."""
+    y = 0
+    for row in rows:
+        place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+        yield {
+            "type": "row",
+            "title": row.title,
+            "collapsed": False,
+            "panels": [],
+            "gridPos": place,
+        }
+        x, y = 0, y + 1
+        for panel in row.panels:
+            if x + panel.width > COLUMNS:
+                x, y = 0, y + row.height
+            place = {"x": x, "y": y, "w": panel.width, "h": row.height}
+            yield _panel(panel) | {"gridPos": place}
+            x += panel.width
+        y += row.height
+
+
+def _panel(panel: Panel) -> Json:
+    names = [chr(ord("A") + number) for number in range(len(panel.queries))]
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": SOURCE,
+        "targets": [
+            _target(query, name, is_instant=panel.kind == "bargauge")
+            for query, name in zip(panel.queries, names, strict=True)
+        ],
+        "fieldConfig": {
+            "defaults": _defaults(panel),
+            "overrides": [
+                _coloured(name, query.color)
+                for query, name in zip(panel.queries, names, strict=True)
+                if query.color
+            ],
+        },
+        "options": _options(panel),
+    }
+
+
+def _target(query: Query, name: str, *, is_instant: bool) -> Json:
+    return {
+        "refId": name,
+        "datasource": SOURCE,
+        "expr": query.expr,
+        "legendFormat": query.legend,
+        "instant": is_instant,
+        "range": not is_instant,
+    }
+
+
+def _defaults(panel: Panel) -> Json:
+    steps = [{"value": value, "color": color} for value, color in panel.steps]
+    defaults = {
+        "unit": panel.unit,
+        "min": 0,
+        "noValue": "none yet",
+        "thresholds": {"mode": "absolute", "steps": steps},
+    }
+    if panel.kind != "timeseries":
+        return defaults | {"color": {"mode": "thresholds"}}
+    is_stacked = panel.stacking != "none"
+    custom = {
+        "stacking": {"mode": panel.stacking, "group": "A"},
+        "fillOpacity": 60 if is_stacked else 0,
+        "lineWidth": 0 if is_stacked else 1,
+        "showPoints": "never",
+    }
+    return defaults | {"color": {"mode": "palette-classic"}, "custom": custom}
+
+
+def _coloured(name: str, color: str) -> Json:
+    return {
+        "matcher": {"id": "byFrameRefID", "options": name},
+        "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": color}}],
+    }
+
+
+def _options(panel: Panel) -> Json:
+    if panel.kind == "timeseries":
+        return {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+    reduced = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
+    if panel.kind == "stat":
+        return reduced | {"colorMode": "value", "graphMode": "area"}
+    return reduced | {"displayMode": "basic", "orientation": "horizontal"}
