@@ -87,19 +87,25 @@ _LINKS = {
 def _variables() -> list[Json]:
     return [
         {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
-        _variable("model", "label_values(kvroute_replicas, model)"),
-        _variable("node", 'label_values(kvroute_engine_block_tokens{model=~"$model"}, node)'),
+        _variable("model", "label_values(kvroute_replicas, model)", "What clients ask for."),
+        _variable(
+            "node",
+            'label_values(kvroute_engine_block_tokens{model=~"$model"}, node)',
+            "Of replicas; what routers tell is about the whole fleet.",
+        ),
         _variable(
             "replica",
             'label_values(kvroute_engine_block_tokens{model=~"$model", node=~"$node"}, replica)',
+            "Panels of what routers tell stay as they are: that is about the whole fleet.",
         ),
     ]
 
 
-def _variable(name: str, query: str) -> Json:
+def _variable(name: str, query: str, description: str) -> Json:
     return {
         "name": name,
         "label": name.capitalize(),
+        "description": description,
         "type": "query",
         "datasource": SOURCE,
         "definition": query,
