@@ -27,18 +27,29 @@ def explain(
         typer.echo(json.dumps(receipt))
         return
     console = Console()
-    console.print(_table(receipt))
-    console.print(_summary(receipt))
+    console.print(_replicas(receipt["replicas"]))
+    console.print(_terms(receipt["replicas"][:2]))
+    console.print(_summary(receipt), soft_wrap=True)
 
 
-def _table(receipt: dict[str, Any]) -> Table:
-    terms = list(receipt["replicas"][0]["terms_s"] or ()) if receipt["replicas"] else []
-    table = Table("replica", *COLUMNS, *terms)
-    for replica in receipt["replicas"]:
-        cells = [replica[column] for column in COLUMNS]
-        cells += [replica["terms_s"][term] for term in terms]
-        table.add_row(replica["id"], *("" if cell is None else f"{cell:g}" for cell in cells))
+def _replicas(replicas: list[dict[str, Any]]) -> Table:
+    table = Table("replica", *COLUMNS)
+    for replica in replicas:
+        table.add_row(replica["id"], *(_number(replica[column]) for column in COLUMNS))
     return table
+
+
+def _terms(replicas: list[dict[str, Any]]) -> Table:
+    """What the costs of the choice and the runner-up are made of; empty where there are none."""
+    table = Table("cost in seconds", *(replica["id"] for replica in replicas))
+    costs = [replica["terms_s"] or {} for replica in replicas]
+    for term in costs[0] if costs else ():
+        table.add_row(term, *(_number(cost[term]) for cost in costs))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
 
 
 def _summary(receipt: dict[str, Any]) -> str:
