@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
 from replica.protocol import Chunk, TokenIds
@@ -233,6 +235,11 @@ class Fleet:
         return fingerprints(
             token_ids[: blocks * self._block_size], block_size=self._block_size, parent=parent
         )
+
+    def holders(self, token_ids: TokenIds) -> set[str]:
+        """The replicas that hold all full blocks of these tokens, without a salt."""
+        chain = self.chain(np.append(token_ids, token_ids[:1]), "")  # so that the last one counts
+        return {id_ for id_, blocks in self.mirror.hits(chain).items() if blocks == len(chain)}
 
     def place(
         self, token_ids: TokenIds, namespace: str, running: Sequence[str], now_s: float

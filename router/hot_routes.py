@@ -3,8 +3,6 @@
 import time
 from typing import Any
 
-import numpy as np
-
 from router.fleet import Fleet
 from router.hot import Hot, HotPrefixes
 from router.prefixes import Catalogue
@@ -37,12 +35,7 @@ class HotRoutes:
             "tokens": len(hot.token_ids),
             "tokens_saved_per_s": round(hot.tokens_saved_per_s(now_s), 3),
             "requests_per_s": round(hot.requests_per_s(now_s), 3),
-            "replicas": self._holders(hot),
+            "replicas": sorted(self._fleet.holders(hot.token_ids)),
             "prefix_id": prefix and prefix.id,
             "text": self._prompts.decode(hot.token_ids[:SHOWN_TOKENS]),
         }
-
-    def _holders(self, hot: Hot) -> list[str]:
-        chain = self._fleet.chain(np.append(hot.token_ids, np.uint32(0)), "")
-        hits = self._fleet.mirror.hits(chain)
-        return sorted(replica_id for replica_id, blocks in hits.items() if blocks >= hot.blocks)

@@ -79,6 +79,10 @@ class Catalogue:
         """The living replicas as of the last poll."""
         return self._fleet.records
 
+    def holders(self, prefix: Prefix) -> set[str]:
+        """The replicas that have it in their caches as a whole, as the index knows."""
+        return self._fleet.holders(prefix.token_ids)
+
     def get(self, id_: str) -> Prefix | None:
         """The newest version that is warm wherever it should be; without one, the newest."""
         versions = self._living(id_)

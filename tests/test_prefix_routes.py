@@ -109,9 +109,21 @@ async def test_what_is_warm_and_pinned_is_what_replicas_say(
     see(fleet, a={"law@1": Warm(4, True)}, b={"law@1": Warm(3, True)})
     shown = await routes.get("law")
     assert (shown["warm_on"], shown["pinned"]) == (["a"], True)
+
+
+async def test_what_is_not_pinned_is_warm_for_as_long_as_the_index_knows_it(
+    routes: PrefixRoutes, catalogue: Catalogue, fleet: Fleet
+) -> None:
+    await declare(routes, "law", 18)
     see(fleet, a={"law@1": Warm(4, True)}, b={"law@1": Warm(4, False)})
+    assert (await routes.get("law"))["warm_on"] == ["a"]
+    prefix = await catalogue.named("task_id", "law")
+    fleet.mirror.join("b")
+    fleet.mirror.add("b", fleet.chain(prefix.token_ids, ""))
     shown = await routes.get("law")
     assert (sorted(shown["warm_on"]), shown["pinned"]) == (["a", "b"], False)
+    fleet.mirror.join("b")
+    assert (await routes.get("law"))["warm_on"] == ["a"]
 
 
 async def test_the_same_again_is_no_new_version(routes: PrefixRoutes) -> None:
