@@ -93,8 +93,7 @@ class Generation:
         except LOST as error:
             if not attempt.trip.unfinished:
                 return None
-            attempt.trip.end("failed")
-            attempt.close()
+            attempt.trip.end("failed")  # nothing to cancel: it is dead, or about to be ended
             self._lost.append(attempt.replica_id)
             return await self._go_on(error)
         except Exception:
