@@ -13,8 +13,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from router.errors import ApiError, invalid
-from router.fleet import Asked, Fleet, Outcome, Placement, Trip
+from router.fleet import Fleet
 from router.routes import ROUTES, Route
+from router.trips import Asked, Outcome, Placement, Trip
 from router.watch import HungError, Watch
 
 log = logging.getLogger("kvroute.dispatch")

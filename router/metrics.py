@@ -12,9 +12,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from replica.exposition import Readings
 from router.feed import Feed
-from router.fleet import Fleet, Outcome, Placement, Trip, Witness, Witnesses
+from router.fleet import Fleet
 from router.ledger import CAUSES
 from router.request_log import RequestLog
+from router.trips import Outcome, Placement, Trip, Witness, Witnesses
 
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)

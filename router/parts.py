@@ -19,7 +19,7 @@ from router.baselines import RANKINGS
 from router.demand import Demand
 from router.dispatch import Dispatcher, Generation
 from router.feed import Feed
-from router.fleet import Fleet, Witnesses
+from router.fleet import Fleet
 from router.hot import HotPrefixes
 from router.hot_routes import HotRoutes
 from router.joint import Joint
@@ -31,6 +31,7 @@ from router.prompt import Prompts
 from router.request_log import RequestLog
 from router.settings import RouterSettings
 from router.targets import Announcer
+from router.trips import Witnesses
 from router.watch import Watch
 
 LOADED_S = 5.0  # the longest that a new router waits for what the fleet's caches hold

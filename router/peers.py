@@ -17,7 +17,8 @@ from redis.exceptions import RedisError
 
 from replica.kvindex.index import Index, pack, unpack
 from replica.kvindex.outage import Outage
-from router.fleet import Dispatch, Fleet, Trip, Witness
+from router.fleet import Fleet
+from router.trips import Dispatch, Trip, Witness
 
 log = logging.getLogger("kvroute.peers")
 

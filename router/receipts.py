@@ -5,8 +5,8 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
-from router.fleet import Placement
 from router.policy import Candidate, Terms, prices, terms_s
+from router.trips import Placement
 
 # What a term that is smaller at the choice than at the runner-up says for it.
 REASONS = {

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from replica.kvindex.fingerprint import Fingerprint
-from router.fleet import Placement, Trip, Witness
 from router.ledger import Ledger
+from router.trips import Placement, Trip, Witness
 
 log = logging.getLogger("kvroute.request_log")
 

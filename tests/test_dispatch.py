@@ -15,10 +15,11 @@ from replica.simulated import SimulatedConfig, SimulatedEngine
 from router.answer import answer
 from router.dispatch import LOSSES, Dispatcher
 from router.errors import ApiError
-from router.fleet import Fleet, Trip, Witness
+from router.fleet import Fleet
 from router.responses import CompletionReply
 from router.routes import ROUTES
 from router.schemas import CompletionRequest
+from router.trips import Trip, Witness
 from router.watch import Watch
 from tests.waiting import until
 

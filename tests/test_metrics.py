@@ -19,9 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from replica.kvindex.index import Index, ReplicaRecord, connect
 from replica.model import BUILTIN_MODEL
 from replica.protocol import Chunk
-from router.fleet import Asked, Fleet, Outcome, Trip
+from router.fleet import Fleet
 from router.ledger import CAUSES
 from router.metrics import RouterMetrics
+from router.trips import Asked, Outcome, Trip
 from tests.conftest import openai_client
 from tests.records import FACTS, LOAD
 from tests.serving import Cluster, start_cluster

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from router.fleet import Placement
 from router.policy import Candidate, rank
 from router.receipts import receipt
+from router.trips import Placement
 
 
 def replica(name: str, **facts: Any) -> Candidate:
