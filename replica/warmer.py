@@ -182,8 +182,9 @@ class Warmer:
 
     def _adapt_slices(self, took_s: float) -> None:
         fitting = int(self._slice_blocks * SLICE_S / max(took_s, 1e-6))
+        shortest = self._blocks_in(FIRST_SLICE_TOKENS)  # most of its time may have been a queue
         longest = self._blocks_in(LONGEST_SLICE_TOKENS)
-        self._slice_blocks = max(1, min(fitting, 2 * self._slice_blocks, longest))
+        self._slice_blocks = max(shortest, min(fitting, 2 * self._slice_blocks, longest))
 
     def _blocks_in(self, tokens: int) -> int:
         return max(1, tokens // self._engine.facts.block_size)

@@ -272,7 +272,7 @@ def test_without_redis_requests_go_on_and_still_find_their_caches() -> None:
         start_cluster("--engine", "simulated", "--simulated-decode-ms", "1") as cluster,
         OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        ask(client, user(people_table()))
+        until(lambda: ask(client, user(people_table())).expected_tokens > 1000)
         processes = psutil.Process(cluster.process.pid).children(recursive=True)
         (redis,) = [each for each in processes if each.name() == "redis-server"]
         redis.kill()

@@ -195,14 +195,14 @@ async def test_a_prefix_that_its_replica_cannot_serve_gets_another_one(
 ) -> None:
     async def ask_on(rng: random.Random) -> None:
         while True:
-            prompt = [rng.randrange(1000, 40_000) for _ in range(4000)]
+            prompt = [rng.randrange(1000, 40_000) for _ in range(2000)]
             await client.completions.create(
                 model=BUILTIN_MODEL, prompt=prompt, max_tokens=1, extra_body={"prefix_id": "busy"}
             )
 
     declare(cluster, "busy", prompt=f"busy {ENGLISH}", replicas=1)
     await until(lambda: is_warm(cluster, "busy", replicas=1))
-    crowd = [asyncio.create_task(ask_on(random.Random(number))) for number in range(24)]
+    crowd = [asyncio.create_task(ask_on(random.Random(number))) for number in range(12)]
     async with asyncio.timeout(60):
         while len(shown(cluster, "busy")["warm_on"]) < 2:
             await asyncio.sleep(0.5)
