@@ -1,7 +1,7 @@
 """Fleet: is it well?"""
 
 from dashboards import grafana
-from dashboards.grafana import Dashboard, Panel, Query, Row
+from dashboards.grafana import Dashboard, Panel, Query, Row, quantiles
 from dashboards.promql import per_second, quantile, replica, router, share, total
 
 REQUESTS = router("kvroute_requests_total")
@@ -86,27 +86,21 @@ CLIENTS = Row(
             "much to compute: more replicas, or more hits. When p99 alone does, long prompts are "
             "behind long prompts, or a replica was lost.",
             grafana.SECONDS,
-            tuple(Query(quantile(q, TTFT), f"p{q * 100:.0f}") for q in (0.5, 0.9, 0.99)),
+            quantiles(TTFT, 0.5, 0.9, 0.99),
         ),
         Panel(
             "Time between tokens",
             "From one chunk of an answer to its next. It grows with an engine's batch and with "
             "long prompts among it: more replicas, or a smaller `--max-num-seqs`.",
             grafana.SECONDS,
-            tuple(
-                Query(quantile(q, router("kvroute_inter_token_seconds_bucket")), f"p{q * 100:.0f}")
-                for q in (0.5, 0.9, 0.99)
-            ),
+            quantiles(router("kvroute_inter_token_seconds_bucket"), 0.5, 0.9, 0.99),
         ),
         Panel(
             "Whole answers",
             "From a request's dispatch to the end of its answer. Compare with the time to the "
             "first token: what is left is decoding, and grows with the answers' lengths.",
             grafana.SECONDS,
-            tuple(
-                Query(quantile(q, router("kvroute_request_seconds_bucket")), f"p{q * 100:.0f}")
-                for q in (0.5, 0.9, 0.99)
-            ),
+            quantiles(router("kvroute_request_seconds_bucket"), 0.5, 0.9, 0.99),
         ),
     ),
 )

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dashboards.promql import quantile
+
 Json = dict[str, Any]
 
 SCHEMA_VERSION = 39  # Grafana 11's; newer ones migrate it
@@ -24,6 +26,11 @@ class Query:
     expr: str
     legend: str
     color: str = ""  # Grafana picks one
+
+
+def quantiles(buckets: str, *qs: float) -> tuple[Query, ...]:
+    """Of a histogram's `..._bucket`: p50 for 0.5, and so on."""
+    return tuple(Query(quantile(q, buckets), f"p{q * 100:.0f}") for q in qs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Routing: what the routers choose, how well they foresee, and whether they are up to date."""
 
 from dashboards import grafana
-from dashboards.grafana import Dashboard, Panel, Query, Row
-from dashboards.promql import per_second, quantile, replica, router, share
+from dashboards.grafana import Dashboard, Panel, Query, Row, quantiles
+from dashboards.promql import per_second, replica, router, share
 
 RATIO = router("kvroute_prediction_ratio_bucket")
 COMPUTED = (
@@ -17,10 +17,7 @@ DECISIONS = Row(
             "Time to rank the replicas",
             "For one prompt. Milliseconds mean that a router's core is too busy: more `--routers`.",
             grafana.SECONDS,
-            tuple(
-                Query(quantile(q, router("kvroute_decision_seconds_bucket")), f"p{q * 100:.0f}")
-                for q in (0.5, 0.99)
-            ),
+            quantiles(router("kvroute_decision_seconds_bucket"), 0.5, 0.99),
         ),
         Panel(
             "Requests of each router",
@@ -55,17 +52,14 @@ FORESIGHT = Row(
             "know of, such as other users of the GPUs or of the cores. Far below: it lasts until "
             "the routers have learned the replicas' speed.",
             grafana.NUMBER,
-            tuple(Query(quantile(q, RATIO), f"p{q * 100:.0f}") for q in (0.1, 0.5, 0.9)),
+            quantiles(RATIO, 0.1, 0.5, 0.9),
         ),
         Panel(
             "Backlog where requests went",
             "Seconds of prefill queued there before them, as the router saw it. When the median is "
             "above what your users may wait, add replicas.",
             grafana.SECONDS,
-            tuple(
-                Query(quantile(q, router("kvroute_backlog_seconds_bucket")), f"p{q * 100:.0f}")
-                for q in (0.5, 0.9)
-            ),
+            quantiles(router("kvroute_backlog_seconds_bucket"), 0.5, 0.9),
         ),
         Panel(
             "Sent again",

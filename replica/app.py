@@ -41,6 +41,7 @@ class Replica:
         self._engine = await start_engine(self._settings)
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
+        self._index = Index(self._redis, self._settings.served_model_name)
         self._metrics = ReplicaMetrics()
         self._exposition = await self._expose() if self._settings.metrics else None
         self._publisher = self._make_publisher()
@@ -101,7 +102,7 @@ class Replica:
             block_size=facts.block_size,
         )
         return Publisher(
-            Index(self._redis, settings.served_model_name),
+            self._index,
             table,
             replica_id=self.id,
             facts=dataclasses.asdict(facts) | self._identity(),
@@ -111,11 +112,10 @@ class Replica:
         )
 
     def _make_warmer(self) -> Warmer:
-        model = self._settings.served_model_name
         return Warmer(
             self._engine,
-            Prefixes(self._redis, model),
-            Index(self._redis, model),
+            Prefixes(self._redis, self._settings.served_model_name),
+            self._index,
             replica_id=self.id,
             tell=self._publisher.renew_soon,
         )

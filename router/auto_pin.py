@@ -1,7 +1,7 @@
 """Hot prefixes that nobody named are pinned, for as long as they are hot (--auto-pin)."""
 
 import asyncio
-import logging
+import contextlib
 import time
 
 from redis.exceptions import RedisError
@@ -10,8 +10,6 @@ from router.fleet import Fleet
 from router.hot import Hot, HotPrefixes
 from router.prefixes import Catalogue
 from router.prompt import Prompts
-
-log = logging.getLogger("kvroute.auto_pin")
 
 LOOK_S = 5.0
 LOOKED_AT = 20  # prefixes, the hottest first
@@ -37,10 +35,8 @@ class AutoPin:
         while True:
             await asyncio.sleep(LOOK_S)
             for hot in self.worth_pinning(time.monotonic()):
-                try:
+                with contextlib.suppress(RedisError, OSError):  # the catalogue tells of it
                     await self._declare(hot)
-                except (RedisError, OSError) as error:
-                    log.warning("Redis is away (%s); hot prefixes are not pinned", error)
 
     def worth_pinning(self, now_s: float) -> list[Hot]:
         """The hottest first, as many as fit into the half of what pins may take."""

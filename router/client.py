@@ -17,10 +17,15 @@ def call(method: str, url: str, path: str, **body: Any) -> Any:
         answer = httpx.request(method, url.rstrip("/") + path, timeout=WAIT_S, **body)
         found = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        fail(f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve")
+        fail(nobody_there(url, error))
     if answer.is_error:
         fail(_message(found) or f"{method} {path}: {answer.status_code} {answer.reason_phrase}")
     return found
+
+
+def nobody_there(url: str, error: Exception) -> str:
+    """What to say of a URL where no cluster answers."""
+    return f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve"
 
 
 def fail(message: str) -> Any:

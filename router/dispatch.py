@@ -58,7 +58,6 @@ class Generation:
         self.placement = attempt.placement  # what was known when it was chosen
         self.cached_tokens = attempt.first.cached_tokens  # as it found them
         self.token_ids = request.token_ids
-        self.prompt_tokens = len(request.token_ids)
         self._dispatcher = dispatcher
         self._request = request
         self._asked = replace(asked, is_resumed=True)  # when it is sent again

@@ -14,12 +14,7 @@ from router.client import LOCAL, Url
 
 WAIT_S = 60.0  # for an answer; an audit asks every replica
 
-ACCOUNTS = {
-    "engine": "the engine",
-    "replica": "the replica",
-    "redis": "Redis",
-    "mirror": "a router",
-}
+ACCOUNTS = {"engine": "the engine", "replica": "the replica", "redis": "Redis"}  # and a router's
 HEALS = "ask again: what can heal has healed within seconds; if it stays, restart the replica"
 
 
@@ -86,8 +81,7 @@ def _index(listed: int, ready: int) -> Check:
 
 def judge(replica: dict[str, Any], router: str) -> Check:
     """What an audit by that router says of one replica."""
-    who = {"engine": "the engine", "replica": "the replica", "redis": "Redis"}
-    who["mirror"] = f"router {router}"
+    who = ACCOUNTS | {"mirror": f"router {router}"}
     counts = [
         f"{who[account]} {'?' if count is None else count}"
         for account, count in replica["blocks"].items()

@@ -131,10 +131,13 @@ class PrefixRoutes:
                     code="pin_budget_exceeded",
                 )
 
-    def _is_warm(self, prefix: Prefix, record: ReplicaRecord) -> bool:
-        """As the replica says; what is not pinned may have been evicted since."""
-        is_kept = _is_pinned(prefix, record) or not prefix.full_blocks(self._block_size)
-        return is_warm(prefix, record) and (is_kept or record.id in self._catalogue.holders(prefix))
+    def _warm(self, prefix: Prefix, assigned: Records) -> Records:
+        """As the replicas say; what is not pinned may have been evicted since."""
+        warm = [record for record in assigned if is_warm(prefix, record)]
+        if not prefix.full_blocks(self._block_size) or all(_is_pinned(prefix, r) for r in warm):
+            return warm
+        holders = self._catalogue.holders(prefix)
+        return [record for record in warm if _is_pinned(prefix, record) or record.id in holders]
 
     def _pinned_blocks(self, records: Records) -> Counter[str]:
         """Blocks that each replica has to pin by now; those that two prefixes share count twice."""
@@ -157,7 +160,7 @@ class PrefixRoutes:
 
     def _shown(self, prefix: Prefix, records: Records, uses: Uses) -> dict[str, Any]:
         assigned = keepers(prefix, records)
-        warm = [record for record in assigned if self._is_warm(prefix, record)]
+        warm = self._warm(prefix, assigned)
         in_use = self._catalogue.get(prefix.id) or prefix
         hits, tokens_saved = uses.get(prefix.id, (0, 0))
         return {

@@ -10,6 +10,7 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from replica.kvindex.index import ReplicaRecord
+from replica.kvindex.outage import Outage
 from replica.kvindex.prefixes import Prefix, Prefixes, assigned
 from replica.protocol import TokenIds
 from router.errors import ApiError
@@ -48,6 +49,7 @@ class Catalogue:
         self._versions: dict[str, list[Prefix]] = {}  # by id, oldest first
         self._revision: int | None = None  # that was read last; None: nothing was
         self._reading = asyncio.Lock()
+        self._outage = Outage(log, "named prefixes stay as they are")
         self._settled_s: dict[str, float] = {}  # name in use beside older ones -> since when
         self._uses: dict[str, tuple[int, int]] = {}  # id -> hits, tokens saved; not yet written
 
@@ -56,11 +58,12 @@ class Catalogue:
         while True:
             try:
                 await self.refresh()
+                self._outage.end()
                 await self._declare(tasks, joint)
                 tasks = ()
                 await self._follow()
             except (RedisError, OSError) as error:
-                log.warning("Redis is away (%s); named prefixes stay as they are", error)
+                self._outage.begin(error)
                 await asyncio.sleep(RETRY_S)
 
     async def named(self, param: str, id_: str) -> Prefix:

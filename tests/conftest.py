@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 
+from replica.model import BUILTIN_MODEL, resolve
 from router.embedded_redis import embedded_redis
+from router.prompt import Prompts
 from tests.serving import Cluster, start_cluster
 
 
@@ -26,10 +28,25 @@ def redis_url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def prompts() -> Iterator[Prompts]:
+    """The built-in model's tokenizer."""
+    prompts = Prompts(resolve(BUILTIN_MODEL))
+    yield prompts
+    prompts.close()
+
+
 @pytest.fixture
 def client(simulated_cluster: Cluster) -> Iterator[OpenAI]:
     with openai_client(simulated_cluster) as client:
         yield client
+
+
+def async_openai_client(url: str, *, max_retries: int = 0, timeout_s: float = 60) -> AsyncOpenAI:
+    """url: where the cluster listens."""
+    return AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=max_retries, timeout=timeout_s
+    )
 
 
 def openai_client(cluster: Cluster) -> OpenAI:

@@ -4,14 +4,13 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
 from replica.kvindex.index import ReplicaRecord, connect
 from replica.kvindex.prefixes import Prefixes
-from replica.model import BUILTIN_MODEL, resolve
 from replica.protocol import TokenIds
 from router.auto_pin import AutoPin
 from router.fleet import Fleet
@@ -22,13 +21,6 @@ from tests.records import FACTS, LOAD
 
 BLOCK = 4
 BUDGET = 50  # blocks; 25 of them for what is pinned by itself
-
-
-@pytest.fixture(scope="module")
-def prompts() -> Iterator[Prompts]:
-    prompts = Prompts(resolve(BUILTIN_MODEL))
-    yield prompts
-    prompts.close()
 
 
 @pytest.fixture

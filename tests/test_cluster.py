@@ -12,9 +12,10 @@ import openai
 import psutil
 import pytest
 import requests
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from replica.model import BUILTIN_MODEL
+from tests.conftest import async_openai_client
 from tests.serving import KVROUTE, Cluster, start_cluster
 from tests.workloads import BLOCK, ask, interleaved_chats, people_table, table_questions, user
 
@@ -124,8 +125,7 @@ async def test_two_hundred_streams_at_once_all_complete(simulated_cluster: Clust
         assert pieces[-1].finish_reason == "length"
         return sum(piece.delta.content not in (None, "") for piece in pieces)
 
-    url = f"{simulated_cluster.url}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async with async_openai_client(simulated_cluster.url, timeout_s=120) as client:
         counts = await asyncio.gather(*(stream(number) for number in range(200)))
     assert min(counts) > 0
 

@@ -13,6 +13,7 @@ from openai import APIError, AsyncOpenAI
 
 from replica.model import BUILTIN_MODEL
 from tests.audience import Audience
+from tests.conftest import async_openai_client
 from tests.serving import Cluster, start_cluster
 from tests.waiting import until
 
@@ -32,8 +33,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
-    url = f"{cluster.url}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+    async with async_openai_client(cluster.url) as client:
         yield client
 
 

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from tests import hosts
 from tests.audience import Audience
+from tests.conftest import async_openai_client
 from tests.hosts import Host
 from tests.nodes import GPUS, Nodes, ray_up
 from tests.waiting import until
@@ -39,8 +40,7 @@ def nodes() -> Iterator[Nodes]:
 @asynccontextmanager
 async def fifty_streams(nodes: Nodes) -> AsyncIterator[None]:
     """They last as long as the block, and hear what they hear when nothing happens."""
-    url = f"{nodes.url}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async with async_openai_client(nodes.url, timeout_s=120) as client:
         undisturbed = await Audience(client, WORDS).listen()
         audience, over = Audience(client, WORDS), asyncio.Event()
         listening = asyncio.create_task(audience.listen_until(over))

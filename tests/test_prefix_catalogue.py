@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from redis.exceptions import RedisError
 
 from replica.kvindex.index import ReplicaRecord, Warm, connect
 from replica.kvindex.prefixes import Prefix, Prefixes
-from replica.model import BUILTIN_MODEL, resolve
 from router.errors import ApiError
 from router.fleet import Fleet
 from router.joint import Joint
@@ -49,10 +48,8 @@ def known(store: Prefixes, fleet: Fleet) -> Catalogue:
 
 
 @pytest.fixture
-def joint() -> Iterator[Joint]:
-    prompts = Prompts(resolve(BUILTIN_MODEL))
-    yield Joint(prompts)
-    prompts.close()
+def joint(prompts: Prompts) -> Joint:
+    return Joint(prompts)
 
 
 def see(fleet: Fleet, **warm: Mapping[str, Warm]) -> None:

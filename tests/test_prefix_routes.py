@@ -4,14 +4,13 @@ import contextlib
 import json
 import random
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
 
 from replica.kvindex.index import ReplicaRecord, Warm, connect
 from replica.kvindex.prefixes import Prefixes
-from replica.model import BUILTIN_MODEL, resolve
 from router.errors import ApiError
 from router.fleet import Fleet
 from router.joint import Joint
@@ -26,13 +25,6 @@ BLOCK = 4
 BUDGET = 10  # blocks that each replica may pin
 CONTEXT = 200  # tokens
 NO_PINS: Mapping[str, Warm] = {}
-
-
-@pytest.fixture(scope="module")
-def prompts() -> Iterator[Prompts]:
-    prompts = Prompts(resolve(BUILTIN_MODEL))
-    yield prompts
-    prompts.close()
 
 
 @pytest.fixture

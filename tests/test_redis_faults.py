@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import ANSWER_S, FencedError, Index, connect
 from replica.model import BUILTIN_MODEL
 from router.ports import free_port
 from tests.chats import Chats, hit_share, median_ttft_s
+from tests.conftest import async_openai_client
 from tests.redis_server import Wire, redis_server
 from tests.serving import Cluster, start_cluster
 from tests.waiting import until
@@ -28,11 +29,6 @@ CHATS = 6
 STEADY_S = 8.0
 AWAY_S = 12.0
 SERVE = ("--engine", "simulated", "--replicas", "3", "--simulated-decode-ms", "5")
-
-
-def open_client(cluster: Cluster, max_retries: int = 0) -> AsyncOpenAI:
-    url = f"{cluster.url}/v1"
-    return AsyncOpenAI(base_url=url, api_key="none", max_retries=max_retries, timeout=60)
 
 
 def index_health(cluster: Cluster) -> Any:
@@ -90,7 +86,7 @@ async def test_redis_is_away_and_comes_back_empty(tmp_path: Path) -> None:
         server = running.enter_context(ExitStack())
         url = server.enter_context(redis_server(port, tmp_path))
         cluster = running.enter_context(start_cluster(*SERVE, "--redis-url", url))
-        async with open_client(cluster) as client:
+        async with async_openai_client(cluster.url) as client:
             chats = Chats(client, CHATS)
             async with chats.going_on():
                 await asyncio.sleep(STEADY_S)
@@ -130,7 +126,7 @@ async def test_a_slow_redis_delays_the_index_and_no_request(
     wired: tuple[Cluster, Wire],
 ) -> None:
     cluster, wire = wired
-    async with open_client(cluster) as client:
+    async with async_openai_client(cluster.url) as client:
         chats = Chats(client, CHATS)
         async with chats.going_on():
             await asyncio.sleep(STEADY_S)
@@ -146,7 +142,7 @@ async def test_a_slow_redis_delays_the_index_and_no_request(
 
 async def test_a_redis_that_hangs_holds_nobody_up(wired: tuple[Cluster, Wire]) -> None:
     cluster, wire = wired
-    async with open_client(cluster) as client:
+    async with async_openai_client(cluster.url) as client:
         chats = Chats(client, CHATS)
         async with chats.going_on():
             wire.delay_s = 3600.0
@@ -162,7 +158,7 @@ async def test_a_redis_that_hangs_holds_nobody_up(wired: tuple[Cluster, Wire]) -
 async def test_of_two_routers_one_is_killed(wired: tuple[Cluster, Wire]) -> None:
     """HAProxy cannot take up a stream that broke; what comes afterwards is not affected."""
     cluster, _ = wired
-    async with open_client(cluster, max_retries=2) as client:
+    async with async_openai_client(cluster.url, max_retries=2) as client:
         chats = Chats(client, CHATS)
         async with chats.going_on():
             await asyncio.sleep(STEADY_S)

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 
 from replica.model import BUILTIN_MODEL
 from router.scale import Deployed, ScaleError, describe, refuse_no_room
+from tests.conftest import async_openai_client
 from tests.serving import KVROUTE, Cluster, start_cluster
 from tests.waiting import until
 
@@ -67,13 +68,6 @@ class Crowd:
             has_enough.set()
 
 
-@asynccontextmanager
-async def openai_client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
-    url = f"{cluster.url}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
 def index(cluster: Cluster) -> list[dict[str, Any]]:
     """The replicas in it."""
     listed: list[dict[str, Any]]
@@ -99,7 +93,7 @@ async def scale(cluster: Cluster, replicas: int) -> None:
 async def test_nothing_is_lost_when_the_fleet_grows_and_shrinks() -> None:
     """An answer with a presence penalty cannot go on elsewhere: its replica must finish it."""
     with start_cluster(*SERVE, "--replicas", "2") as cluster:
-        async with openai_client(cluster) as client:
+        async with async_openai_client(cluster.url) as client:
             crowd = Crowd(client, presence_penalty=0.5, max_tokens=60)
             await crowd.listen_once()
             async with crowd.listening():
@@ -121,7 +115,7 @@ async def test_nothing_is_lost_when_the_fleet_grows_and_shrinks() -> None:
 
 async def test_what_a_drained_replica_cannot_finish_in_time_goes_on_elsewhere() -> None:
     with start_cluster(*SERVE, "--replicas", "2", "--drain-timeout-s", "2") as cluster:
-        async with openai_client(cluster) as client:
+        async with async_openai_client(cluster.url) as client:
             crowd = Crowd(client, max_tokens=200)  # six seconds
             await crowd.listen_once()
             async with crowd.listening():

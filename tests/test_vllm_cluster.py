@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dashboards.replica import REPLICA
 from replica.model import BUILTIN_MODEL
+from tests.conftest import async_openai_client
 from tests.serving import Cluster, start_cluster
 from tests.waiting import until
 from tests.workloads import BLOCK, ask, interleaved_chats, people_table, table_questions, user
@@ -46,15 +47,14 @@ def vllm(cluster: Cluster) -> Iterator[OpenAI]:
 async def test_a_named_prefix_is_cached_before_its_first_request_on_every_replica(
     cluster: Cluster,
 ) -> None:
-    url = f"{cluster.url}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async with async_openai_client(cluster.url, timeout_s=120) as client:
         for task in TASKS:
             first: dict[str, int] = {}  # replica -> cached tokens of the first request there
             while len(first) < 2:
                 asked = (name_task(client, task, f"{n}?") for n in range(len(first), 8))
                 for replica, cached_tokens in await asyncio.gather(*asked):
                     first.setdefault(replica, cached_tokens)
-            shown = httpx.get(f"{url}/prefixes/{task}", timeout=10).json()  # noqa: ASYNC210
+            shown = httpx.get(f"{cluster.url}/v1/prefixes/{task}", timeout=10).json()  # noqa: ASYNC210
             assert shown["tokens"] > 1000
             assert set(first.values()) == {shown["full_blocks"] * BLOCK}
 
@@ -186,8 +186,7 @@ SERIES = (" a b c d e f g", " 1 2 3 4 5 6 7 8", " A B C D E F", " 9 8 7 6 5 4 3 
 async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
     cluster: Cluster, is_engine: bool, blow: signal.Signals
 ) -> None:
-    url = f"{cluster.url}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async with async_openai_client(cluster.url, timeout_s=120) as client:
         undisturbed = await asyncio.gather(*(recite(client, series, []) for series in SERIES))
         pieces: list[str] = []  # the replica that made each
         reciting = asyncio.gather(*(recite(client, series, pieces) for series in SERIES))

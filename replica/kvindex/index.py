@@ -204,7 +204,7 @@ class ReplicaRecord:
     incarnation: str  # new at every registration
     seq: int  # changes since the registration
     facts: Mapping[str, Any]  # what stays true while the incarnation lives
-    load: Mapping[str, int]  # running, waiting (requests), used_blocks, held_blocks
+    load: Mapping[str, int]  # running, waiting (requests), used_blocks
     pins: Mapping[str, Warm] = field(default_factory=dict)  # by Prefix.name
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from rich.progress import Progress
 
+from router.client import nobody_there
 from router.replay.fit import Decode, Prefill
 
 TOKEN_IDS = range(100, 1000)  # ordinary tokens of any vocabulary
@@ -100,9 +101,7 @@ class _Cluster:
             card = (await client.get(f"{url}/v1/models")).raise_for_status().json()["data"][0]
             census, served = facts["replicas"], facts["model"]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            raise ClusterError(
-                f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve"
-            ) from None
+            raise ClusterError(nobody_there(url, error)) from None
         if not census or not card["max_model_len"]:
             raise ClusterError(f"{url} has no replica yet; wait until kvroute status shows one")
         return cls(client, url, model or served, card["max_model_len"], census)
