@@ -16,10 +16,11 @@ from replica.draining import draining
 from replica.engines import start_engine
 from replica.events import BlockTable
 from replica.exposition import Exposition
-from replica.kvindex.fingerprint import FINGERPRINT_VERSION
+from replica.identity import identify
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefixes
 from replica.metrics import ReplicaMetrics
+from replica.model import resolve
 from replica.protocol import AuditRequest, Chunk, EngineDeadError, GenerateRequest, ReplicaAudit
 from replica.publisher import Publisher
 from replica.settings import ReplicaSettings
@@ -96,6 +97,11 @@ class Replica:
     def _make_publisher(self) -> Publisher:
         settings = self._settings
         facts = self._engine.facts
+        identity = dataclasses.asdict(
+            identify(
+                resolve(settings.model), revision=settings.revision, block_size=facts.block_size
+            )
+        )
         table = BlockTable(
             model=settings.served_model_name,
             revision=settings.revision,
@@ -105,7 +111,7 @@ class Replica:
             self._index,
             table,
             replica_id=self.id,
-            facts=dataclasses.asdict(facts) | self._identity(),
+            facts=dataclasses.asdict(facts) | identity | self._whereabouts(),
             load=lambda: self._load(),
             pins=lambda: self._warmer.kept(),
             lease_s=settings.lease_s,
@@ -120,10 +126,9 @@ class Replica:
             tell=self._publisher.renew_soon,
         )
 
-    def _identity(self) -> dict[str, Any]:
+    def _whereabouts(self) -> dict[str, Any]:
         return {
             "model": self._settings.served_model_name,
-            "fingerprint_version": FINGERPRINT_VERSION,
             "node": ray.util.get_node_ip_address(),
             "pid": os.getpid(),
             "metrics": self._exposition and self._exposition.address,

@@ -56,7 +56,11 @@ def serve(**given: Any) -> None:
 @app.command()
 def status(url: Url = LOCAL) -> None:
     """Show the replicas of a running cluster."""
-    Console().print(_table(call("GET", url, "/v1/cluster")["replicas"]))
+    replicas, console = call("GET", url, "/v1/cluster")["replicas"], Console()
+    console.print(_table(replicas))
+    for replica in replicas:
+        if reason := replica["degraded"]:
+            console.print(f"{replica['id']} is DEGRADED, its cache counts for nothing: {reason}")
 
 
 @app.command()

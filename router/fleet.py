@@ -10,6 +10,7 @@ from replica.kvindex.index import ReplicaRecord
 from replica.protocol import TokenIds
 from router.baselines import Ranking
 from router.branches import Branches, relative
+from router.handshake import Handshake
 from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness, prefill_model
 from router.mirror import Mirror
 from router.policy import Candidate, rank
@@ -52,10 +53,12 @@ class Fleet:
         revision: str,
         block_size: int,
         rng: random.Random,
+        handshake: Handshake | None = None,
         witness: Witness = NOBODY,
         ranking: Ranking = rank,
     ) -> None:
         self.mirror = Mirror()
+        self.handshake = handshake or Handshake()
         self.witness = witness
         self._model = model
         self._revision = revision
@@ -96,6 +99,7 @@ class Fleet:
     def update(self, records: Iterable[ReplicaRecord], *, unleased: Iterable[str] = ()) -> None:
         """The replicas, with their loads of now. `unleased`: whose lease ran out not long ago."""
         self._records = {record.id: record for record in records}
+        self.handshake.look(self._records.values())
         self._leased = self._records.keys() - set(unleased)
         self._free_blocks = {
             record.id: record.facts["capacity_blocks"] - record.load["used_blocks"]
@@ -145,6 +149,8 @@ class Fleet:
     ) -> Placement:
         """Ranks the running replicas for a prompt with these reusable blocks."""
         hits = self.mirror.hits(chain)
+        for replica_id in self.handshake.degraded:
+            hits.pop(replica_id, None)
         best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
         prefix = chain[:best]
         prompt = Prompt(prompt_tokens, best, self._block_size)
@@ -260,4 +266,6 @@ class Fleet:
 
     def _caches(self, replica_id: str) -> bool:
         record = self._records.get(replica_id)
-        return record is not None and bool(record.facts["prefix_caching"])
+        if record is None or replica_id in self.handshake.degraded:
+            return False
+        return bool(record.facts["prefix_caching"])

@@ -97,7 +97,7 @@ class Router:
         self._settings = RouterSettings.model_validate(settings)
         self._started = int(time.time())
         folder = await asyncio.to_thread(resolve, self._settings.model)
-        prompts = await asyncio.to_thread(Prompts, folder)
+        prompts = await asyncio.to_thread(Prompts, folder, self._settings.revision)
         self._parts = Parts(self._settings, replicas, prompts)
         await self._parts.start()
 
@@ -154,12 +154,14 @@ class Router:
 
     @http.get("/health")
     async def health(self) -> Response:
-        """Well as long as a replica runs: without Redis, requests are only placed less well."""
+        """Well as long as a replica runs: without Redis, or with replicas that this router does not
+        understand, requests are only placed less well."""
         ready, feed = len(running_replicas()), self._parts.feed.state
         health = {
             "status": "ok" if ready else "no replica is ready",
             "replicas": ready,
             "index": {"reachable": feed.is_reachable, "age_s": round(feed.age_s, 1)},
+            "degraded": self._parts.fleet.handshake.degraded,
         }
         return JSONResponse(health, 200 if ready else 503)
 
@@ -186,6 +188,7 @@ class Router:
                         "capacity_blocks": record.facts["capacity_blocks"],
                         "running": record.load["running"],
                         "waiting": record.load["waiting"],
+                        "degraded": self._parts.fleet.handshake.degraded.get(record.id),
                     }
                     for record in records
                 ],

@@ -154,6 +154,11 @@ class RouterMetrics(Witnesses):
             lambda: len(fleet.records),
         )
         gauge(
+            "kvroute_degraded_replicas",
+            "Replicas whose cache counts for nothing, since they differ from the router.",
+            lambda: len(fleet.handshake.degraded),
+        )
+        gauge(
             "kvroute_mirror_blocks",
             "Blocks that the router knows of, counted once however many replicas hold them.",
             lambda: feed.state.blocks,

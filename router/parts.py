@@ -10,6 +10,7 @@ import ray
 from ray.serve.handle import DeploymentHandle
 
 from replica.exposition import Exposition
+from replica.identity import identify
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefix, Prefixes
 from router import routes
@@ -20,6 +21,7 @@ from router.demand import Demand
 from router.dispatch import Dispatcher, Generation
 from router.feed import Feed
 from router.fleet import Fleet
+from router.handshake import Handshake
 from router.hot import HotPrefixes
 from router.hot_routes import HotRoutes
 from router.joint import Joint
@@ -56,6 +58,9 @@ class Parts:
             revision=settings.revision,
             block_size=block_size,
             rng=random.Random(),
+            handshake=Handshake(
+                identify(prompts.model, revision=settings.revision, block_size=block_size)
+            ),
             witness=Witnesses(*filter(None, (self._loudspeaker, self._log, self._metrics))),
             ranking=RANKINGS[settings.policy](),
         )

@@ -30,8 +30,9 @@ class Prompts:
     the tokenizer lets text be cut into segments. Use chat() from one event loop only.
     """
 
-    def __init__(self, model: str | Path) -> None:
-        tokenizer = _load(model)
+    def __init__(self, model: str | Path, revision: str = "") -> None:
+        self.model = str(model)
+        tokenizer = _load(model, revision)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"the tokenizer of {model} has no fast form; add a tokenizer.json")
@@ -173,7 +174,7 @@ def _template_message(message: ChatMessage) -> dict[str, str]:
     return {"role": role, "content": message.content}
 
 
-def _load(model: str | Path) -> Any:
+def _load(model: str | Path, revision: str) -> Any:
     """The model's tokenizer; torch stays out where transformers lets it (0.1 GB instead of 0.5)."""
     if _is_generic(Path(model)):
         from transformers import PreTrainedTokenizerFast
@@ -181,7 +182,7 @@ def _load(model: str | Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(model)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model, revision=revision or "main")
 
 
 def _is_generic(folder: Path) -> bool:
