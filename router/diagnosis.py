@@ -68,17 +68,17 @@ class Diagnosis:
 async def redis_facts(redis: Any) -> Facts:
     """RedisError or OSError when it is away. A managed Redis that forbids CONFIG tells as much."""
     server, memory = await redis.info("server"), await redis.info("memory")
-    asked_s, began_s = time.time(), time.monotonic()
+    sent_s = time.time()
     seconds, microseconds = await redis.time()
-    took_s = time.monotonic() - began_s
+    received_s = time.time()
+    said_s = seconds + microseconds / 1e6
     return {
         "version": server["redis_version"],
         "maxmemory_policy": memory["maxmemory_policy"],
         "maxmemory_bytes": memory["maxmemory"],
         "used_bytes": memory["used_memory"],
-        "answers_in_s": took_s,
-        # The clock was read somewhen while we waited.
-        "clock_ahead_s": seconds + microseconds / 1e6 - (asked_s + took_s / 2),
+        "answers_in_s": received_s - sent_s,
+        "clock_ahead_s": (said_s - received_s, said_s - sent_s),  # of ours: at least and at most
     }
 
 
