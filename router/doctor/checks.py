@@ -1,6 +1,6 @@
 """What is right, odd or wrong with what a cluster told: no network, no clock."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ RESTART = "restart the replica with the router's model files and settings"
 HEALS = "ask again: what can heal has healed within seconds; if it stays, restart the replica"
 CANARY_REMEDIES = {
     "no answer": "see its log, and what it runs: kvroute status; one that hangs is replaced",
-    "Redis is away": "see to Redis",
     "not in the index": "see its log, and whether Redis can be reached from its node",
     "other settings": RESTART,
     "nothing published": "see its log: its engine tells it nothing, or Redis takes nothing from it",
@@ -135,19 +134,20 @@ def haproxy(serve: Facts) -> Check:
     return Check("haproxy", "ok", "HAProxy takes the requests, Serve is in its throughput mode")
 
 
-def versions(cluster_s: Mapping[str, str], ours: str, nodes: Iterable[str] | None) -> Check:
-    """cluster_s: by package, at the router. ours: this command's kvroute."""
-    where = f"; nodes: {', '.join(nodes)}" if nodes else ""
-    finding = ", ".join(f"{name} {version}" for name, version in cluster_s.items()) + where
-    if cluster_s.get("kvroute") == ours:
+def versions(installed: Mapping[str, str], ours: str, nodes: Sequence[str] | None) -> Check:
+    """installed: by package, at the router. ours: this command's kvroute."""
+    where = f"; nodes: {len(nodes)}" if nodes else ""
+    finding = ", ".join(f"{name} {version}" for name, version in installed.items()) + where
+    if installed.get("kvroute") == ours:
         return Check("versions", "ok", finding)
     remedy = "use the cluster's version here: a doctor knows no other version's troubles"
     return Check("versions", "warning", f"{finding}; this command is kvroute {ours}", remedy)
 
 
-def canary(replicas: Iterable[Facts], router: str) -> Iterator[Check]:
+def canary(replicas: Sequence[Facts], router: str) -> Iterator[Check]:
     """What came of a tiny request to each replica."""
     seen = [each for each in replicas if each["cause"] is None]
+    unseen = [each for each in replicas if each["cause"] == "Redis is away"]
     if seen:
         slowest = max(each["answered_s"] + each["seen_s"] for each in seen)
         finding = (
@@ -155,8 +155,11 @@ def canary(replicas: Iterable[Facts], router: str) -> Iterator[Check]:
             f"within {slowest * 1000:.0f} ms"
         )
         yield Check("canary", "ok", finding)
+    if unseen:
+        finding = f"answered by {len(unseen)} replicas; without Redis nobody sees their blocks"
+        yield Check("canary", "warning", finding, "see to Redis")
     for each in replicas:
-        if each["cause"] is not None:
+        if each not in seen and each not in unseen:
             yield _lost_canary(each)
 
 

@@ -52,8 +52,8 @@ def judge(router: Offset, redis: Offset | None, processes: Mapping[str, Offset])
         finding = f"the router is {_away(router.least_s)} this computer"
         yield Check("clocks", "warning", finding, "see whose clock is wrong")
     elif not apart:
-        finding = f"{len(ahead_s)} clocks of the cluster agree with the router's, and with ours"
-        yield Check("clocks", "ok", finding)
+        others = f", and {len(ahead_s)} of the cluster with both" if ahead_s else ""
+        yield Check("clocks", "ok", f"the router's agrees with this computer's{others}")
 
 
 def _away(by_s: float) -> str:
