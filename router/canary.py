@@ -7,7 +7,7 @@ canary's. It is no user's request: routers neither log nor count it.
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
 
-from replica.kvindex.fingerprint import FINGERPRINT_VERSION, Fingerprint
+from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import Index, ReplicaRecord
 from replica.protocol import GenerateRequest, Sampling, TokenIds
 from router import question
@@ -35,7 +35,6 @@ Cause = Literal[
     "caching is off",  # the one with which nothing is wrong
     "Redis is away",
     "not in the index",  # it runs, and is not registered
-    "other settings",  # than the router's: its fingerprints mean something else
     "nothing published",
     "other fingerprints",  # are all that it published
     "not in the mirror",
@@ -85,10 +84,7 @@ class Canaries:
         """A report on each replica, whatever is wrong with it, or with Redis."""
         ids = sorted(self._running())
         sightings = await asyncio.gather(*(self._sight(replica_id) for replica_id in ids))
-        return [
-            report(replica_id, sighting, block_size=self._block_size)
-            for replica_id, sighting in zip(ids, sightings, strict=True)
-        ]
+        return list(map(report, ids, sightings))
 
     async def _sight(self, replica_id: str) -> Sighting:
         request = GenerateRequest(
@@ -149,9 +145,7 @@ def sending(replicas: DeploymentHandle) -> Send:
     return send
 
 
-def report(replica_id: str, sighting: Sighting, *, block_size: int) -> dict[str, Any]:
-    """block_size: the router's."""
-    cause, detail = why(sighting, block_size=block_size)
+def report(replica_id: str, sighting: Sighting) -> dict[str, Any]:
     return {
         "id": replica_id,
         "answered_s": sighting.answered_s,
@@ -161,41 +155,29 @@ def report(replica_id: str, sighting: Sighting, *, block_size: int) -> dict[str,
             "redis": sighting.after and sighting.after.blocks,
             "mirror": sighting.mirror,
         },
-        "cause": cause,
-        "detail": detail,
+        "cause": why(sighting),
+        "detail": sighting.refusal,
     }
 
 
-def why(sighting: Sighting, *, block_size: int) -> tuple[Cause | None, str]:
-    """Why not all of its blocks were seen, and what more is known of that; None: they were."""
+def why(sighting: Sighting) -> Cause | None:
+    """Why not all of its blocks were seen; None: they were."""
     before, after = sighting.before, sighting.after
     if sighting.answered_s is None:
-        return "no answer", sighting.refusal
+        return "no answer"
     if sighting.mirror == sighting.expected:
-        return None, ""
+        return None
     if before is None or after is None:
-        return "Redis is away", ""
+        return "Redis is away"
     if before.record is None or after.record is None:
-        return "not in the index", ""
+        return "not in the index"
     if not after.record.facts["prefix_caching"]:
-        return "caching is off", ""
+        return "caching is off"
     if after.blocks == sighting.expected:
-        return "not in the mirror", ""
-    if differing := differences(after.record.facts, block_size=block_size):
-        return "other settings", differing
+        return "not in the mirror"
     if _written(before.record) == _written(after.record):
-        return "nothing published", ""
-    return "other fingerprints", ""
-
-
-def differences(facts: Mapping[str, Any], *, block_size: int) -> str:
-    """In what a replica's fingerprints are not the router's, as far as it says so; else empty."""
-    ours = {"fingerprint_version": FINGERPRINT_VERSION, "block_size": block_size}
-    return ", ".join(
-        f"{name} {facts.get(name)} where the router has {value}"
-        for name, value in ours.items()
-        if facts.get(name) != value
-    )
+        return "nothing published"
+    return "other fingerprints"
 
 
 def _written(record: ReplicaRecord) -> tuple[str, int]:

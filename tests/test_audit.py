@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from replica.simulated import SimulatedConfig, SimulatedEngine
 from router.doctor import checks
 from router.embedded_redis import embedded_redis
 from tests.conftest import openai_client
-from tests.serving import KVROUTE, Cluster, start_cluster
+from tests.serving import Cluster, doctor, start_cluster
 from tests.side import Side
 from tests.waiting import until
 from tests.workloads import ask, user
@@ -113,11 +112,6 @@ def cluster() -> Iterator[tuple[Cluster, str]]:
         yield cluster, url
 
 
-def doctor(cluster: Cluster) -> subprocess.CompletedProcess[str]:
-    command = [*KVROUTE, "doctor", "--audit", "--json", "--url", cluster.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 def audit(cluster: Cluster) -> list[dict[str, Any]]:
     answer = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).raise_for_status()
     return list(answer.json()["replicas"])
@@ -144,16 +138,16 @@ def test_the_doctor_finds_a_wrong_set_in_redis_until_it_has_healed(
     running, url = cluster
     with openai_client(running) as client:
         replica = ask(client, user("some blocks " * 100)).replica
-    assert doctor(running).returncode == 0
+    assert doctor(running, "--audit").returncode == 0
     with redis.from_url(url) as store:
         (key,) = store.keys(f"kvroute:*:blocks:{replica}:*")
         store.srem(key, store.srandmember(key))
         store.sadd(key, b"surplus!")
-    found = doctor(running)
+    found = doctor(running, "--audit", "--json")
     (wrong,) = [check for check in json.loads(found.stdout) if check["grade"] == "wrong"]
     assert found.returncode == 1
     assert replica in wrong["name"]
     assert "drift of 2 in Redis" in wrong["finding"]
     deadline = time.monotonic() + 20
-    while doctor(running).returncode != 0:
+    while doctor(running, "--audit").returncode != 0:
         assert time.monotonic() < deadline

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, connect
 from replica.protocol import GenerateRequest
 from router import canary
@@ -16,7 +15,6 @@ from tests.records import FACTS
 from tests.side import MODEL, Side
 from tests.waiting import until
 
-AGREED = FACTS | {"fingerprint_version": FINGERPRINT_VERSION}
 ALL = {"expected": 3, "redis": 3, "mirror": 3}
 NONE = {"expected": 3, "redis": 0, "mirror": 0}
 
@@ -38,7 +36,7 @@ async def begin(redis_url: str, **how: Any) -> Side:
     """On an empty Redis; the router knows the replica."""
     async with connect(redis_url) as redis:
         await redis.flushall()
-    side = Side(redis_url, **{"facts": AGREED, **how})
+    side = Side(redis_url, **how)
     await until(lambda: side.fleet.records)
     return side
 
@@ -82,16 +80,6 @@ async def test_blocks_that_come_under_other_fingerprints_are_missed(redis_url: s
     await side.close()
 
 
-async def test_settings_that_explain_it_are_named(redis_url: str) -> None:
-    facts = AGREED | {"fingerprint_version": "kvroute/0", "block_size": 8}
-    side = await begin(redis_url, facts=facts, revision="another")
-    report = await sent(side)
-    assert report["cause"] == "other settings"
-    assert "block_size 8 where the router has 4" in report["detail"]
-    assert "fingerprint_version kvroute/0 where" in report["detail"]
-    await side.close()
-
-
 async def test_a_replica_that_is_not_registered_is_found(side: Side) -> None:
     side.publishing.cancel()
     await side.redis.flushall()
@@ -99,7 +87,7 @@ async def test_a_replica_that_is_not_registered_is_found(side: Side) -> None:
 
 
 async def test_a_replica_that_caches_nothing_is_not_waited_for(redis_url: str) -> None:
-    side = await begin(redis_url, facts=AGREED | {"prefix_caching": False}, revision="another")
+    side = await begin(redis_url, facts=FACTS | {"prefix_caching": False}, revision="another")
     report = await sent(side)
     assert (report["cause"], report["seen_s"]) == ("caching is off", None)
     await side.close()
@@ -124,6 +112,6 @@ async def test_without_redis_it_is_known_that_the_replica_answers(side: Side) ->
 
 
 async def test_a_canary_fits_where_little_fits(redis_url: str) -> None:
-    side = await begin(redis_url, facts=AGREED | {"max_model_len": 11})
+    side = await begin(redis_url, facts=FACTS | {"max_model_len": 11})
     assert (await sent(side))["blocks"] == {"expected": 2, "redis": 2, "mirror": 2}
     await side.close()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from router.embedded_redis import OLDEST
+from router.ray_cluster import last_line
 
 Grade = Literal["ok", "warning", "wrong"]
 Facts = Mapping[str, Any]
@@ -19,9 +20,8 @@ HEALS = "ask again: what can heal has healed within seconds; if it stays, restar
 CANARY_REMEDIES = {
     "no answer": "see its log, and what it runs: kvroute status; one that hangs is replaced",
     "not in the index": "see its log, and whether Redis can be reached from its node",
-    "other settings": RESTART,
     "nothing published": "see its log: its engine tells it nothing, or Redis takes nothing from it",
-    "other fingerprints": f"it hashes another model name, revision or salt: {RESTART}",
+    "other fingerprints": f"its fingerprints are made otherwise: {RESTART}",
     "not in the mirror": "see the router's log; is it short of CPU? kvroute_index_age_seconds",
 }
 ACCOUNTS = {"engine": "the engine", "replica": "the replica", "redis": "Redis"}  # and a router's
@@ -63,7 +63,8 @@ def deployments(found: Mapping[str, Facts] | None) -> Iterator[Check]:
         yield Check("serve", "ok", "; ".join(f"{name}: {counts[name]}" for name in counts))
     for name, each in troubled.items():
         is_moving = each["status"] in ("UPDATING", "UPSCALING", "DOWNSCALING")
-        finding = f"{name} is {each['status']}: {counts[name]}. {each['message']}".strip()
+        said = f". {last_line(each['message'])}" if each["message"] else ""
+        finding = f"{name} is {each['status']}: {counts[name]}{said}"
         remedy = "wait, and ask again" if is_moving else "see what Serve says, and its log"
         yield Check("serve", "warning" if is_moving else "wrong", finding, remedy)
 
