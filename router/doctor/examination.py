@@ -33,7 +33,7 @@ def examine(url: str, *, audit: bool, step: Step = lambda text: None) -> Iterato
         yield from _Examination(client, step).run(has_replicas=ready > 0, audit=audit)
 
 
-class _UnansweredError(Exception):
+class _RefusedError(Exception):
     """The cluster said that it cannot say; the message has its words."""
 
 
@@ -56,7 +56,7 @@ class _Examination:
         self._step(doing)
         try:
             return list(part())
-        except _UnansweredError as error:
+        except _RefusedError as error:
             return [Check(name, "wrong", str(error), "see to that, and ask again")]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             finding = f"the answer cannot be had or read: {error!r}"
@@ -66,7 +66,7 @@ class _Examination:
         answer = self._client.request(method, path)
         found = answer.json()
         if answer.is_error:
-            raise _UnansweredError(refusal(found) or f"{method} {path}: {answer.status_code}")
+            raise _RefusedError(refusal(found) or f"{method} {path}: {answer.status_code}")
         return found
 
     def _diagnosis(self) -> Iterator[Check]:
@@ -87,7 +87,7 @@ class _Examination:
         try:
             probes = ports.probes(self._ask("GET", "/v1/metrics/targets"))
             yield from ports.judge(probes)
-        except _UnansweredError as error:
+        except _RefusedError as error:
             yield Check("ports", "warning", f"not known: {error}", "see to that, and ask again")
         each = {probe.who: probe.clock for probe in probes if probe.clock}
         ahead = Offset(*redis["clock_ahead_s"]) if "clock_ahead_s" in redis else None
