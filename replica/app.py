@@ -67,6 +67,12 @@ class Replica:
                 is_first = False
                 yield chunk
 
+    async def canary(self, request: GenerateRequest) -> None:
+        """The engine has answered it. Nobody asked for it, so no metric counts it."""
+        async with contextlib.aclosing(self._engine.generate(request)) as chunks:
+            async for _ in chunks:
+                pass
+
     async def audit(self, request: AuditRequest) -> ReplicaAudit:
         """What the engine has cached, beside what it said before and what the index has of it.
         TimeoutError where the engine, or Redis, does not answer."""

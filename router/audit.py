@@ -9,17 +9,15 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from replica.events import Comparison
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import FencedError, Index, Position, ReplicaRecord
 from replica.protocol import AuditRequest, ReplicaAudit
+from router import question
 from router.feed import Feed
 from router.mirror import Mirror
-from router.routes import ROUTES, Route
 
 ASK_S = 15.0  # the longest wait for a replica
 TRIES = 5  # at the mirror, while it is being loaded or seems wrong; the best one counts
@@ -107,13 +105,13 @@ def asking(replicas: DeploymentHandle) -> Ask:
 
     async def ask(replica_id: str) -> ReplicaAudit | None:
         request = AuditRequest(uuid.uuid4().hex)
-        ROUTES[request.request_id] = route = Route([replica_id])
         try:
-            async with asyncio.timeout(ASK_S):
-                answer: ReplicaAudit = await replicas.audit.remote(request)
-        except (RayError, RayServeException, TimeoutError):
+            answer: ReplicaAudit = await question.ask(
+                replicas.audit, request, replica_id, within_s=ASK_S
+            )
+        except question.UnansweredError:
             return None
-        return answer if route.chosen == replica_id else None
+        return answer
 
     return ask
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from router.client import LOCAL, Url, call, fail
-from router.doctor import doctor
+from router.doctor.command import doctor
 from router.explain import explain
 from router.options import SettingsError, env_names, flags, option
 from router.prefixes_command import prefixes

@@ -19,7 +19,7 @@ def call(method: str, url: str, path: str, **body: Any) -> Any:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         fail(nobody_there(url, error))
     if answer.is_error:
-        fail(_message(found) or f"{method} {path}: {answer.status_code} {answer.reason_phrase}")
+        fail(refusal(found) or f"{method} {path}: {answer.status_code} {answer.reason_phrase}")
     return found
 
 
@@ -33,9 +33,9 @@ def fail(message: str) -> Any:
     raise typer.Exit(1)
 
 
-def _message(refusal: Any) -> str | None:
+def refusal(found: Any) -> str | None:
     """What an error in OpenAI's shape says."""
     try:
-        return str(refusal["error"]["message"])
+        return str(found["error"]["message"])
     except (KeyError, TypeError):
         return None

@@ -224,6 +224,18 @@ class Router:
             raise ApiError(503, message, type="server_error") from error
         return JSONResponse({"router": self._parts.id, "replicas": replicas})
 
+    @http.post("/v1/cluster/canary")
+    async def canary(self) -> Response:
+        """A tiny request of our own to every replica, and whether its blocks were seen."""
+        replicas = await self._parts.canaries.run()
+        return JSONResponse({"router": self._parts.id, "replicas": replicas})
+
+    @http.get("/v1/cluster/diagnosis")
+    async def diagnosis(self, request: Request) -> Response:
+        """Redis, the leases, Serve and the versions, as this router sees them."""
+        _, port = request.scope["server"]
+        return JSONResponse({"router": self._parts.id} | await self._parts.diagnosis.run(port=port))
+
     @http.get("/v1/cluster/hot")
     async def hot(self) -> Response:
         """The prefixes that saved most of late, as far as this router's own requests tell."""

@@ -17,7 +17,9 @@ from router import routes
 from router.audit import Audit, asking
 from router.auto_pin import AutoPin
 from router.baselines import RANKINGS
+from router.canary import Canaries, sending
 from router.demand import Demand
+from router.diagnosis import Diagnosis
 from router.dispatch import Dispatcher, Generation
 from router.feed import Feed
 from router.fleet import Fleet
@@ -69,6 +71,14 @@ class Parts:
         self.watch = Watch(routes.replicas, self.fleet, hang_timeout_s=settings.hang_timeout_s)
         self.dispatcher = Dispatcher(replicas, self.fleet, self.watch)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, asking(replicas))
+        self.canaries = Canaries(
+            self.index,
+            self.fleet,
+            sending(replicas),
+            routes.running_replicas,
+            block_size=block_size,
+        )
+        self.diagnosis = Diagnosis(redis, self.index, routes.running_replicas)
         self.joint = Joint(prompts)
         self.catalogue = Catalogue(Prefixes(redis, model), self.fleet, block_size=block_size)
         self.demand = Demand(self.catalogue, self.fleet)

@@ -128,10 +128,11 @@ def _news(deployments: Mapping[str, Any]) -> Iterator[str]:
         for number in range(1, deployment.replica_states.get("RUNNING", 0) + 1):
             yield f"{name.lower()} {number} of {wanted} is ready"
         if "Error:" in deployment.message:
-            yield f"{name.lower()} cannot start yet: {_last_line(deployment.message)}"
+            yield f"{name.lower()} cannot start yet: {last_line(deployment.message)}"
 
 
-def _last_line(message: str) -> str:
+def last_line(message: str) -> str:
+    """Of an error of Ray's, where it says what is wrong."""
     return plain(message).strip().splitlines()[-1]
 
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dashboards.replica import REPLICA
 from replica.model import BUILTIN_MODEL
 from tests.conftest import async_openai_client
-from tests.serving import Cluster, start_cluster
+from tests.serving import Cluster, doctor, start_cluster
 from tests.waiting import until
 from tests.workloads import BLOCK, ask, interleaved_chats, people_table, table_questions, user
 
@@ -109,6 +109,13 @@ def test_engines_replicas_redis_and_routers_agree_on_what_is_cached(
     audit = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).json()
     counts = [set(replica["blocks"].values()) for replica in audit["replicas"]]
     assert all(len(count) == 1 and min(count) > 50 for count in counts)
+
+
+def test_the_doctor_finds_the_blocks_of_its_canaries(cluster: Cluster) -> None:
+    examined = doctor(cluster, "--json")
+    found = {check["name"]: check for check in json.loads(examined.stdout)}
+    assert examined.returncode == 0, examined.stdout
+    assert found["canary"]["finding"].startswith("answered by 2 replicas, and their blocks seen")
 
 
 def drifts(cluster: Cluster) -> set[int | None]:

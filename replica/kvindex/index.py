@@ -388,6 +388,24 @@ class Index:
         return Snapshot(int(seq), Position.parse(last) if last else START, packed)
 
     @answered
+    async def held(self, record: ReplicaRecord, fingerprints: Sequence[Fingerprint]) -> int:
+        """How many of these are in the replica's set."""
+        packed = [pack([fingerprint]) for fingerprint in fingerprints]
+        return sum(
+            await self._redis.smismember(self._blocks_key(record.id, record.incarnation), packed)
+        )
+
+    @answered
+    async def leases_s(self) -> dict[str, float]:
+        """How long each living replica's lease still runs."""
+        ids = [record.id for record in await self.records()]
+        pipeline = self._redis.pipeline(transaction=False)
+        for replica_id in ids:
+            pipeline.pttl(self._record_key(replica_id))
+        left = zip(ids, await pipeline.execute(), strict=True)
+        return {replica_id: left_ms / 1000 for replica_id, left_ms in left if left_ms >= 0}
+
+    @answered
     async def follow(
         self, position: Position, *, block_ms: int
     ) -> Iterator[tuple[Position, Change]]:
