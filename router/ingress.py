@@ -23,6 +23,7 @@ from router.parsing import is_chat, parse
 from router.parts import Parts
 from router.prompt import Prompts
 from router.receipts import receipt
+from router.request_id import request_id
 from router.responses import ChatReply, CompletionReply, Reply
 from router.routes import running_replicas
 from router.schemas import (
@@ -59,9 +60,8 @@ async def _refuse_route(request: Request, error: HTTPException) -> Response:
 @http.exception_handler(Exception)
 async def _fail(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return await _refuse(
-        request, ApiError(500, "the server failed to answer; see its log", type="server_error")
-    )
+    message = f"the server failed to answer; its log says why, at request {request_id(request)}"
+    return await _refuse(request, ApiError(500, message, type="server_error"))
 
 
 async def read_body(request: Request, *, limit_mb: int) -> bytes:
@@ -305,6 +305,7 @@ class Router:
             shape,
             body,
             prompts,
+            request_id=request_id(request),
             model=self._settings.served_model_name,
             max_model_len=self._max_model_len,
             begun=begun,
@@ -314,6 +315,7 @@ class Router:
     def _receipt(self, generation: Generation) -> dict[str, Any]:
         """Of a prompt that is being answered."""
         return receipt(generation.placement, policy=self._settings.policy) | {
+            "request_id": generation.request_id,
             "replica": generation.replica_id,
             "expected_tokens": generation.expected_tokens,
             "cached_tokens": generation.cached_tokens,

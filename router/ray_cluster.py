@@ -147,6 +147,7 @@ def _prepare_environment(folder: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "router.request_id:middlewares",
         # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),

@@ -54,6 +54,7 @@ class Asked:
     choices: int = 1
     is_salted: bool = False
     is_resumed: bool = False  # another replica, lost since, has said the beginning
+    request_id: str = ""  # as the client knows it; a dispatch's is a longer one
 
 
 @dataclass(frozen=True, slots=True)
