@@ -19,6 +19,7 @@ from replica.exposition import Exposition
 from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefixes
+from replica.logs import log_to_serve
 from replica.metrics import ReplicaMetrics
 from replica.protocol import AuditRequest, Chunk, EngineDeadError, GenerateRequest, ReplicaAudit
 from replica.publisher import Publisher
@@ -38,6 +39,7 @@ class Replica:
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = ReplicaSettings.model_validate(settings)
         self.id = serve.get_replica_context().replica_id.unique_id
+        log_to_serve(self._settings.served_model_name)
         self._engine = await start_engine(self._settings)
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)

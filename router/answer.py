@@ -33,9 +33,7 @@ async def answer(
     answer for each of them.
     """
     rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
-    generations = await _begin(
-        dispatcher, body, list(zip(prompts, rooms, strict=True)), request_id
-    )
+    generations = await _begin(dispatcher, body, list(zip(prompts, rooms, strict=True)), request_id)
     for generation in generations:
         begun(generation)
     reply = shape(

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from replica.kvindex.prefixes import Prefix
+from replica.logs import log_to_serve
 from replica.model import resolve
 from replica.protocol import TokenIds
 from router.answer import answer
@@ -95,6 +96,7 @@ class Router:
         self, settings: dict[str, Any], replicas: DeploymentHandle
     ) -> None:
         self._settings = RouterSettings.model_validate(settings)
+        log_to_serve(self._settings.served_model_name)
         self._started = int(time.time())
         folder = await asyncio.to_thread(resolve, self._settings.model)
         prompts = await asyncio.to_thread(Prompts, folder)
