@@ -166,8 +166,8 @@ class Dispatcher:
         ranking = [candidate.replica_id for candidate in placement.ranking]
         route = ROUTES[request.request_id] = Route(ranking, lost)
         sent_s = time.monotonic()
-        stream: DeploymentResponseGenerator = self._generate.remote(request)
         trip = self._fleet.sent(placement, best, request.request_id, sent_s, asked)
+        stream = self._send(request, trip)
         try:
             first: Chunk | None = await self.watch.next(stream, route)
         except LOST as error:
@@ -190,6 +190,15 @@ class Dispatcher:
             trip = self._fleet.sent(placement, replica_id, request.request_id, sent_s, asked)
         trip.hear(first, time.monotonic())
         return Attempt(replica_id, route, placement, first, stream, trip)
+
+    def _send(self, request: GenerateRequest, trip: Trip) -> DeploymentResponseGenerator:
+        if trip.trace:
+            request = replace(request, trace=trip.trace)
+        try:
+            return self._generate.remote(request)
+        except BaseException:
+            trip.end("failed")
+            raise
 
 
 def _outcome(error: BaseException, refusal: ApiError | None) -> Outcome:

@@ -17,6 +17,7 @@ from replica.kvindex.prefixes import Prefix
 from replica.logs import log_to_serve
 from replica.model import resolve
 from replica.protocol import TokenIds
+from router import tracing
 from router.answer import answer
 from router.dispatch import Generation
 from router.errors import ApiError
@@ -44,6 +45,7 @@ RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
 
 # Serve copies the app at the class below as it is then: what a route uses stands above its class.
 http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
+http.add_middleware(tracing.Requests)
 
 
 @http.exception_handler(ApiError)
@@ -272,9 +274,10 @@ class Router:
         body = parse(ChatCompletionRequest, raw)
         self._check_model(body.model)
         prefix = await self._prefix(body)
-        prompt = await self._parts.joint.chat(
-            body.messages, prefix, max_model_len=self._max_model_len
-        )
+        with tracing.step("tokenise"):
+            prompt = await self._parts.joint.chat(
+                body.messages, prefix, max_model_len=self._max_model_len
+            )
         return body, [prompt], prefix
 
     async def _completion(
@@ -284,10 +287,12 @@ class Router:
         body = parse(CompletionRequest, raw)
         self._check_model(body.model)
         prefix = await self._prefix(body)
-        prompts = [
-            await self._parts.joint.completion(prompt, prefix, max_model_len=self._max_model_len)
-            for prompt in body.prompts()
-        ]
+        limit = self._max_model_len
+        with tracing.step("tokenise"):
+            prompts = [
+                await self._parts.joint.completion(prompt, prefix, max_model_len=limit)
+                for prompt in body.prompts()
+            ]
         return body, prompts, prefix
 
     async def _answer(
