@@ -1,6 +1,6 @@
 """A request's way through this router, as spans: how long each step took, and where it went.
 
-Nobody asks for them: each step costs one look at a variable.
+Where nobody asks for them, each step costs one look at a variable.
 """
 
 import time
@@ -14,8 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from replica.tracing import Tracing, context_of, headers_of, start_tracing
 from router.request_id import HEADER
 from router.trips import Placement, Trip, Witness
-
-UNTRACED = ("/health", "/v1/metrics/targets")  # machines ask for them again and again
 
 _tracing: Tracing | None = None  # of this process
 
@@ -41,13 +39,14 @@ def step(name: str) -> AbstractContextManager[object]:
 
 class Requests:
     """A span of each HTTP request, from its headers to the last byte of its answer; it belongs to
-    the client's, if that names one."""
+    the client's, if that names one. What is only looked at, by machines again and again, has none.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _tracing is None or scope["type"] != "http" or scope["path"] in UNTRACED:
+        if _tracing is None or scope["type"] != "http" or scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
         with _request_span(_tracing, scope) as span:
