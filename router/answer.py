@@ -21,6 +21,7 @@ async def answer(
     body: SamplingRequest,
     prompts: Sequence[TokenIds],
     *,
+    request_id: str,
     model: str,
     max_model_len: int,
     begun: Callable[[Generation], None],
@@ -32,12 +33,13 @@ async def answer(
     answer for each of them.
     """
     rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
-    generations = await _begin(dispatcher, body, list(zip(prompts, rooms, strict=True)))
+    generations = await _begin(dispatcher, body, list(zip(prompts, rooms, strict=True)), request_id)
     for generation in generations:
         begun(generation)
     reply = shape(
         model,
         sum(map(len, prompts)),
+        request_id=request_id,
         prompts=len(prompts),
         n=body.n,
         logprobs=body.reported_logprobs() is not None,
@@ -58,11 +60,16 @@ async def answer(
 
 
 async def _begin(
-    dispatcher: Dispatcher, body: SamplingRequest, prompts: Iterable[tuple[TokenIds, int]]
+    dispatcher: Dispatcher,
+    body: SamplingRequest,
+    prompts: Iterable[tuple[TokenIds, int]],
+    request_id: str,
 ) -> list[Generation]:
     """All prompts of one call under way, or none of them."""
     tasks = [
-        asyncio.create_task(dispatcher.begin(prompt, body.sampling(room), body.cache_salt))
+        asyncio.create_task(
+            dispatcher.begin(prompt, body.sampling(room), body.cache_salt, request_id)
+        )
         for prompt, room in prompts
     ]
     try:

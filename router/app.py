@@ -6,6 +6,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from replica.app import Replica
+from replica.logs import logging_config
 from router.ingress import Router
 from router.request_router import CacheAwareRequestRouter
 from router.settings import ServeSettings
@@ -19,6 +20,7 @@ DRAIN_LOOK_S = 0.5  # between looks whether what runs is finished
 def build(args: dict[str, Any]) -> Application:
     """args: ServeSettings as a dict, with a redis_url; what is left out has its default."""
     settings = ServeSettings.model_validate(args)
+    logs = logging_config(settings.log_format)
     replica = Replica.options(  # type: ignore[attr-defined]
         num_replicas=settings.replicas,
         max_ongoing_requests=REQUESTS_EACH,
@@ -26,6 +28,7 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
+        logging_config=logs,
         ray_actor_options=_resources(settings),
         request_router_config=RequestRouterConfig(
             request_router_class=CacheAwareRequestRouter,
@@ -38,6 +41,7 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
+        logging_config=logs,
         ray_actor_options={"num_cpus": 1},
     )
     bound: Application = router.bind(

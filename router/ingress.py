@@ -14,8 +14,10 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from replica.kvindex.prefixes import Prefix
+from replica.logs import log_to_serve
 from replica.model import resolve
 from replica.protocol import TokenIds
+from router import tracing
 from router.answer import answer
 from router.dispatch import Generation
 from router.errors import ApiError
@@ -23,6 +25,7 @@ from router.parsing import is_chat, parse
 from router.parts import Parts
 from router.prompt import Prompts
 from router.receipts import receipt
+from router.request_id import request_id
 from router.responses import ChatReply, CompletionReply, Reply
 from router.routes import running_replicas
 from router.schemas import (
@@ -42,6 +45,7 @@ RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
 
 # Serve copies the app at the class below as it is then: what a route uses stands above its class.
 http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
+http.add_middleware(tracing.Requests)
 
 
 @http.exception_handler(ApiError)
@@ -59,9 +63,8 @@ async def _refuse_route(request: Request, error: HTTPException) -> Response:
 @http.exception_handler(Exception)
 async def _fail(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return await _refuse(
-        request, ApiError(500, "the server failed to answer; see its log", type="server_error")
-    )
+    message = f"the server failed to answer; its log says why, at request {request_id(request)}"
+    return await _refuse(request, ApiError(500, message, type="server_error"))
 
 
 async def read_body(request: Request, *, limit_mb: int) -> bytes:
@@ -95,6 +98,7 @@ class Router:
         self, settings: dict[str, Any], replicas: DeploymentHandle
     ) -> None:
         self._settings = RouterSettings.model_validate(settings)
+        log_to_serve(self._settings.served_model_name)
         self._started = int(time.time())
         folder = await asyncio.to_thread(resolve, self._settings.model)
         prompts = await asyncio.to_thread(Prompts, folder, self._settings.revision)
@@ -285,9 +289,10 @@ class Router:
         body = parse(ChatCompletionRequest, raw)
         self._check_model(body.model)
         prefix = await self._prefix(body)
-        prompt = await self._parts.joint.chat(
-            body.messages, prefix, max_model_len=self._max_model_len
-        )
+        with tracing.step("tokenise"):
+            prompt = await self._parts.joint.chat(
+                body.messages, prefix, max_model_len=self._max_model_len
+            )
         return body, [prompt], prefix
 
     async def _completion(
@@ -297,10 +302,12 @@ class Router:
         body = parse(CompletionRequest, raw)
         self._check_model(body.model)
         prefix = await self._prefix(body)
-        prompts = [
-            await self._parts.joint.completion(prompt, prefix, max_model_len=self._max_model_len)
-            for prompt in body.prompts()
-        ]
+        limit = self._max_model_len
+        with tracing.step("tokenise"):
+            prompts = [
+                await self._parts.joint.completion(prompt, prefix, max_model_len=limit)
+                for prompt in body.prompts()
+            ]
         return body, prompts, prefix
 
     async def _answer(
@@ -320,6 +327,7 @@ class Router:
             shape,
             body,
             prompts,
+            request_id=request_id(request),
             model=self._settings.served_model_name,
             max_model_len=self._max_model_len,
             begun=begun,
@@ -329,6 +337,7 @@ class Router:
     def _receipt(self, generation: Generation) -> dict[str, Any]:
         """Of a prompt that is being answered."""
         return receipt(generation.placement, policy=self._settings.policy) | {
+            "request_id": generation.request_id,
             "replica": generation.replica_id,
             "expected_tokens": generation.expected_tokens,
             "cached_tokens": generation.cached_tokens,

@@ -92,6 +92,7 @@ def _start(
     deploy(build(chosen.model_dump(mode="json")), progress, signals, deadline)
     url = f"http://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
     _wait_until_healthy(url, signals, deadline)
+    progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
     _announce(chosen, url, progress)
 
 

@@ -13,7 +13,7 @@ from replica.exposition import Exposition
 from replica.identity import identify
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefix, Prefixes
-from router import routes
+from router import routes, tracing
 from router.audit import Audit, asking
 from router.auto_pin import AutoPin
 from router.baselines import RANKINGS
@@ -55,6 +55,7 @@ class Parts:
         self.id = self._loudspeaker.router
         self._log = self._request_log()
         self._metrics = RouterMetrics() if settings.metrics else None
+        witnesses = (self._loudspeaker, self._log, self._metrics, tracing.start(self.id))
         self.fleet = Fleet(
             model=model,
             revision=settings.revision,
@@ -63,7 +64,7 @@ class Parts:
             handshake=Handshake(
                 identify(prompts.model, revision=settings.revision, block_size=block_size)
             ),
-            witness=Witnesses(*filter(None, (self._loudspeaker, self._log, self._metrics))),
+            witness=Witnesses(*filter(None, witnesses)),
             ranking=RANKINGS[settings.policy](),
         )
         self.index = Index(redis, model)
@@ -132,6 +133,7 @@ class Parts:
             await self._log.flush()
         if self._announcer:
             await self._announcer.leave()
+        await asyncio.to_thread(tracing.close)
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(asyncio.create_task(work, name=name))

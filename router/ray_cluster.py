@@ -81,6 +81,8 @@ def _start(settings: ServeSettings, folder: Path) -> None:
     import ray
     from ray import serve
 
+    from replica.logs import logging_config
+
     try:
         ray.init(
             address="local",
@@ -97,6 +99,7 @@ def _start(settings: ServeSettings, folder: Path) -> None:
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": settings.host, "port": settings.port},
+            logging_config=logging_config(settings.log_format),
         )
     except (ray.exceptions.RayError, RuntimeError, OSError) as error:
         raise StartError(f"Ray does not start: {error}") from None
@@ -148,6 +151,9 @@ def _prepare_environment(folder: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # Lines of Serve's logs that are written at a time: more would keep warnings back.
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "router.request_id:middlewares",
         # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),

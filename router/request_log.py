@@ -44,6 +44,7 @@ class Line(msgspec.Struct):
     duration_s: float
     outcome: str  # ok | cancelled | refused | failed: lost with its replica, perhaps sent again
     ledger: Ledger | None  # where the prompt's tokens came from; None as well without a token
+    request_id: str  # the answer's x-request-id
 
 
 class RequestLog(Witness):
@@ -98,6 +99,7 @@ class RequestLog(Witness):
             duration_s=duration_s,
             outcome=trip.outcome or "ok",
             ledger=trip.ledger(),
+            request_id=trip.asked.request_id,
         )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:

@@ -115,6 +115,10 @@ class ServeSettings(BaseSettings):
             flags=("--metrics/--no-metrics",),
         ),
     ] = True
+    log_format: Annotated[
+        Literal["text", "json"],
+        Option(CLUSTER, "Of what routers and replicas log: text, or json with a line a record."),
+    ] = "text"
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Seconds until a start counts as failed.")
     ] = 600.0

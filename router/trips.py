@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from replica.kvindex.fingerprint import Fingerprint
-from replica.protocol import Chunk
+from replica.protocol import Chunk, TraceContext
 from router.ledger import Ledger, account
 from router.load import ReplicaLoad
 from router.mirror import Mirror
@@ -54,6 +54,7 @@ class Asked:
     choices: int = 1
     is_salted: bool = False
     is_resumed: bool = False  # another replica, lost since, has said the beginning
+    request_id: str = ""  # as the client knows it; a dispatch's is a longer one
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ class Trip:
     asked: Asked
     placement: Placement | None = None  # why it went there, when this router sent it
     witness: Witness = NOBODY
+    trace: TraceContext | None = None  # its span, where a witness keeps one
     unfinished: int = 1  # choices
     output_tokens: int = 0  # of all choices
     first_tokens: int = 0  # those among them that came in the first chunk

@@ -34,7 +34,7 @@ from tests.workloads import ask, people_table, table_questions, user
 BLOCK = 32
 KEYS = (
     "timestamp input_length output_length hash_ids block_size replica reusable_tokens "
-    "expected_tokens cached_tokens predicted_ttft_s ttft_s duration_s outcome ledger"
+    "expected_tokens cached_tokens predicted_ttft_s ttft_s duration_s outcome ledger request_id"
 ).split()
 
 
