@@ -10,16 +10,19 @@ LEDGER = (  # from the prompt's start to its end, as in router/ledger.py
     ("surprise", "light-green"),
     ("stale", "red"),
     ("spilled", "orange"),
+    ("unpinned", "yellow"),
+    ("evicted", "dark-orange"),
     ("new", "blue"),
     ("apart", "purple"),
     ("tail", "gray"),
 )
 CAUSES = (
     "hit: cached, as expected. surprise: cached, not expected; see the index's age in the "
-    "dashboard Routing. stale: expected, and gone; more memory for the cache, or see the "
-    "publishers' lag. spilled: cached on another replica, mostly a busy one; more replicas. new: "
-    "cached nowhere; let prompts begin alike, or more memory if they do. apart: kept apart by "
-    "`cache_salt`; fewer salts, if that is allowed. tail: no whole block; a smaller `--block-size`."
+    "dashboard Routing. stale: expected, and gone; see the publishers' lag. spilled: cached on "
+    "another replica, mostly a busy one; more replicas. unpinned: of a named prefix that no "
+    "replica kept; a larger `--pin-share`. evicted: cached once, and no more; more memory for "
+    "caches. new: never cached; let prompts begin alike. apart: kept apart by `cache_salt`; fewer "
+    "salts, if that is allowed. tail: no whole block; a smaller `--block-size`."
 )
 
 

@@ -126,10 +126,15 @@ class Dispatcher:
         self._generate = handle.options(stream=True).generate
         self._fleet = fleet
 
-    async def begin(self, token_ids: TokenIds, sampling: Sampling, namespace: str) -> Generation:
-        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
+    async def begin(
+        self, token_ids: TokenIds, sampling: Sampling, namespace: str, *, named_tokens: int = 0
+    ) -> Generation:
+        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
+
+        named_tokens: of whole blocks, of the named prefix that the prompt begins with.
+        """
         request = GenerateRequest(uuid.uuid4().hex, token_ids, sampling, namespace)
-        asked = Asked(time.monotonic(), sampling.n, bool(namespace))
+        asked = Asked(time.monotonic(), sampling.n, bool(namespace), named_tokens)
         lost: list[str] = []
         return Generation(self, request, asked, await self.attempt(request, asked, lost), lost)
 

@@ -308,6 +308,7 @@ class Router:
             model=self._settings.served_model_name,
             max_model_len=self._max_model_len,
             begun=begun,
+            named_tokens=self._parts.named_tokens(prefix),
             receipt=self._receipt if wants_receipt else None,
         )
 

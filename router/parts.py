@@ -94,6 +94,11 @@ class Parts:
             self._run(self._announcer.run(), "announcer")
         await self.feed.loaded(within_s=LOADED_S)
 
+    def named_tokens(self, prefix: Prefix | None) -> int:
+        """Its tokens in whole blocks."""
+        block_size = self._settings.block_size
+        return prefix.full_blocks(block_size) * block_size if prefix else 0
+
     def count(self, generation: Generation, prefix: Prefix | None, *, is_salted: bool) -> None:
         """A prompt has its first token: what it took from caches counts for its prefixes."""
         if prefix is not None:
