@@ -103,13 +103,15 @@ class Router:
 
     @http.post("/v1/chat/completions")
     async def chat(self, request: Request) -> Response:
-        body, prompts, prefix = await self._chat(await self._body(request))
-        return await self._answer(ChatReply, request, body, prompts, prefix)
+        with self._parts.counting_refusals():
+            body, prompts, prefix = await self._chat(await self._body(request))
+            return await self._answer(ChatReply, request, body, prompts, prefix)
 
     @http.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        body, prompts, prefix = await self._completion(await self._body(request))
-        return await self._answer(CompletionReply, request, body, prompts, prefix)
+        with self._parts.counting_refusals():
+            body, prompts, prefix = await self._completion(await self._body(request))
+            return await self._answer(CompletionReply, request, body, prompts, prefix)
 
     @http.post("/v1/route")
     async def route(self, request: Request) -> Response:

@@ -21,7 +21,7 @@ from replica.model import BUILTIN_MODEL
 from replica.protocol import Chunk
 from router.fleet import Fleet
 from router.ledger import CAUSES
-from router.metrics import RouterMetrics
+from router.metrics import REFUSALS, RouterMetrics
 from router.trips import Asked, Outcome, Trip
 from tests.conftest import openai_client
 from tests.records import FACTS, LOAD
@@ -134,6 +134,21 @@ def test_each_process_is_a_target_for_as_long_as_it_lives(cluster: Cluster) -> N
 
 def _command(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
+
+
+def test_a_refusal_is_counted_by_its_code(cluster: Cluster) -> None:
+    def refusals() -> dict[str, float]:
+        counted = total(cluster, "router")
+        return {
+            code: n
+            for code in REFUSALS
+            if (n := counted[f"kvroute_refused_requests_total{{{code}}}"])
+        }
+
+    before = refusals()
+    for body in ({"model": "another", "prompt": "a"}, {"prompt": "a", "n": 0}, {"prompt": "a"}):
+        requests.post(f"{cluster.url}/v1/completions", json=body, timeout=10)
+    assert (before, refusals()) == ({}, {"model_not_found": 1, "invalid_value": 1})
 
 
 def test_metrics_of_a_process_found_by_chance_are_not_offered(cluster: Cluster) -> None:
