@@ -4,9 +4,7 @@ import asyncio
 import os
 import random
 import signal
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -14,7 +12,6 @@ import pytest
 import requests
 from openai import OpenAI
 from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 
 from replica.kvindex.index import Index, ReplicaRecord, connect
 from replica.model import BUILTIN_MODEL
@@ -25,6 +22,7 @@ from router.metrics import REFUSALS, RouterMetrics
 from router.trips import Asked, Outcome, Trip
 from tests.conftest import openai_client
 from tests.records import FACTS, LOAD
+from tests.scraping import scrape, targets, total, wait_until
 from tests.serving import Cluster, start_cluster
 
 PROMPTS = np.random.default_rng(7).integers(1000, 9000, (10, 100)).tolist()  # 3 blocks and 4 tokens
@@ -42,45 +40,12 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def targets(cluster: Cluster, role: str) -> dict[str, str]:
-    """Addresses by the ids of the processes."""
-    document = requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
-    found = [target for target in document if target["labels"]["role"] == role]
-    assert all(target["labels"].keys() == {"model", "role", role, "node"} for target in found)
-    assert all(target["labels"]["model"] == BUILTIN_MODEL for target in found)
-    return {target["labels"][role]: target["targets"][0] for target in found}
-
-
 def reached(cluster: Cluster, role: str) -> dict[str, str]:
     """The same; none where the router that was asked has just been killed."""
     try:
         return targets(cluster, role)
     except requests.ConnectionError:
         return {}
-
-
-def scrape(address: str) -> Counter[str]:
-    """Samples of our own, as in `kvroute_requests_total{ok}`."""
-    text = requests.get(f"http://{address}/metrics", timeout=10).text
-    samples = Counter[str]()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith("kvroute_"):
-                label = f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""
-                samples[sample.name + label] = sample.value  # type: ignore[assignment]
-    return samples
-
-
-def total(cluster: Cluster, role: str) -> Counter[str]:
-    """The sums over all processes of that role."""
-    return sum((scrape(address) for address in targets(cluster, role).values()), Counter[str]())
-
-
-def wait_until(is_true: Callable[[], object], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.1)
 
 
 def ask_all(client: OpenAI) -> None:
