@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import cycle
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dashboards.grafana import BYTES, FRACTION, NUMBER, REQUESTS_PER_S, SECONDS, Panel
+from dashboards.grafana import BYTES, FRACTION, REQUESTS_PER_S, SECONDS, Panel
 
 INK, PALE, GRID = "#24292E", "#6A737D", "#E6E8EB"
 COLORS = {  # Grafana's names
@@ -26,7 +27,17 @@ COLORS = {  # Grafana's names
     "transparent": "none",
 }
 PALETTE = ("#3274D9", "#FF780A", "#4C9A3F", "#A352CC", "#D92B3F", "#E8BE0A", "#0F8C8C", "#8A5A2B")
-LEGEND = 8  # series that a legend has room for
+
+LEGEND: dict[str, Any] = {
+    "loc": "upper left",
+    "bbox_to_anchor": (-0.02, -0.1),
+    "fontsize": 7.5,
+    "frameon": False,
+    "labelcolor": PALE,
+    "handlelength": 1.0,
+    "columnspacing": 1.2,
+    "borderaxespad": 0.2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,8 @@ class Series:
 def draw(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
     """The panel's title above, and below it what its kind makes of the series."""
     axes.set_title(panel.title, loc="left", fontsize=9.5, weight="bold", color=INK, pad=7)
+    if panel.kind == "timeseries" and panel.stacking != "percent":
+        axes.set_title(_unit(panel.unit), loc="right", fontsize=8, color=PALE, pad=7)
     if not any(not math.isnan(each.latest) for each in series):
         _blank(axes)
         axes.text(0.5, 0.5, "none yet", transform=axes.transAxes, ha="center", color=PALE)
@@ -57,7 +70,7 @@ def draw(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
 
 
 def shown(value: float, unit: str) -> str:
-    """As people write it."""
+    """As people write it; what is counted is told by `_unit`."""
     if math.isnan(value):
         return "?"
     if unit == FRACTION:
@@ -66,8 +79,12 @@ def shown(value: float, unit: str) -> str:
         return f"{1000 * value:.3g} ms" if 0 < value < 1 else f"{value:.3g} s"
     if unit == BYTES:
         return f"{value / 2**20:,.0f} MiB"
-    suffix = "" if unit == NUMBER else " req/s" if unit == REQUESTS_PER_S else f" {unit[6:]}"
-    return f"{_short(value)}{suffix}"
+    return _short(value)
+
+
+def _unit(unit: str) -> str:
+    """What a number alone does not say."""
+    return "requests/s" if unit == REQUESTS_PER_S else unit.partition(":")[2]
 
 
 def _short(value: float) -> str:
@@ -93,17 +110,18 @@ def _lines(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
     unit = FRACTION if panel.stacking == "percent" else panel.unit
     axes.set_ylim(0, 1 if panel.stacking == "percent" else max(1.08 * _top(axes), 1e-9))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, unit)))
-    locator = AutoDateLocator(maxticks=6)  # type: ignore[no-untyped-call]
+    locator = AutoDateLocator(minticks=3, maxticks=7)  # type: ignore[no-untyped-call]
     axes.xaxis.set_major_locator(locator)
     formatter = ConciseDateFormatter(locator, show_offset=False)  # type: ignore[no-untyped-call]
     axes.xaxis.set_major_formatter(formatter)
     axes.margins(x=0)
-    _legend(axes, len(series))
+    _legend(axes, panel.width)
 
 
 def _number(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
     _blank(axes)
-    text = "   ".join(shown(each.latest, panel.unit) for each in series)
+    numbers = "   ".join(shown(each.latest, panel.unit) for each in series)
+    text = f"{numbers} {_unit(panel.unit)}"
     color = COLORS[_step_color(panel, series[0].latest)]
     axes.text(0.0, 0.42, text, transform=axes.transAxes, size=21, color=color, va="center")
 
@@ -112,10 +130,14 @@ def _bars(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
     _frame(axes)
     rows = sorted(series, key=lambda each: each.latest)
     values = [each.latest for each in rows]
-    axes.barh([each.name for each in rows], values, color=PALETTE[0], height=0.6)
-    for row, value in enumerate(values):
-        axes.text(value, row, f" {shown(value, panel.unit)}", va="center", size=8)
-    axes.set_xlim(0, 1.35 * max(values) or 1)
+    axes.barh(range(len(rows)), values, color=PALETTE[0], height=0.35)
+    for row, each in enumerate(rows):
+        axes.text(0, row + 0.27, each.name, fontsize=8.5, color=INK, va="bottom")
+        number = f" {shown(each.latest, panel.unit)} {_unit(panel.unit)}"
+        axes.text(each.latest, row, number, fontsize=8.5, color=PALE, va="center")
+    axes.set_ylim(-0.5, max(len(rows), 4) - 0.2)
+    axes.set_yticks([])
+    axes.set_xlim(0, 1.5 * max(values) or 1)
     axes.set_xticks([])
     axes.grid(visible=False)
 
@@ -181,10 +203,8 @@ def _blank(axes: Axes) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _legend(axes: Axes, count: int) -> None:
-    """Under the panel, as in Grafana."""
-    if count <= LEGEND + 4:
-        axes.legend(
-            loc="upper left", bbox_to_anchor=(-0.06, -0.1), ncols=5, fontsize=7.5, frameon=False,
-            labelcolor=PALE, handlelength=1.0, columnspacing=1.2, borderaxespad=0.2,
-        )  # fmt: skip
+def _legend(axes: Axes, width: int) -> None:
+    """Under the panel, of as many series as there is room for in two rows."""
+    handles, names = axes.get_legend_handles_labels()
+    columns = max(1, 8 * width // (max(map(len, names)) + 7))
+    axes.legend(handles[: 2 * columns], names[: 2 * columns], ncols=columns, **LEGEND)

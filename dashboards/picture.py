@@ -21,7 +21,7 @@ from dashboards.promql import filled_in
 POINTS = 240  # of a line
 RATE_INTERVAL = "1m"  # Grafana's for the scrape interval in deploy/prometheus/prometheus.yml
 WIDTH_IN, ROW_IN, DPI = 15.0, 0.33, 80  # a row of Grafana's grid
-MARGINS_IN = (0.5, 0.2, 0.75, 0.42)  # left, right, bottom and top of a panel
+MARGINS_IN = (0.62, 0.15, 0.68, 0.42)  # left, right, bottom and top of a panel
 HEAD_ROWS = 2  # of the grid, for the title
 
 

@@ -20,6 +20,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from dashboards.build import DASHBOARDS, FOLDER, files
 from dashboards.cache_hits import CACHE_HITS, LEDGER
+from dashboards.picture import Prometheus as Asked
+from dashboards.picture import picture
 from dashboards.promql import filled_in
 from replica.model import BUILTIN_MODEL
 from router.ledger import CAUSES
@@ -216,6 +218,24 @@ def test_every_alert_of_a_cluster_at_work_is_judged_and_none_fires(
         rule["alert"]: "ok" for rule in RULES
     }
     assert "firing" not in {rule["state"] for rule in group["rules"]}
+
+
+@needs_prometheus
+@pytest.mark.timeout(300)
+def test_a_picture_has_all_panels_and_a_waterfall_from_all_tokens_to_none(
+    watched: tuple[Prometheus, OpenAI],
+) -> None:
+    server, client = watched
+    for _ in range(3):
+        work(client)
+        time.sleep(1.1)  # Prometheus reads
+    figure = picture(CACHE_HITS, Asked(server.url, minutes=1))
+    titles = [panel.title for row in CACHE_HITS.rows for panel in row.panels]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == titles
+    bars = figure.axes[titles.index("From all prompt tokens down to those from a cache")].patches
+    tops = [bar.get_y() + bar.get_height() for bar in bars]
+    assert tops == pytest.approx([1, *(bar.get_y() for bar in bars[:-1])])
+    assert bars[-1].get_y() == 0
 
 
 def work(client: OpenAI) -> None:
