@@ -25,15 +25,19 @@ async def answer(
     model: str,
     max_model_len: int,
     begun: Callable[[Generation], None],
+    named_tokens: int = 0,
     receipt: Callable[[Generation], object] | None = None,
 ) -> Response:
     """Generates for every prompt. ApiError when one cannot be: then none of them runs on.
 
-    begun: called with each generation once it has its first token. receipt: what to add to the
+    begun: called with each generation once it has its first token. named_tokens: of whole blocks,
+    of the named prefix that every prompt begins with. receipt: what to add to the
     answer for each of them.
     """
     rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
-    generations = await _begin(dispatcher, body, list(zip(prompts, rooms, strict=True)), request_id)
+    generations = await _begin(
+        dispatcher, body, list(zip(prompts, rooms, strict=True)), request_id, named_tokens
+    )
     for generation in generations:
         begun(generation)
     reply = shape(
@@ -64,11 +68,18 @@ async def _begin(
     body: SamplingRequest,
     prompts: Iterable[tuple[TokenIds, int]],
     request_id: str,
+    named_tokens: int,
 ) -> list[Generation]:
     """All prompts of one call under way, or none of them."""
     tasks = [
         asyncio.create_task(
-            dispatcher.begin(prompt, body.sampling(room), body.cache_salt, request_id)
+            dispatcher.begin(
+                prompt,
+                body.sampling(room),
+                body.cache_salt,
+                request_id,
+                named_tokens=named_tokens,
+            )
         )
         for prompt, room in prompts
     ]

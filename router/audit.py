@@ -6,6 +6,7 @@ with Redis here; blocks that changed while both were read say nothing, and are l
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -34,13 +35,17 @@ class Audit:
         self._feed = feed
         self._mirror = mirror
         self._ask = ask
+        self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})  # blocks, of all audits
 
     async def run(self) -> list[dict[str, Any]]:
         """A report on each replica in the index; null stands for what could not be compared."""
         records = await self._index.records()
         answers = await asyncio.gather(*(self._ask(record.id) for record in records))
         mirrors = [await self._best_of(record) for record in records]
-        return [_report(*each) for each in zip(records, answers, mirrors, strict=True)]
+        reports = [_report(*each) for each in zip(records, answers, mirrors, strict=True)]
+        for report in reports:
+            self.drift.update({account: n or 0 for account, n in report["drift"].items()})
+        return reports
 
     async def _best_of(self, record: ReplicaRecord) -> Comparison | None:
         best: Comparison | None = None

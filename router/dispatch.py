@@ -128,11 +128,26 @@ class Dispatcher:
         self._fleet = fleet
 
     async def begin(
-        self, token_ids: TokenIds, sampling: Sampling, namespace: str, request_id: str
+        self,
+        token_ids: TokenIds,
+        sampling: Sampling,
+        namespace: str,
+        request_id: str,
+        *,
+        named_tokens: int = 0,
     ) -> Generation:
-        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
+        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
+
+        named_tokens: of whole blocks, of the named prefix that the prompt begins with.
+        """
         request = GenerateRequest(dispatch_id(request_id), token_ids, sampling, namespace)
-        asked = Asked(time.monotonic(), sampling.n, bool(namespace), request_id=request_id)
+        asked = Asked(
+            time.monotonic(),
+            sampling.n,
+            bool(namespace),
+            named_tokens=named_tokens,
+            request_id=request_id,
+        )
         lost: list[str] = []
         return Generation(self, request, asked, await self.attempt(request, asked, lost), lost)
 

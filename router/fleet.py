@@ -164,6 +164,7 @@ class Fleet:
             prompt_tokens=prompt_tokens,
             block_size=self._block_size,
             forks=forks,
+            known_blocks=self.mirror.known(chain, at_least=best),
         )
 
     def sent(

@@ -107,13 +107,15 @@ class Router:
 
     @http.post("/v1/chat/completions")
     async def chat(self, request: Request) -> Response:
-        body, prompts, prefix = await self._chat(await self._body(request))
-        return await self._answer(ChatReply, request, body, prompts, prefix)
+        with self._parts.counting_refusals():
+            body, prompts, prefix = await self._chat(await self._body(request))
+            return await self._answer(ChatReply, request, body, prompts, prefix)
 
     @http.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        body, prompts, prefix = await self._completion(await self._body(request))
-        return await self._answer(CompletionReply, request, body, prompts, prefix)
+        with self._parts.counting_refusals():
+            body, prompts, prefix = await self._completion(await self._body(request))
+            return await self._answer(CompletionReply, request, body, prompts, prefix)
 
     @http.post("/v1/route")
     async def route(self, request: Request) -> Response:
@@ -331,6 +333,7 @@ class Router:
             model=self._settings.served_model_name,
             max_model_len=self._max_model_len,
             begun=begun,
+            named_tokens=self._parts.named_tokens(prefix),
             receipt=self._receipt if wants_receipt else None,
         )
 

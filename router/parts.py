@@ -3,7 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -110,6 +111,21 @@ class Parts:
             self._run(self._announcer.run(), "announcer")
         await self.feed.loaded(within_s=LOADED_S)
 
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """An error that leaves the block is what a client gets."""
+        try:
+            yield
+        except Exception as error:
+            if self._metrics:
+                self._metrics.refused(error)
+            raise
+
+    def named_tokens(self, prefix: Prefix | None) -> int:
+        """Its tokens in whole blocks."""
+        block_size = self._settings.block_size
+        return prefix.full_blocks(block_size) * block_size if prefix else 0
+
     def count(self, generation: Generation, prefix: Prefix | None, *, is_salted: bool) -> None:
         """A prompt has its first token: what it took from caches counts for its prefixes."""
         if prefix is not None:
@@ -147,6 +163,8 @@ class Parts:
     async def _announce(self, metrics: RouterMetrics) -> Announcer:
         """Metrics are told from now on."""
         metrics.watch(self.fleet, self.feed)
+        metrics.watch_prefixes(self.catalogue)
+        metrics.watch_audit(self.audit)
         if self._log:
             metrics.watch_log(self._log)
         node = ray.util.get_node_ip_address()

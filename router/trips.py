@@ -21,6 +21,7 @@ class Placement:
     prompt_tokens: int
     block_size: int
     forks: float = 0.0  # requests that left the known prefix before this one
+    known_blocks: int = 0  # the most of the prompt that any replica has, or had once
 
     def at(self, replica_id: str) -> Candidate:
         """The candidate of that name; one without hits when the replica was not ranked."""
@@ -53,6 +54,7 @@ class Asked:
     at_s: float  # when its request came to be sent somewhere, on the clock of the trips
     choices: int = 1
     is_salted: bool = False
+    named_tokens: int = 0  # of whole blocks, of the named prefix it goes on from
     is_resumed: bool = False  # another replica, lost since, has said the beginning
     request_id: str = ""  # as the client knows it; a dispatch's is a longer one
 
@@ -190,5 +192,7 @@ class Trip:
             reusable=self.placement.reusable_tokens,
             expected=self.placement.expected_tokens(self.replica_id),
             delivered=self.cached_tokens,
+            named=self.asked.named_tokens,
+            known=self.placement.known_blocks * self.placement.block_size,
             is_salted=self.asked.is_salted,
         )

@@ -51,6 +51,7 @@ async def test_blocks_that_the_mirror_lacks_or_has_too_much_are_drift_and_it_hea
     assert (await side.drift())["mirror"] == 4
     await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()))
     assert await side.drift() == NONE
+    assert side.audit.drift == {**NONE, "mirror": 4}
 
 
 async def test_a_set_in_redis_that_is_not_what_was_announced_is_drift_and_heals(

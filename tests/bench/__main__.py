@@ -10,6 +10,7 @@ import typer
 from tests.bench.apart import apart
 from tests.bench.decision import decision
 from tests.bench.events import memory, rate
+from tests.bench.metrics import metrics
 from tests.bench.path import path
 from tests.bench.policies import policies
 from tests.bench.report import Section
@@ -67,6 +68,7 @@ def sections(
     yield memory()
     yield rate()
     yield apart(path)
+    yield metrics()
     if with_routers:
         yield routers()
     if with_successor:
