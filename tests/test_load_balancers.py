@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 
 import httpx
@@ -121,29 +121,55 @@ async def test_so_is_one_that_does_not_say_its_length(balancer: LoadBalancer) ->
     assert answer.json()["error"]["code"] == "request_too_large"
 
 
+@contextlib.asynccontextmanager
+async def node_that(gets: Callable[[asyncio.StreamReader], Awaitable[None]]) -> AsyncIterator[str]:
+    """Its URL. It is well, and answers no POST, but hangs up after this."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            if (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
+                await gets(reader)
+            else:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 @pytest.mark.parametrize("start", BOTH)
 async def test_a_node_is_told_that_a_client_has_left(start: Start) -> None:
     """By the end of the connection, before anything was answered."""
     asked, told = asyncio.Event(), asyncio.Event()
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            if (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
-                asked.set()
-                with contextlib.suppress(ConnectionResetError):
-                    await reader.read()
-                told.set()
-            else:
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    async def wait(reader: asyncio.StreamReader) -> None:
+        asked.set()
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        told.set()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()
-        with start([nobody(), f"http://{host}:{port}"]) as balancer:
+    async with node_that(wait) as url:
+        with start([nobody(), url]) as balancer:
             async with async_openai_client(balancer.url) as client:
                 asking = asyncio.create_task(ask(client))
                 await until(asked.is_set)
                 asking.cancel()
                 await until(told.is_set)
+
+
+@pytest.mark.parametrize("start", BOTH)
+async def test_a_request_that_a_node_has_got_is_sent_to_no_other(start: Start) -> None:
+    requests = []
+
+    async def count(reader: asyncio.StreamReader) -> None:
+        requests.append(await reader.readuntil(b"}"))
+
+    async with node_that(count) as one, node_that(count) as other:
+        with start([one, other]) as balancer:
+            async with async_openai_client(balancer.url) as client:
+                with pytest.raises(openai.InternalServerError) as failed:
+                    await ask(client)
+    assert failed.value.code == "bad_gateway"
+    assert len(requests) == 1
 
 
 @pytest.mark.parametrize(
