@@ -147,6 +147,9 @@ def _prepare_environment(folder: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # When the routers change, a new HAProxy takes over, and the old one has so long for the
+        # streams that it carries, those of other routers too.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),

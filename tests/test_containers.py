@@ -10,7 +10,7 @@ from compose_spec import PyCompose
 
 from tests.serving import KVROUTE
 from tests.settings_table import settings_table
-from tests.test_deploy import ROOT, load
+from tests.test_deploy import ROOT, load, told_to_ray
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
@@ -55,12 +55,7 @@ def test_the_image_starts_a_command_that_exists() -> None:
 
 
 def test_ray_starts_in_the_image_as_on_every_node() -> None:
-    assert exported() <= set(re.findall(r"\b(RAY_\w+=\w+)", DOCKERFILE))
-
-
-def exported() -> set[str]:
-    """What node.sh tells Ray."""
-    return set(re.findall(r"^export (RAY_\w+=\w+)", (DEPLOY / "node.sh").read_text(), re.MULTILINE))
+    assert told_to_ray() == dict(re.findall(r"\b(RAY_\w+)=(\w+)", DOCKERFILE))
 
 
 @pytest.mark.parametrize("name", COMPOSE_FILES)

@@ -16,8 +16,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from dashboards.build import files
-from tests.test_containers import SERVICES, exported
-from tests.test_deploy import ROOT, load
+from tests.test_containers import SERVICES
+from tests.test_deploy import ROOT, load, told_to_ray
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSION = "1.34"
@@ -108,8 +108,8 @@ def test_ray_starts_on_every_pod_as_on_every_node() -> None:
     service = one("Service")
     url = f"redis://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     for container in containers():
-        told = {f"{each['name']}={each['value']}" for each in container["env"]}
-        assert told == exported() | {f"KVROUTE_REDIS_URL={url}"}
+        told = {each["name"]: each["value"] for each in container["env"]}
+        assert told == told_to_ray() | {"KVROUTE_REDIS_URL": url}
     assert len({container["image"] for container in containers()}) == 1
 
 
