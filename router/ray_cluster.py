@@ -154,6 +154,9 @@ def _prepare_environment(folder: Path) -> None:
         # Lines of Serve's logs that are written at a time: more would keep warnings back.
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "router.request_id:middlewares",
+        # When the routers change, a new HAProxy takes over, and the old one has so long for the
+        # streams that it carries, those of other routers too.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
