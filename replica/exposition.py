@@ -31,6 +31,13 @@ class Readings(Collector):
             yield CounterMetricFamily(name, documentation, value=read())
 
 
+class Process(Collector):
+    """What there is to tell of the process itself: its memory, its time on cores."""
+
+    def collect(self) -> Iterable[Metric]:
+        return REGISTRY.collect()
+
+
 class Exposition:
     """The metrics of one registry at `address`, until it is closed.
 

@@ -1,15 +1,18 @@
-"""One router's parts, each given those it needs, and the tasks that keep them current."""
+"""One router's parts for one model, each given those it needs; the tasks that keep them current."""
 
 import asyncio
 import random
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import ray
+from prometheus_client import CollectorRegistry
 from ray.serve.handle import DeploymentHandle
 
-from replica.exposition import Exposition
+from replica.exposition import Exposition, Process
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefix, Prefixes
 from router import routes
@@ -34,23 +37,27 @@ from router.targets import Announcer
 from router.trips import Witnesses
 from router.watch import Watch
 
+UNKNOWN_CONTEXT = 2**31  # tokens; until a replica has told its own
 LOADED_S = 5.0  # the longest that a new router waits for what the fleet's caches hold
 
 
 class Parts:
-    """Nothing runs before `start`, and nothing after `close`."""
+    """Nothing runs before `start`, and nothing after `close`. id_: the router's."""
 
     def __init__(
-        self, settings: RouterSettings, replicas: DeploymentHandle, prompts: Prompts
+        self, id_: str, settings: RouterSettings, replicas: DeploymentHandle, prompts: Prompts
     ) -> None:
         model, block_size = settings.served_model_name, settings.block_size
         redis = connect(settings.redis_url)
+        self.id = id_
+        self.model = model
         self._settings = settings
         self._prompts = prompts
-        self._loudspeaker = Loudspeaker()
-        self.id = self._loudspeaker.router
+        self._deployment = replicas.deployment_name
+        self._loudspeaker = Loudspeaker(id_)
         self._log = self._request_log()
-        self._metrics = RouterMetrics() if settings.metrics else None
+        self._registry = CollectorRegistry()  # not the process's, which may serve other models
+        self._metrics = RouterMetrics(self._registry) if settings.metrics else None
         self.fleet = Fleet(
             model=model,
             revision=settings.revision,
@@ -61,7 +68,11 @@ class Parts:
         )
         self.index = Index(redis, model)
         self.feed = Feed(self.index, self.fleet)
-        self.watch = Watch(routes.replicas, self.fleet, hang_timeout_s=settings.hang_timeout_s)
+        self.watch = Watch(
+            partial(routes.replicas, self._deployment),
+            self.fleet,
+            hang_timeout_s=settings.hang_timeout_s,
+        )
         self.dispatcher = Dispatcher(replicas, self.fleet, self.watch)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, asking(replicas))
         self.joint = Joint(prompts)
@@ -103,6 +114,16 @@ class Parts:
             chain, now_s = generation.placement.chain, time.monotonic()
             self.hot.see(generation.token_ids, chain, generation.cached_tokens, now_s)
 
+    @property
+    def running(self) -> list[str]:
+        """Ids of the replicas that Serve would send a request to now."""
+        return routes.running_replicas(self._deployment)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.fleet.max_model_len or UNKNOWN_CONTEXT
+
     def check(self) -> None:
         """Raises what ended a task: none of them ends by itself."""
         for task in self._tasks:
@@ -125,13 +146,15 @@ class Parts:
         folder = self._settings.request_log
         if folder is None:
             return None
-        return RequestLog(folder / f"{self.id}.jsonl", block_size=self._settings.block_size)
+        file = folder / f"{self.id}-{quote(self.model, safe='')}.jsonl"
+        return RequestLog(file, model=self.model, block_size=self._settings.block_size)
 
     async def _announce(self, metrics: RouterMetrics) -> Announcer:
         """Metrics are told from now on."""
         metrics.watch(self.fleet, self.feed)
         if self._log:
             metrics.watch_log(self._log)
+        self._registry.register(Process())
         node = ray.util.get_node_ip_address()
-        exposition = await asyncio.to_thread(Exposition, node)
+        exposition = await asyncio.to_thread(Exposition, node, self._registry)
         return Announcer(self.index, self.id, exposition, node)

@@ -35,7 +35,7 @@ def router() -> CollectorRegistry:
     metrics = RouterMetrics(registry)
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     metrics.watch(fleet, Feed(index(), fleet))
-    metrics.watch_log(RequestLog(Path("unused"), block_size=32))
+    metrics.watch_log(RequestLog(Path("unused"), model="m", block_size=32))
     return registry
 
 
