@@ -142,8 +142,8 @@ class ServeSettings(BaseSettings):
         AfterValidator(_absolute),
         Option(
             CLUSTER,
-            "Folder for logs that kvroute replay reads: a file of each router, a line of each "
-            "request, with lengths, times and block ids, no text.",
+            "Folder for logs that kvroute replay reads: a file of each router and model, a line "
+            "of each request, with lengths, times and block ids, no text.",
             example="requests",
             default="none is written",
         ),
