@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from router.client import LOCAL, Model, Url, call, fail, with_model
 from router.doctor import doctor
@@ -93,7 +93,7 @@ def _whose(model: str | None, url: str) -> str | None:
 
 def _table(replicas: list[dict[str, Any]]) -> Table:
     columns = with_model(COLUMNS, replicas)
-    table = Table(*columns)
+    table = Table(*(Column(column, overflow="fold") for column in columns))
     for replica in replicas:
         blocks = f"{replica['blocks']} / {replica['capacity_blocks']}"
         cells = replica | {"blocks": blocks}

@@ -34,7 +34,7 @@ def nobody_there(url: str, error: Exception) -> str:
 
 def with_model(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> Sequence[str]:
     """The columns of a table, with the model where the rows are of several."""
-    return (*columns, "model") if len({row["model"] for row in rows}) > 1 else columns
+    return ("model", *columns) if len({row["model"] for row in rows}) > 1 else columns
 
 
 def fail(message: str) -> Any:

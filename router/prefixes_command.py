@@ -8,7 +8,7 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from router.client import LOCAL, Model, Url, call, fail, with_model
 
@@ -75,7 +75,7 @@ def list_(model: Model = None, url: Url = LOCAL) -> None:
     """Show what is declared, and where it is warm."""
     found = _call("GET", url, model=model)["data"]
     columns = with_model(COLUMNS, found)
-    table = Table(*columns, "tokens saved")
+    table = Table(*(Column(column, overflow="fold") for column in columns), "tokens saved")
     for prefix in found:
         cells = prefix | {"warm": _warm(prefix)}
         table.add_row(*(str(cells[column]) for column in (*columns, "tokens_saved")))

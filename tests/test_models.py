@@ -62,7 +62,8 @@ def replicas(cluster: Cluster, model: str) -> dict[str, int]:
 
 def kvroute(cluster: Cluster, *args: str) -> subprocess.CompletedProcess[str]:
     command = [*KVROUTE, *args, "--url", cluster.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    env = os.environ | {"COLUMNS": "120"}  # room for a table
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 def test_both_models_are_listed_and_their_replicas_counted(cluster: Cluster) -> None:
