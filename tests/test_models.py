@@ -14,6 +14,7 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.app import build
 from router.replay.trace import TraceError, read
 from tests.conftest import async_openai_client, openai_client
 from tests.serving import KVROUTE, Cluster, start_cluster
@@ -64,6 +65,17 @@ def kvroute(cluster: Cluster, *args: str) -> subprocess.CompletedProcess[str]:
     command = [*KVROUTE, *args, "--url", cluster.url]
     env = os.environ | {"COLUMNS": "120"}  # room for a table
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_one_model_has_the_deployment_it_always_had_and_several_have_one_each() -> None:
+    def deployments(**given: Any) -> dict[str, int]:
+        """Replicas by Serve's name for them."""
+        (bound,) = build({"redis_url": "redis://r", **given})._bound_deployment.init_args
+        found = [replica._bound_deployment for _, replica in bound]
+        return {each.name: each.num_replicas for each in found}
+
+    assert deployments() == {"Replica": 2}
+    assert deployments(models=MODELS) == {"Replica:lab%2Flarge": 2, "Replica:small": 1}
 
 
 def test_both_models_are_listed_and_their_replicas_counted(cluster: Cluster) -> None:
