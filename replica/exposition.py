@@ -55,6 +55,13 @@ def _filled(
     return family
 
 
+class Process(Collector):
+    """What there is to tell of the process itself: its memory, its time on cores."""
+
+    def collect(self) -> Iterable[Metric]:
+        return REGISTRY.collect()
+
+
 class Exposition:
     """The metrics of one registry at `address`, until it is closed.
 

@@ -12,13 +12,14 @@ from ray.serve.schema import LoggingConfig
 class _ServeLog(logging.Handler):
     """Hands records on to Serve's logger, whatever handlers that has by then."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str | None) -> None:
         super().__init__()
         self._serve = logging.getLogger("ray.serve")
         self._model = model
 
     def emit(self, record: logging.LogRecord) -> None:
-        vars(record)["model"] = self._model
+        if self._model is not None:
+            vars(record)["model"] = self._model
         self._serve.handle(record)
 
 
@@ -27,8 +28,9 @@ def logging_config(log_format: str) -> LoggingConfig:
     return LoggingConfig(encoding=log_format.upper(), additional_log_standard_attrs=["name"])
 
 
-def log_to_serve(model: str) -> None:
-    """From now on in this process. model: as clients name it; JSON lines have it."""
+def log_to_serve(model: str | None) -> None:
+    """From now on in this process. model: as clients name it, where it is the process's only one;
+    JSON lines have it."""
     ours = logging.getLogger("kvroute")
     ours.handlers = [_ServeLog(model)]
     ours.setLevel(logging.INFO)

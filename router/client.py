@@ -1,5 +1,6 @@
 """How the commands ask a running cluster."""
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import httpx
@@ -9,6 +10,9 @@ WAIT_S = 60.0
 LOCAL = "http://127.0.0.1:8000"
 
 Url = Annotated[str, typer.Option(help="Where the cluster listens.")]
+Model = Annotated[
+    str | None, typer.Option(help="Which model; to be said where the cluster serves several.")
+]
 
 
 def call(method: str, url: str, path: str, **body: Any) -> Any:
@@ -26,6 +30,11 @@ def call(method: str, url: str, path: str, **body: Any) -> Any:
 def nobody_there(url: str, error: Exception) -> str:
     """What to say of a URL where no cluster answers."""
     return f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve"
+
+
+def with_model(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> Sequence[str]:
+    """The columns of a table, with the model where the rows are of several."""
+    return ("model", *columns) if len({row["model"] for row in rows}) > 1 else columns
 
 
 def fail(message: str) -> Any:

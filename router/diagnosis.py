@@ -6,6 +6,7 @@ It tells; what of it is wrong, and what to do, `kvroute doctor` says.
 import asyncio
 import importlib.metadata
 import time
+from collections import ChainMap
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -31,9 +32,12 @@ Facts = dict[str, Any]
 class Diagnosis:
     """One router's view. Null stands for what could not be found out."""
 
-    def __init__(self, redis: Any, index: Index, running: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self, redis: Any, indexes: Collection[Index], running: Callable[[], Collection[str]]
+    ) -> None:
+        """indexes: one for each model. running: the ids of the replicas of all models."""
         self._redis = redis
-        self._index = index
+        self._indexes = indexes
         self._running = running
 
     async def run(self, *, port: int) -> Facts:
@@ -57,7 +61,8 @@ class Diagnosis:
 
     async def _index_facts(self) -> tuple[Facts, dict[str, float] | None]:
         try:
-            return await redis_facts(self._redis), await self._index.leases_s()
+            leases = await asyncio.gather(*(index.leases_s() for index in self._indexes))
+            return await redis_facts(self._redis), dict(ChainMap(*leases))
         except (RedisError, OSError) as error:
             return {"error": str(error) or type(error).__name__}, None
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from replica.exposition import Readings
 from router.audit import Audit
@@ -160,9 +160,9 @@ class Counts(Witness):
 
 
 class RouterMetrics(Witnesses):
-    """One router's."""
+    """One router's about one model."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         counts = Counts(registry)
         super().__init__(Waits(registry), counts)
         self.refused = counts.refused

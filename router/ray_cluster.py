@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from rich.text import Text
 
@@ -19,6 +20,7 @@ from router.signals import StopSignals
 
 LOOPBACK = "127.0.0.1"
 APPLICATION = "kvroute"
+REPLICAS = "Replica"  # Serve's name for replica.app.Replica; with several models its beginning
 LOGICAL_CPUS = 1000  # that Ray hands out, one to each process: it counts, and limits nothing
 OBJECT_STORE_BYTES = 200_000_000
 SHUTDOWN_S = 10.0  # for Serve and again for Ray, before they are killed
@@ -58,6 +60,12 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
             raise StartError(_reason(status))
         signals.sleep(POLL_S)
     raise StartError(f"not ready in time; see --start-timeout-s\n{_reason(status)}")
+
+
+def deployment(model: str | None) -> str:
+    """Serve's name for the replicas of a model; None: of the only one. Fit for a file's name too,
+    which Serve makes of it."""
+    return REPLICAS if model is None else f"{REPLICAS}:{quote(model, safe='')}"
 
 
 def gpu_count() -> int:
@@ -126,12 +134,14 @@ def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -
 
 
 def _news(deployments: Mapping[str, Any]) -> Iterator[str]:
-    for name, deployment in deployments.items():
-        wanted = sum(deployment.replica_states.values())
-        for number in range(1, deployment.replica_states.get("RUNNING", 0) + 1):
-            yield f"{name.lower()} {number} of {wanted} is ready"
-        if "Error:" in deployment.message:
-            yield f"{name.lower()} cannot start yet: {last_line(deployment.message)}"
+    for name, status in deployments.items():
+        role, _, model = name.partition(":")
+        who, of_model = role.lower(), f" of {unquote(model)}" if model else ""
+        wanted = sum(status.replica_states.values())
+        for number in range(1, status.replica_states.get("RUNNING", 0) + 1):
+            yield f"{who} {number} of {wanted}{of_model} is ready"
+        if "Error:" in status.message:
+            yield f"{who}{of_model} cannot start yet: {last_line(status.message)}"
 
 
 def last_line(message: str) -> str:

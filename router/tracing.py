@@ -18,11 +18,14 @@ from router.trips import Placement, Trip, Witness
 _tracing: Tracing | None = None  # of this process
 
 
-def start(router_id: str) -> Witness | None:
-    """Spans are kept from now on, where the environment names a collector; whoever sees dispatches
-    for them then."""
+def start(router_id: str) -> None:
+    """Spans are kept from now on, where the environment names a collector."""
     global _tracing
     _tracing = start_tracing("kvroute-router", router_id)
+
+
+def dispatches() -> Witness | None:
+    """Whoever sees dispatches for the spans, where any are kept."""
     return Dispatches(_tracing) if _tracing else None
 
 

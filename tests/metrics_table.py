@@ -44,7 +44,7 @@ def router() -> CollectorRegistry:
     metrics.watch(fleet, feed)
     metrics.watch_prefixes(_catalogue(fleet))
     metrics.watch_audit(Audit(index(), feed, fleet.mirror, _nobody))
-    metrics.watch_log(RequestLog(Path("unused"), block_size=32))
+    metrics.watch_log(RequestLog(Path("unused"), model="m", block_size=32))
     return registry
 
 
