@@ -64,6 +64,8 @@ def draw(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
         _blank(axes)
         axes.text(0.5, 0.5, "none yet", transform=axes.transAxes, ha="center", color=PALE)
         return
+    if not any(each.color for each in series):
+        series = sorted(series, key=lambda each: each.name)  # a replica's colour is the same in all
     {"timeseries": _lines, "stat": _number, "bargauge": _bars, "waterfall": _waterfall}[panel.kind](
         axes, panel, series
     )
@@ -108,7 +110,7 @@ def _lines(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
             rows = [[v / w for v, w in zip(row, wholes, strict=True)] for row in rows]
         axes.stackplot(times, rows, colors=colors, labels=[s.name for s in series], lw=0)  # type: ignore[arg-type]
     unit = FRACTION if panel.stacking == "percent" else panel.unit
-    axes.set_ylim(0, 1 if panel.stacking == "percent" else max(1.08 * _top(axes), 1e-9))
+    axes.set_ylim(0, 1 if panel.stacking == "percent" else 1.08 * _top(axes) or 1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, unit)))
     locator = AutoDateLocator(minticks=3, maxticks=7)  # type: ignore[no-untyped-call]
     axes.xaxis.set_major_locator(locator)
@@ -123,7 +125,15 @@ def _number(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
     numbers = "   ".join(shown(each.latest, panel.unit) for each in series)
     text = f"{numbers} {_unit(panel.unit)}"
     color = COLORS[_step_color(panel, series[0].latest)]
-    axes.text(0.0, 0.42, text, transform=axes.transAxes, size=21, color=color, va="center")
+    axes.text(
+        0.0,
+        0.42,
+        text,
+        transform=axes.transAxes,
+        size=min(21, 3.6 * panel.width),
+        color=color,
+        va="center",
+    )
 
 
 def _bars(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
@@ -135,7 +145,7 @@ def _bars(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
         axes.text(0, row + 0.27, each.name, fontsize=8.5, color=INK, va="bottom")
         number = f" {shown(each.latest, panel.unit)} {_unit(panel.unit)}"
         axes.text(each.latest, row, number, fontsize=8.5, color=PALE, va="center")
-    axes.set_ylim(-0.5, max(len(rows), 4) - 0.2)
+    axes.set_ylim(min(len(rows) - 4, 0) - 0.5, len(rows) - 0.2)
     axes.set_yticks([])
     axes.set_xlim(0, 1.5 * max(values) or 1)
     axes.set_xticks([])

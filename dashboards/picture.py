@@ -3,6 +3,7 @@
 python -m dashboards.picture http://127.0.0.1:9090 cache-hits.png
 """
 
+import re
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -54,9 +55,8 @@ class Prometheus:
 
 
 def _series(query: Query, found: dict[str, Any]) -> Series:
-    labels, name = found["metric"], query.legend
-    for label, value in labels.items():
-        name = name.replace(f"{{{{{label}}}}}", value)
+    labels = found["metric"]
+    name = re.sub(r"{{(\w+)}}", lambda match: labels.get(match[1], ""), query.legend)
     points = found["values"] if "values" in found else [found["value"]]
     times = [datetime.fromtimestamp(float(at)) for at, _ in points]
     return Series(name, query.color, labels, times, [float(value) for _, value in points])

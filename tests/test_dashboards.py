@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import requests
 import yaml
+from matplotlib.patches import Rectangle
 from openai import OpenAI
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -232,7 +233,8 @@ def test_a_picture_has_all_panels_and_a_waterfall_from_all_tokens_to_none(
     figure = picture(CACHE_HITS, Asked(server.url, minutes=1))
     titles = [panel.title for row in CACHE_HITS.rows for panel in row.panels]
     assert [axes.get_title(loc="left") for axes in figure.axes] == titles
-    bars = figure.axes[titles.index("From all prompt tokens down to those from a cache")].patches
+    axes = figure.axes[titles.index("From all prompt tokens down to those from a cache")]
+    bars = [each for each in axes.patches if isinstance(each, Rectangle)]
     tops = [bar.get_y() + bar.get_height() for bar in bars]
     assert tops == pytest.approx([1, *(bar.get_y() for bar in bars[:-1])])
     assert bars[-1].get_y() == 0
