@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
@@ -19,6 +19,7 @@ from replica.protocol import TokenIds
 from router.answer import answer
 from router.dispatch import Generation
 from router.errors import ApiError
+from router.live import Live
 from router.parsing import is_chat, parse
 from router.parts import Parts
 from router.prompt import Prompts
@@ -33,6 +34,7 @@ from router.schemas import (
 )
 from router.settings import RouterSettings
 from router.targets import targets
+from router.ui_routes import PAGE, file, read_files
 
 log = logging.getLogger("kvroute.ingress")
 
@@ -99,6 +101,7 @@ class Router:
         folder = await asyncio.to_thread(resolve, self._settings.model)
         prompts = await asyncio.to_thread(Prompts, folder)
         self._parts = Parts(self._settings, replicas, prompts)
+        self._ui_files = await asyncio.to_thread(read_files)
         await self._parts.start()
 
     @http.post("/v1/chat/completions")
@@ -226,6 +229,22 @@ class Router:
         """The prefixes that saved most of late, as far as this router's own requests tell."""
         return JSONResponse({"object": "list", "data": self._parts.hot_routes.top()})
 
+    @http.get("/v1/cluster/live")
+    async def live(self) -> Response:
+        """What the live page shows, as server-sent events."""
+        events = await self._live().listen()
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+
+    @http.get("/ui")
+    async def ui(self) -> Response:
+        return await self.ui_file(PAGE)
+
+    @http.get("/ui/{name}")
+    async def ui_file(self, name: str) -> Response:
+        self._live()
+        return file(self._ui_files, name)
+
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
         self._parts.check()
@@ -233,6 +252,11 @@ class Router:
     async def __del__(self) -> None:
         """Serve's shutdown hook."""
         await self._parts.close()
+
+    def _live(self) -> Live:
+        if self._parts.live is None:
+            raise ApiError(404, "the live page is off (--no-ui); start with --ui, or KVROUTE_UI=1")
+        return self._parts.live
 
     @property
     def _max_model_len(self) -> int:

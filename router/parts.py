@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.serve.handle import DeploymentHandle
 
+from replica.draining import draining
 from replica.exposition import Exposition
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefix, Prefixes
@@ -23,15 +24,18 @@ from router.fleet import Fleet
 from router.hot import HotPrefixes
 from router.hot_routes import HotRoutes
 from router.joint import Joint
+from router.live import Live
 from router.metrics import RouterMetrics
 from router.peers import Listener, Loudspeaker
 from router.prefix_routes import PrefixRoutes
 from router.prefixes import Catalogue
 from router.prompt import Prompts
+from router.recent import Recent
 from router.request_log import RequestLog
 from router.settings import RouterSettings
 from router.targets import Announcer
 from router.trips import Witnesses
+from router.view import View
 from router.watch import Watch
 
 LOADED_S = 5.0  # the longest that a new router waits for what the fleet's caches hold
@@ -51,12 +55,13 @@ class Parts:
         self.id = self._loudspeaker.router
         self._log = self._request_log()
         self._metrics = RouterMetrics() if settings.metrics else None
+        recent = Recent() if settings.ui else None
         self.fleet = Fleet(
             model=model,
             revision=settings.revision,
             block_size=block_size,
             rng=random.Random(),
-            witness=Witnesses(*filter(None, (self._loudspeaker, self._log, self._metrics))),
+            witness=Witnesses(*filter(None, (self._loudspeaker, self._log, self._metrics, recent))),
             ranking=RANKINGS[settings.policy](),
         )
         self.index = Index(redis, model)
@@ -72,6 +77,8 @@ class Parts:
         self.prefix_routes = PrefixRoutes(
             self.catalogue, self.joint, self.index.records, block_size=block_size
         )
+        self._listener = Listener(self.fleet, own=self.id)
+        self.live = self._live(recent) if recent else None  # None: it is off
         self._announcer: Announcer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -80,7 +87,7 @@ class Parts:
         settings = self._settings
         self._run(self.feed.run(), "feed")
         self._run(self._loudspeaker.run(self.index), "loudspeaker")
-        self._run(Listener(self.fleet, own=self.id).run(self.index), "listener")
+        self._run(self._listener.run(self.index), "listener")
         self._run(self.watch.run(), "watch")
         self._run(self.demand.run(), "demand")
         self._run(self.catalogue.run(settings.tasks, self.joint), "catalogue")
@@ -126,6 +133,19 @@ class Parts:
         if folder is None:
             return None
         return RequestLog(folder / f"{self.id}.jsonl", block_size=self._settings.block_size)
+
+    def _live(self, recent: Recent) -> Live:
+        view = View(
+            recent,
+            self._settings,
+            index=self.index,
+            fleet=self.fleet,
+            feed=self.feed,
+            watch=self.watch,
+            hot=self.hot_routes,
+            peers=self._listener,
+        )
+        return Live(view.look, draining)
 
     async def _announce(self, metrics: RouterMetrics) -> Announcer:
         """Metrics are told from now on."""

@@ -1,0 +1,31 @@
+// The hottest prefixes.
+
+import { arrange, compact, count, el, plural, setText } from "./dom.js";
+
+const list = document.getElementById("prefixes");
+const rate = (n) => (n < 10 ? n.toFixed(n < 0.1 ? 2 : 1) : compact(n));
+
+export function showPrefixes(prefixes) {
+  if (!prefixes.length) {
+    arrange(list, [el("li", "none", "None yet: no prompt has begun like one before it.")]);
+    return;
+  }
+  const most = prefixes[0].tokens_saved_per_s;
+  arrange(list, prefixes.map((prefix, i) => row(prefix, most, list.children[i])));
+}
+
+function row(prefix, most, before) {
+  const item =
+    before?.className === "prefix"
+      ? before
+      : el("li", "prefix", el("p", "saved", el("b"), el("span", "saving", el("span"))), el("p", "words"), el("p", "facts"));
+  const [saved, words, facts] = item.children;
+  setText(saved.children[0], `${rate(prefix.tokens_saved_per_s)} tokens/s saved`);
+  saved.children[1].children[0].style.width = `${(100 * prefix.tokens_saved_per_s) / (most || 1)}%`;
+  setText(words, prefix.text);
+  const held = plural(prefix.replicas.length, "replica");
+  const named = prefix.prefix_id === null ? "" : ` · named ${prefix.prefix_id}`;
+  setText(facts, `${count(prefix.tokens)} tokens · ${rate(prefix.requests_per_s)} requests/s · held by ${held}${named}`);
+  facts.title = prefix.replicas.join(", ");
+  return item;
+}
