@@ -24,7 +24,6 @@ from router.live import State
 from router.peers import Listener
 from router.receipts import receipt
 from router.recent import WINDOW_S, Decision, Recent, Sums
-from router.routes import running_replicas
 from router.settings import RouterSettings
 from router.watch import Watch
 
@@ -105,7 +104,7 @@ class View:
     def _states(self, records: Sequence[ReplicaRecord]) -> dict[str, str]:
         """Of every replica that Serve runs or the index knows, in one word."""
         states = {record.id: "away" for record in records}  # starts, or leaves, or is lost
-        states |= dict.fromkeys(running_replicas(), "silent")  # owes an answer
+        states |= dict.fromkeys(self._watch.running(), "silent")  # owes an answer
         states |= dict.fromkeys(self._watch.trusted(), "ready")
         return states
 

@@ -80,10 +80,10 @@ function showFigures(router, ledger, replicas, decisions) {
   const figures = [
     ["Prompt tokens from cache", percent(hitTokens(ledger), totalTokens(ledger)), `last ${minutes} minutes`],
     ["Wait for the first token", seconds(waits[waits.length >> 1]), `median of the last ${waits.length}`],
-    ["Requests under way", count(router.under_way), `${count(total("running"))} running and ${count(total("waiting"))} waiting in engines`],
+    ["Requests under way", count(router.under_way), `in engines: ${count(total("running"))} run, ${count(total("waiting"))} wait`],
     ["Requests answered", count(ledger.requests), `last ${minutes} minutes`],
     ["Replicas ready", `${count(ready)} of ${count(replicas.length)}`, ready === replicas.length ? "all of them" : "see the tiles"],
-    ["Index", router.index.reachable ? "in step" : "away", indexNote(router.index)],
+    ["Index of the caches", router.index.reachable ? "in step" : "away", indexNote(router.index)],
   ];
   const list = byId("figures");
   figures.forEach(([name, value, note], i) => {

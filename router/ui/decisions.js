@@ -21,47 +21,71 @@ const TERMS = {
 
 const list = document.getElementById("decisions");
 const pause = document.getElementById("pause");
-const items = new Map(); // by number
-let shown = [];
+const items = new Map(); // by number: the decision as it is shown, and its elements
+let latest = [];
+let shown = []; // those, or the ones of when the list came to stand still
+let isHeld = false; // by the button
 let policy = "";
 
 pause.addEventListener("click", () => {
-  const isPaused = pause.getAttribute("aria-pressed") !== "true";
-  pause.setAttribute("aria-pressed", String(isPaused));
-  setText(pause, isPaused ? "Go on" : "Pause");
-  if (!isPaused) draw();
+  isHeld = !isStill();
+  if (!isHeld) for (const details of list.querySelectorAll("details[open]")) details.open = false;
+  draw();
 });
 
 export function showDecisions(decisions, ofPolicy) {
-  shown = decisions;
+  latest = decisions;
   policy = ofPolicy;
-  if (pause.getAttribute("aria-pressed") !== "true") draw();
+  draw();
 }
 
+const isStill = () => isHeld || list.querySelector("details[open]") !== null;
+
 function draw() {
+  const now = new Map(latest.map((decision) => [decision.number, decision]));
+  shown = isStill() ? shown.map((decision) => now.get(decision.number) ?? decision) : latest;
   const numbers = new Set(shown.map((decision) => decision.number));
   for (const number of items.keys()) if (!numbers.has(number)) items.delete(number);
   const drawn = shown.map(item);
   arrange(list, drawn.length ? drawn : [el("li", "none", "No request yet.")]);
+  showPause();
+}
+
+function showPause() {
+  const behind = latest.filter((decision) => decision.number > (shown[0]?.number ?? 0)).length;
+  pause.setAttribute("aria-pressed", String(isStill()));
+  setText(pause, isStill() ? `Go on: ${behind} new` : "Pause");
 }
 
 function item(decision) {
-  let found = items.get(decision.number);
-  if (!found) {
-    const bar = el("span", "hits");
-    const summary = el("summary", "", el("time"), el("b", "to"), el("span", "outcome"), bar, el("span", "found"), el("span", "wait"));
-    const details = el("details", "", summary);
-    details.addEventListener("toggle", () => details.open && fill(details, decision));
-    found = el("li", "", details);
-    items.set(decision.number, found);
+  let known = items.get(decision.number);
+  if (!known) {
+    known = { decision: null, element: el("li", "", row(decision.number)) };
+    items.set(decision.number, known);
   }
-  showSummary(decision, found.firstChild.firstChild);
-  if (found.firstChild.open) fill(found.firstChild, decision);
-  return found;
+  if (known.decision !== decision) {
+    known.decision = decision;
+    const details = known.element.firstChild;
+    showSummary(decision, details.firstChild);
+    if (details.open) fill(details, decision);
+  }
+  return known.element;
+}
+
+function row(number) {
+  const came = el("span", "came", el("span"), el("span", "wait"));
+  const summary = el("summary", "", el("time"), el("b", "to"), el("span", "outcome"), el("span", "hits"), came);
+  const details = el("details", "", summary);
+  details.addEventListener("toggle", () => {
+    if (details.open) fill(details, items.get(number).decision);
+    draw();
+  });
+  return details;
 }
 
 function showSummary(decision, summary) {
-  const [time, to, outcome, bar, hits, wait] = summary.children;
+  const [time, to, outcome, bar, came] = summary.children;
+  const [hits, wait] = came.children;
   const at = new Date(decision.at_ms);
   time.dateTime = at.toISOString();
   setText(time, at.toLocaleTimeString("en-GB"));
@@ -70,10 +94,10 @@ function showSummary(decision, summary) {
   setText(outcome, decision.outcome === null ? "under way" : OUTCOMES[decision.outcome]);
   const cached = decision.cached_tokens ?? decision.expected_tokens;
   setBar(bar, [["cached", cached / decision.prompt_tokens]]);
-  const word = decision.cached_tokens === null ? "expected in cache" : "from cache";
-  setText(hits, `${count(cached)} of ${plural(decision.prompt_tokens, "prompt token")} ${word}`);
-  const foreseen = `${seconds(decision.predicted_ttft_s)} foreseen`;
-  setText(wait, decision.ttft_s === null ? foreseen : `first token after ${seconds(decision.ttft_s)} (${foreseen})`);
+  const word = decision.cached_tokens === null ? "expected in cache" : "cached";
+  setText(hits, `${count(cached)} of ${plural(decision.prompt_tokens, "token")} ${word}`);
+  const foreseen = `foreseen ${seconds(decision.predicted_ttft_s)}`;
+  setText(wait, decision.ttft_s === null ? foreseen : `first token ${seconds(decision.ttft_s)}, ${foreseen}`);
 }
 
 function fill(details, decision) {
@@ -115,7 +139,7 @@ function outcomeOf(decision) {
 
 function replicasOf(decision) {
   const { replicas } = decision.receipt;
-  const heading = ["replica", "hits", "queue", "to compute", "under way", "cost"].map((name) => {
+  const heading = ["replica", "hits", "queue", "prefill", "busy with", "cost"].map((name) => {
     const cell = el("th", "", name);
     cell.scope = "col";
     return cell;
@@ -140,7 +164,7 @@ function replicasOf(decision) {
 }
 
 function costs(decision, replica, i) {
-  const name = el("th", "", replica.id, i === 0 ? el("i", "", " choice") : i === 1 ? el("i", "", " runner-up") : null);
+  const name = el("th", "", replica.id, i === 0 ? el("i", "", "choice") : i === 1 ? el("i", "", "runner-up") : null);
   name.scope = "row";
   const values = [
     percent(replica.hit_tokens, decision.prompt_tokens),

@@ -47,6 +47,7 @@ export function percent(part, total) {
 
 export function seconds(s) {
   if (s === null || s === undefined) return "–";
+  if (Math.abs(s) < 0.00005) return "0 s";
   if (s < 0.0095) return `${(1000 * s).toFixed(1)} ms`;
   if (s < 0.9995) return `${Math.round(1000 * s)} ms`;
   return `${s < 9.95 ? s.toFixed(2) : s.toFixed(0)} s`;

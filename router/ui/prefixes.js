@@ -2,16 +2,31 @@
 
 import { arrange, compact, count, el, plural, setText } from "./dom.js";
 
+const AT_FIRST = 6;
+
+const more = document.getElementById("more-prefixes");
 const list = document.getElementById("prefixes");
 const rate = (n) => (n < 10 ? n.toFixed(n < 0.1 ? 2 : 1) : compact(n));
 
+let all = [];
+let isShort = true;
+
+more.addEventListener("click", () => {
+  isShort = !isShort;
+  showPrefixes(all);
+});
+
 export function showPrefixes(prefixes) {
+  all = prefixes;
+  more.hidden = all.length <= AT_FIRST;
+  setText(more, isShort ? `Show all ${all.length}` : "Show fewer");
   if (!prefixes.length) {
     arrange(list, [el("li", "none", "None yet: no prompt has begun like one before it.")]);
     return;
   }
   const most = prefixes[0].tokens_saved_per_s;
-  arrange(list, prefixes.map((prefix, i) => row(prefix, most, list.children[i])));
+  const shown = isShort ? prefixes.slice(0, AT_FIRST) : prefixes;
+  arrange(list, shown.map((prefix, i) => row(prefix, most, list.children[i])));
 }
 
 function row(prefix, most, before) {
