@@ -30,7 +30,7 @@ from router.watch import Watch
 COUNTED = 100  # replicas whose blocks are counted in one look; the others keep their last counts
 HOT_S = 5.0  # between looks at the hot prefixes, which are tokenised and looked up for it
 RECEIPT_REPLICAS = 8  # of a receipt, the ranking's first
-STEP = 50  # things described before requests have the event loop
+STEP = 50  # replicas described before requests have the event loop
 
 encode = msgspec.json.Encoder().encode
 
@@ -83,6 +83,7 @@ class View:
         for decision in list(self._recent.decisions):
             if decision.trip.outcome != "moved":  # another one tells where it went
                 state[f"decision/{decision.number}"] = self._decision(decision)
+                await asyncio.sleep(0)
         return state
 
     def _router(self) -> dict[str, Any]:

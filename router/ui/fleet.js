@@ -2,7 +2,7 @@
 
 import { arrange, compact, count, el, percent, setBar, setText } from "./dom.js";
 
-const AT_ONCE = 48; // tiles
+const AT_ONCE = 24; // tiles
 const SIFTED = 9; // from so many replicas on there is a filter
 
 const STATES = {
@@ -87,7 +87,7 @@ function showCache(replica, bar, cache) {
   const kept = Math.max(0, (replica.cached_blocks ?? 0) - replica.used_blocks);
   setBar(bar, [["pinned", pinned / capacity], ["used", used / capacity], ["cached", kept / capacity]]);
   const words = [
-    replica.cached_blocks === null ? "cached: unknown without Redis" : `${percent(replica.cached_blocks, capacity)} cached`,
+    replica.cached_blocks === null ? "cached: not known now" : `${percent(replica.cached_blocks, capacity)} cached`,
     `${percent(used, capacity)} in use`,
     pinned ? `${percent(pinned, capacity)} pinned` : null,
   ].filter(Boolean);
@@ -99,7 +99,7 @@ function showCache(replica, bar, cache) {
 function showFigures(replica, list) {
   const figures = [
     ["hits", percent(replica.hit_tokens, replica.prompt_tokens)],
-    ["answered", compact(replica.requests)],
+    ["done", compact(replica.requests)],
     ["running", compact(replica.running ?? 0)],
     ["waiting", compact(replica.waiting ?? 0)],
   ];

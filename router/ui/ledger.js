@@ -12,7 +12,7 @@ export const CAUSES = [
   ["apart", "were cached nowhere under the prompt's cache_salt; another one's were not looked for", "fewer salts, if that is allowed"],
   ["tail", "no block covers, or belong to the last token's block, which is always computed", "a smaller --block-size"],
 ];
-const LABELLED = 0.06; // a share from which on its name fits into the bar
+const LETTER = 9; // pixels in the bar
 
 const bar = document.getElementById("bar");
 const about = document.getElementById("ledger-about");
@@ -36,7 +36,7 @@ export function showLedger(ledger) {
     const part = bar.children[i];
     part.style.width = `${(100 * share).toFixed(2)}%`;
     part.title = `${cause}: ${count(ledger.tokens[cause])} tokens`;
-    setText(part, share >= LABELLED ? cause : "");
+    setText(part, share * bar.clientWidth > LETTER * (cause.length + 1) ? cause : "");
     const [, portion, tokens] = rows.children[i].children;
     setText(portion, percent(ledger.tokens[cause], total));
     setText(tokens, compact(ledger.tokens[cause]));
