@@ -111,3 +111,19 @@ def test_a_cluster_without_the_page_says_how_to_have_it() -> None:
             answer = requests.get(cluster.url + path, timeout=10)
             assert answer.status_code == 404
             assert "--ui" in answer.json()["error"]["message"]
+
+
+def test_a_page_that_hears_nothing_says_so_and_goes_on_by_itself(
+    shown: Page, simulated_cluster: Cluster
+) -> None:
+    state = "document.querySelector('#connection').dataset.state"
+    routers = [each for each in simulated_cluster.processes() if "Router" in each.cmdline()[0]]
+    assert len(routers) == 2
+    for router in routers:
+        router.suspend()
+    try:
+        shown.wait_for(f"{state} === 'stale'")
+    finally:
+        for router in routers:
+            router.resume()
+    shown.wait_for(f"{state} === 'live'")
