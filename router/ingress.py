@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
@@ -27,6 +27,7 @@ from router.answer import answer
 from router.diagnosis import Diagnosis
 from router.dispatch import Generation
 from router.errors import ApiError, invalid
+from router.live import Live
 from router.parsing import is_chat, parse
 from router.parts import Parts
 from router.prompt import Prompts
@@ -41,6 +42,7 @@ from router.schemas import (
 )
 from router.settings import RouterSettings
 from router.targets import targets
+from router.ui_routes import PAGE, file, read_files
 
 log = logging.getLogger("kvroute.ingress")
 
@@ -146,6 +148,7 @@ class Router:
         self._settings = settings  # what all models have in common is in any of them
         indexes = [parts.index for parts in self._models.values()]
         self._diagnosis = Diagnosis(connect(settings.redis_url), indexes, self._running)
+        self._ui_files = await asyncio.to_thread(read_files)
         await asyncio.gather(*(parts.start() for parts in self._models.values()))
 
     @http.post("/v1/chat/completions")
@@ -294,6 +297,22 @@ class Router:
         found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
         return JSONResponse({"object": "list", "data": found})
 
+    @http.get("/v1/cluster/live")
+    async def live(self, model: str | None = None) -> Response:
+        """What the live page shows of a model, or of the first, as server-sent events."""
+        events = await self._live(model).listen()
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+
+    @http.get("/ui")
+    async def ui(self) -> Response:
+        return await self.ui_file(PAGE)
+
+    @http.get("/ui/{name}")
+    async def ui_file(self, name: str) -> Response:
+        self._live(None)
+        return file(self._ui_files, name)
+
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
         for parts in self._models.values():
@@ -307,6 +326,12 @@ class Router:
     def _running(self) -> list[str]:
         """Ids of the replicas of all models that Serve would send a request to now."""
         return list(chain.from_iterable(parts.running for parts in self._models.values()))
+
+    def _live(self, model: str | None) -> Live:
+        live = self._parts(model or next(iter(self._models))).live
+        if live is None:
+            raise ApiError(404, "the live page is off (--no-ui); start with --ui, or KVROUTE_UI=1")
+        return live
 
     @contextmanager
     def _counting_refusals(self, request: Request) -> Iterator[None]:

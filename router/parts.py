@@ -12,6 +12,7 @@ import ray
 from prometheus_client import CollectorRegistry
 from ray.serve.handle import DeploymentHandle
 
+from replica.draining import draining
 from replica.exposition import Exposition, Process
 from replica.identity import identify
 from replica.kvindex.index import Index, connect
@@ -29,15 +30,18 @@ from router.handshake import Handshake
 from router.hot import HotPrefixes
 from router.hot_routes import HotRoutes
 from router.joint import Joint
+from router.live import Live
 from router.metrics import RouterMetrics
 from router.peers import Listener, Loudspeaker
 from router.prefix_routes import PrefixRoutes
 from router.prefixes import Catalogue
 from router.prompt import Prompts
+from router.recent import Recent
 from router.request_log import RequestLog
 from router.settings import RouterSettings
 from router.targets import Announcer
 from router.trips import Witnesses
+from router.view import View
 from router.watch import Watch
 
 UNKNOWN_CONTEXT = 2**31  # tokens; until a replica has told its own
@@ -61,7 +65,8 @@ class Parts:
         self._log = self._request_log()
         self._registry = CollectorRegistry()  # not the process's, which may serve other models
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
-        witnesses = (self._loudspeaker, self._log, self._metrics, tracing.dispatches())
+        recent = Recent() if settings.ui else None
+        heard = (self._loudspeaker, self._log, self._metrics, recent, tracing.dispatches())
         self.fleet = Fleet(
             model=model,
             revision=settings.revision,
@@ -70,7 +75,7 @@ class Parts:
             handshake=Handshake(
                 identify(prompts.model, revision=settings.revision, block_size=block_size)
             ),
-            witness=Witnesses(*filter(None, witnesses)),
+            witness=Witnesses(*filter(None, heard)),
             ranking=RANKINGS[settings.policy](),
         )
         self.index = Index(redis, model)
@@ -97,6 +102,8 @@ class Parts:
         self.prefix_routes = PrefixRoutes(
             self.catalogue, self.joint, self.index.records, block_size=block_size
         )
+        self._listener = Listener(self.fleet, own=self.id)
+        self.live = self._live(recent) if recent else None  # None: it is off
         self._announcer: Announcer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -105,7 +112,7 @@ class Parts:
         settings = self._settings
         self._run(self.feed.run(), "feed")
         self._run(self._loudspeaker.run(self.index), "loudspeaker")
-        self._run(Listener(self.fleet, own=self.id).run(self.index), "listener")
+        self._run(self._listener.run(self.index), "listener")
         self._run(self.watch.run(), "watch")
         self._run(self.demand.run(), "demand")
         self._run(self.catalogue.run(settings.tasks, self.joint), "catalogue")
@@ -172,6 +179,19 @@ class Parts:
             return None
         file = folder / f"{self.id}-{quote(self.model, safe='')}.jsonl"
         return RequestLog(file, model=self.model, block_size=self._settings.block_size)
+
+    def _live(self, recent: Recent) -> Live:
+        view = View(
+            recent,
+            self._settings,
+            index=self.index,
+            fleet=self.fleet,
+            feed=self.feed,
+            watch=self.watch,
+            hot=self.hot_routes,
+            peers=self._listener,
+        )
+        return Live(view.look, draining)
 
     async def _announce(self, metrics: RouterMetrics) -> Announcer:
         """Metrics are told from now on."""

@@ -117,13 +117,18 @@ class Listener:
     def __init__(
         self, fleet: Fleet, *, own: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.own = own
         self._fleet = fleet
-        self._own = own
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(Message)
         self._trips: dict[str, dict[str, Trip]] = {}  # router -> request id -> trip
         self._outage = Outage(log, "other routers are not heard")
         self._heard_s: dict[str, float] = {}  # router -> when it last said anything
+
+    @property
+    def heard(self) -> int:
+        """The other routers that lately gave a sign of life."""
+        return len(self._heard_s)
 
     async def run(self, index: Index) -> None:
         """Listens until cancelled."""
@@ -140,7 +145,7 @@ class Listener:
                 await asyncio.sleep(RETRY_S)
 
     def hear(self, message: Message) -> None:
-        if message.router == self._own:
+        if message.router == self.own:
             return
         self._heard_s[message.router] = self._clock()
         trips = self._trips.setdefault(message.router, {})

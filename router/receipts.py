@@ -21,14 +21,16 @@ REASONS = {
 }
 
 
-def receipt(placement: Placement, *, policy: str) -> dict[str, Any]:
+def receipt(placement: Placement, *, policy: str, most: int | None = None) -> dict[str, Any]:
     """A decision as JSON: tokens, seconds, and the replicas in the order of the ranking.
 
-    Other policies than ours have no costs: theirs are None.
+    Other policies than ours have no costs: theirs are None. most: replicas that are listed, two at
+    least; all unless given.
     """
     ranking = placement.ranking
     common = prices(ranking, placement.forks) if ranking and policy == "kvroute" else None
-    terms = [terms_s(candidate, common) for candidate in ranking] if common else []
+    listed = ranking[:most]
+    terms = [terms_s(candidate, common) for candidate in listed] if common else []
     return {
         "policy": policy,
         "prompt_tokens": placement.prompt_tokens,
@@ -42,7 +44,7 @@ def receipt(placement: Placement, *, policy: str) -> dict[str, Any]:
         "reason": _reason(placement, terms, policy),
         "replicas": [
             _replica(candidate, each, placement.block_size)
-            for candidate, each in zip_longest(ranking, terms)
+            for candidate, each in zip_longest(listed, terms)
         ],
     }
 

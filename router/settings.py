@@ -161,6 +161,15 @@ class ServeSettings(BaseSettings):
         Literal["text", "json"],
         Option(CLUSTER, "Of what routers and replicas log: text, or json with a line a record."),
     ] = "text"
+    ui: Annotated[
+        bool,
+        Option(
+            CLUSTER,
+            "A live page at /ui: replicas, their caches, hits and decisions.",
+            example="1 or 0",
+            flags=("--ui/--no-ui",),
+        ),
+    ] = True
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Seconds until a start counts as failed.")
     ] = 600.0
@@ -372,6 +381,7 @@ class RouterSettings(BaseModel):
     policy: str = "kvroute"  # one of baselines.RANKINGS
     request_log: Path | None = None  # a folder
     metrics: bool = True
+    ui: bool = True
     hang_timeout_s: float = 5.0
     tasks: tuple[Task, ...] = ()  # prefixes to start with
     auto_pin: bool = False

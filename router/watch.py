@@ -56,6 +56,10 @@ class Watch:
             self._quiet[route.chosen] = 0
         return said
 
+    def running(self) -> list[str]:
+        """The replicas that Serve would send a request to now."""
+        return list(self._replicas().ids())
+
     def trusted(self) -> list[str]:
         """The running replicas that owe no answer."""
         return [id_ for id_ in self._replicas().ids() if self._quiet.get(id_, 0) < DOUBTED_LOOKS]

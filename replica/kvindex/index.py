@@ -366,11 +366,16 @@ class Index:
     async def census(self) -> tuple[list[ReplicaRecord], dict[str, int]]:
         """The living replicas, and how many blocks each one has in the index."""
         records = await self.records()
+        return records, await self.counts(records)
+
+    @answered
+    async def counts(self, records: Sequence[ReplicaRecord]) -> dict[str, int]:
+        """How many blocks each of these replicas has in the index."""
         pipeline = self._redis.pipeline(transaction=False)
         for record in records:
             pipeline.scard(self._blocks_key(record.id, record.incarnation))
         counts = await pipeline.execute()
-        return records, {record.id: n for record, n in zip(records, counts, strict=True)}
+        return {record.id: n for record, n in zip(records, counts, strict=True)}
 
     @answered
     async def record(self, replica_id: str) -> ReplicaRecord | None:

@@ -1,0 +1,58 @@
+// The ledger: every token of every prompt, by where it came from.
+
+import { compact, count, el, percent, plural, setText } from "./dom.js";
+
+// As in the README's table.
+export const CAUSES = [
+  ["hit", "came from the cache, as the router expected", ""],
+  ["surprise", "came from the cache, and were not expected there", "look at kvroute_index_age_seconds"],
+  ["stale", "were expected, and did not come: evicted meanwhile, or the index was wrong", "more memory for the cache; look at kvroute_publisher_lag_seconds"],
+  ["spilled", "were cached on a replica where the request did not go, mostly since it is busy", "more replicas"],
+  ["new", "were cached nowhere", "see whether prompts begin alike; more memory if they do"],
+  ["apart", "were cached nowhere under the prompt's cache_salt; another one's were not looked for", "fewer salts, if that is allowed"],
+  ["tail", "no block covers, or belong to the last token's block, which is always computed", "a smaller --block-size"],
+];
+const LETTER = 9; // pixels in the bar
+
+const bar = document.getElementById("bar");
+const about = document.getElementById("ledger-about");
+const rows = document.querySelector("#causes tbody");
+
+for (const [cause, meaning, remedy] of CAUSES) {
+  bar.append(el("span", cause));
+  const name = el("th", "", el("span", `key ${cause}`), cause);
+  name.scope = "row";
+  rows.append(el("tr", "", name, el("td", "number"), el("td", "number"), el("td", "", meaning), el("td", "", remedy)));
+}
+
+export const totalTokens = (ledger) => Object.values(ledger.tokens).reduce((a, b) => a + b, 0);
+export const hitTokens = (ledger) => ledger.tokens.hit + ledger.tokens.surprise;
+
+export function showLedger(ledger) {
+  const total = totalTokens(ledger);
+  const words = CAUSES.map(([cause]) => `${cause} ${percent(ledger.tokens[cause], total)}`).join(", ");
+  CAUSES.forEach(([cause], i) => {
+    const share = total ? ledger.tokens[cause] / total : 0;
+    const part = bar.children[i];
+    part.style.width = `${(100 * share).toFixed(2)}%`;
+    part.title = `${cause}: ${count(ledger.tokens[cause])} tokens`;
+    setText(part, share * bar.clientWidth > LETTER * (cause.length + 1) ? cause : "");
+    const [, portion, tokens] = rows.children[i].children;
+    setText(portion, percent(ledger.tokens[cause], total));
+    setText(tokens, compact(ledger.tokens[cause]));
+  });
+  bar.setAttribute("aria-label", total ? words : "no tokens yet");
+  bar.classList.toggle("nothing", !total);
+  setText(about, sentence(ledger, total));
+}
+
+function sentence(ledger, total) {
+  const minutes = Math.round(ledger.window_s / 60);
+  if (!total) return `No request was answered in the last ${minutes} minutes.`;
+  const computed = total - hitTokens(ledger);
+  return (
+    `${plural(ledger.requests, "request")} in the last ${minutes} minutes had ${plural(total, "prompt token")}: ` +
+    `${percent(hitTokens(ledger), total)} came from a KV cache, and ${plural(computed, "token")} had to be computed. ` +
+    "Each of them has one cause."
+  );
+}

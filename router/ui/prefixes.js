@@ -1,0 +1,46 @@
+// The hottest prefixes.
+
+import { arrange, compact, count, el, plural, setText } from "./dom.js";
+
+const AT_FIRST = 6;
+
+const more = document.getElementById("more-prefixes");
+const list = document.getElementById("prefixes");
+const rate = (n) => (n < 10 ? n.toFixed(n < 0.1 ? 2 : 1) : compact(n));
+
+let all = [];
+let isShort = true;
+
+more.addEventListener("click", () => {
+  isShort = !isShort;
+  showPrefixes(all);
+});
+
+export function showPrefixes(prefixes) {
+  all = prefixes;
+  more.hidden = all.length <= AT_FIRST;
+  setText(more, isShort ? `Show all ${all.length}` : "Show fewer");
+  if (!prefixes.length) {
+    arrange(list, [el("li", "none", "None yet: no prompt has begun like one before it.")]);
+    return;
+  }
+  const most = prefixes[0].tokens_saved_per_s;
+  const shown = isShort ? prefixes.slice(0, AT_FIRST) : prefixes;
+  arrange(list, shown.map((prefix, i) => row(prefix, most, list.children[i])));
+}
+
+function row(prefix, most, before) {
+  const item =
+    before?.className === "prefix"
+      ? before
+      : el("li", "prefix", el("p", "saved", el("b"), el("span", "saving", el("span"))), el("p", "words"), el("p", "facts"));
+  const [saved, words, facts] = item.children;
+  setText(saved.children[0], `${rate(prefix.tokens_saved_per_s)} tokens/s saved`);
+  saved.children[1].children[0].style.width = `${(100 * prefix.tokens_saved_per_s) / (most || 1)}%`;
+  setText(words, prefix.text);
+  const held = plural(prefix.replicas.length, "replica");
+  const named = prefix.prefix_id === null ? "" : ` · named ${prefix.prefix_id}`;
+  setText(facts, `${count(prefix.tokens)} tokens · ${rate(prefix.requests_per_s)} requests/s · held by ${held}${named}`);
+  facts.title = prefix.replicas.join(", ");
+  return item;
+}

@@ -1,0 +1,129 @@
+"""The live page in a browser, before a real cluster."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from openai import OpenAI
+
+from replica.model import BUILTIN_MODEL
+from tests.browser import CHROMIUM, Page, page
+from tests.serving import Cluster, start_cluster
+from tests.test_readme import README
+from tests.workloads import ask, user
+
+pytestmark = pytest.mark.timeout(240)
+
+UI = Path(__file__).parent.parent / "router" / "ui"
+MARKUP = "<img src=x onerror=document.title='hacked'>"
+
+
+@pytest.fixture(scope="module")
+def shown(simulated_cluster: Cluster) -> Iterator[Page]:
+    """The page at its narrowest, with every replica on it."""
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium on this computer: apt install chromium")
+    with page() as page_:
+        page_.open(f"{simulated_cluster.url}/ui", width=400)
+        page_.wait_for("document.querySelectorAll('.tile[data-state=ready]').length === 4")
+        yield page_
+
+
+def ask_until(page: Page, client: OpenAI, is_true: str, text: str) -> None:
+    """The page shows what one of two routers does: by chance it is the other that is asked."""
+    for _ in range(40):
+        ask(client, user(text))
+        page.tell("new Promise((done) => setTimeout(done, 1))")
+        if page.tell(is_true):
+            return
+    page.wait_for(is_true)
+
+
+def test_every_replica_has_a_tile_and_the_router_says_that_it_is_one_of_two(
+    shown: Page, simulated_cluster: Cluster
+) -> None:
+    replicas = requests.get(f"{simulated_cluster.url}/v1/cluster", timeout=10).json()["replicas"]
+    names = shown.tell("[...document.querySelectorAll('.tile h3')].map((name) => name.textContent)")
+    assert names == sorted(replica["id"] for replica in replicas)
+    shown.wait_for("document.querySelector('#router').textContent.includes('one of 2')")
+    assert BUILTIN_MODEL in shown.tell("document.title")
+    assert shown.tell("document.querySelector('#connection').textContent") == "live"
+
+
+def test_a_request_appears_as_a_decision_with_its_receipt(shown: Page, client: OpenAI) -> None:
+    ask_until(shown, client, "document.querySelector('#decisions details') !== null", "Good day")
+    shown.tell("document.querySelector('#decisions summary').click()")
+    shown.wait_for("document.querySelectorAll('.receipt tr:not(.terms)').length === 1 + 4")
+    assert "Why: " in shown.tell("document.querySelector('.receipt .reason').textContent")
+    assert "Go on" in shown.tell("document.querySelector('#pause').textContent")
+    shown.tell("document.querySelector('#pause').click()")
+    shown.wait_for("document.querySelector('#pause').textContent === 'Pause'")
+
+
+def test_the_words_of_a_prompt_are_words_on_the_page(shown: Page, client: OpenAI) -> None:
+    text = f"{MARKUP} " + "and what else is there to say about it " * 10
+    words = "document.querySelector('#prefixes').textContent"
+    ask_until(shown, client, f"{words}.includes('<img src=x')", text)
+    assert shown.tell("document.querySelectorAll('img').length") == 0
+    assert shown.tell("document.title") != "hacked"
+
+
+def test_it_is_no_wider_than_a_small_screen_even_with_a_receipt_open(
+    shown: Page, client: OpenAI
+) -> None:
+    ask_until(shown, client, "document.querySelector('#decisions details') !== null", "Good day")
+    shown.tell("document.querySelector('#decisions summary').click()")
+    shown.wait_for("document.querySelector('.receipt table') !== null")
+    assert shown.tell("document.documentElement.scrollWidth") <= 400
+    assert shown.errors == []
+
+
+def test_its_own_addresses_are_all_it_asks_for(simulated_cluster: Cluster) -> None:
+    answer = requests.get(f"{simulated_cluster.url}/ui", timeout=10)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"].startswith("default-src 'none';")
+    for name in re.findall(r'(?:src|href)="(ui/.*?)"', answer.text):
+        file = requests.get(f"{simulated_cluster.url}/{name}", timeout=10)
+        assert (file.status_code, file.content) == (200, (UI.parent / name).read_bytes())
+    text = "".join(file.read_text() for file in UI.iterdir())
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2fparts.py", "%2e%2e%2fparts.py"])
+def test_a_file_that_is_not_the_pages_is_not_found(simulated_cluster: Cluster, name: str) -> None:
+    assert requests.get(f"{simulated_cluster.url}/ui/{name}", timeout=10).status_code == 404
+
+
+def test_the_causes_are_explained_in_the_readmes_words() -> None:
+    table = README.split("| cause | the tokens |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) ?\|$", table, flags=re.MULTILINE)
+    words = [tuple(cell.replace("`", "").strip() for cell in row) for row in rows]
+    told = re.findall(r'^  \["(\w+)", "(.*)", "(.*)"\],$', (UI / "ledger.js").read_text(), re.M)
+    assert told == words
+
+
+def test_a_cluster_without_the_page_says_how_to_have_it() -> None:
+    with start_cluster("--engine", "simulated", "--replicas", "1", "--no-ui") as cluster:
+        for path in ("/ui", "/ui/app.js", "/v1/cluster/live"):
+            answer = requests.get(cluster.url + path, timeout=10)
+            assert answer.status_code == 404
+            assert "--ui" in answer.json()["error"]["message"]
+
+
+def test_a_page_that_hears_nothing_says_so_and_goes_on_by_itself(
+    shown: Page, simulated_cluster: Cluster
+) -> None:
+    state = "document.querySelector('#connection').dataset.state"
+    routers = [each for each in simulated_cluster.processes() if "Router" in each.cmdline()[0]]
+    assert len(routers) == 2
+    for router in routers:
+        router.suspend()
+    try:
+        shown.wait_for(f"{state} === 'stale'")
+    finally:
+        for router in routers:
+            router.resume()
+    shown.wait_for(f"{state} === 'live'")
