@@ -163,7 +163,10 @@ class Dispatcher:
         ranking = [candidate.replica_id for candidate in placement.ranking]
         route = ROUTES[request.request_id] = Route(ranking, lost)
         sent_s = time.monotonic()
-        stream: DeploymentResponseGenerator = self._generate.remote(request)
+        expected_tokens = placement.expected_tokens(best)
+        stream: DeploymentResponseGenerator = self._generate.remote(
+            replace(request, expected_tokens=expected_tokens)
+        )
         trip = self._fleet.sent(placement, best, request.request_id, sent_s, asked)
         try:
             first: Chunk | None = await self.watch.next(stream, route)

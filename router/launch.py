@@ -124,10 +124,12 @@ def gpus_per_replica(settings: ServeSettings, available: int) -> int:
         return 0
     wanted = settings.gpus_per_replica
     each = min(1, available) if wanted is None else wanted
-    if each * settings.replicas > available:
+    replicas = settings.max_replicas or settings.replicas
+    if each * replicas > available:
         raise StartError(
-            f"{settings.replicas} replicas of {each} GPUs need {each * settings.replicas}, and "
-            f"{available} can be used here; lower --replicas or --gpus-per-replica (0: CPUs)"
+            f"{replicas} replicas of {each} GPUs need {each * replicas}, and {available} can be "
+            f"used here; lower {'--max-replicas' if settings.max_replicas else '--replicas'} or "
+            "--gpus-per-replica (0: CPUs)"
         )
     return each
 

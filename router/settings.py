@@ -60,6 +60,31 @@ class ServeSettings(BaseSettings):
     ] = None
 
     replicas: Annotated[int, Positive, Option(CLUSTER, "Engines, each with its own cache.")] = 2
+    max_replicas: Annotated[
+        int | None,
+        Positive,
+        Option(
+            CLUSTER,
+            "The most replicas; the fleet then finds its size by its load, and --replicas is the "
+            "least.",
+            example="8",
+            default="--replicas, always",
+        ),
+    ] = None
+    target_wait_s: Annotated[
+        float,
+        Field(gt=0),
+        Option(CLUSTER, "Seconds in a queue above which the fleet grows, up to --max-replicas."),
+    ] = 1.0
+    shrink_delay_s: Annotated[
+        float,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "Seconds in which one replica fewer would have done before one is taken away, and its "
+            "cache with it.",
+        ),
+    ] = 300.0
     routers: Annotated[int, Positive, Option(CLUSTER, "Processes that take requests.")] = 1
     host: Annotated[str, Option(CLUSTER, "Address to listen on; 0.0.0.0 is every one.")] = (
         "127.0.0.1"
@@ -229,6 +254,14 @@ class ServeSettings(BaseSettings):
             tasks=self.tasks(),
         )
 
+    def check_size(self) -> None:
+        """Raises SettingsError when the most replicas are fewer than the least."""
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise SettingsError(
+                f"--max-replicas is {self.max_replicas} and --replicas, the least, is "
+                f"{self.replicas}; expected at least as many, such as {2 * self.replicas}"
+            )
+
     def tasks(self) -> tuple[Task, ...]:
         """The prefixes to start with. Raises SettingsError when they cannot be read."""
         file, text = self.multi_task_prompt, self.multi_task_prompt_str
@@ -283,6 +316,7 @@ def load(given: Mapping[str, Any]) -> ServeSettings:
     try:
         settings = ServeSettings(**given)
         settings.tasks()
+        settings.check_size()
         return settings
     except ValidationError as error:
         lines = [explain(each, ServeSettings.model_fields, given) for each in error.errors()]
