@@ -13,6 +13,7 @@ from tests.bench.events import memory, rate
 from tests.bench.path import path
 from tests.bench.policies import policies
 from tests.bench.report import Section
+from tests.bench.resize import resize
 from tests.bench.routers import routers
 from tests.bench.successor import successor
 
@@ -37,6 +38,12 @@ def main(
             "--successor", help="Adds a new router's load of five million blocks, in a minute."
         ),
     ] = False,
+    with_resize: Annotated[
+        bool,
+        typer.Option(
+            "--resize", help="Adds a fleet that grows and shrinks by its load, in eight minutes."
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Where to write the same as JSON.")
     ] = None,
@@ -47,7 +54,7 @@ def main(
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
     found = []
-    for section in sections(trace, with_routers, with_successor):
+    for section in sections(trace, with_routers, with_successor, with_resize):
         typer.echo(section.markdown() + "\n")
         found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
     if trace is None:
@@ -56,7 +63,9 @@ def main(
         json_file.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def sections(trace: Path | None, with_routers: bool, with_successor: bool) -> Iterator[Section]:
+def sections(
+    trace: Path | None, with_routers: bool, with_successor: bool, with_resize: bool
+) -> Iterator[Section]:
     yield apart(decision)
     yield memory()
     yield rate()
@@ -65,6 +74,8 @@ def sections(trace: Path | None, with_routers: bool, with_successor: bool) -> It
         yield routers()
     if with_successor:
         yield apart(successor)
+    if with_resize:
+        yield resize()
     if trace is not None:
         yield apart(policies, trace)
 
