@@ -68,7 +68,7 @@ class ServeSettings(BaseSettings):
             "The most replicas; the fleet then finds its size by its load, and --replicas is the "
             "least.",
             example="8",
-            default="--replicas, always",
+            default="as many as --replicas",
         ),
     ] = None
     target_wait_s: Annotated[

@@ -3,27 +3,39 @@
 import asyncio
 import random
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from ray.serve._private.autoscaling_state import _apply_autoscaling_config
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve._private.deployment_scheduler import (
+    DeploymentScheduler,
+    SpreadDeploymentSchedulingPolicy,
+)
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from replica.backlog import STEP_S, Backlog, occupancy
+from replica.kvindex.index import ReplicaRecord
 from replica.model import BUILTIN_MODEL
 from router import autoscaling
 from router.app import GROW_DELAY_S, build
 from router.autoscaling import Report, WaitPolicy, desired_replicas, queueing_s
+from router.fleet import Fleet
 from router.options import SettingsError
 from router.scale import Deployed, ScaleError, refuse_own_size
 from router.settings import load
+from router.trips import Trip
 from tests.conftest import async_openai_client
+from tests.records import FACTS, LOAD
 from tests.serving import KVROUTE, Cluster, start_cluster
 from tests.waiting import until
 
@@ -316,6 +328,53 @@ def test_a_load_that_comes_and_goes_faster_than_the_delay_does_not_move_the_flee
     fleet = SimulatedFleet(lambda s: 3.0 if s % 100 < 50 else 0.3, least=2, most=16)
     fleet.run(4000, monkeypatch)
     assert len(set(fleet.sizes[1000:])) == 1
+
+
+# Those that come and those that go.
+
+
+def test_a_new_replica_gets_its_share_of_the_queue_and_no_more() -> None:
+    """Also where engines are five times slower than they say."""
+    fleet = Fleet(model="m", revision="", block_size=4, rng=random.Random(0))
+
+    def join(*ids: str) -> None:
+        fleet.update([ReplicaRecord(id_, "1", 0, FACTS, LOAD) for id_ in ids])
+        for id_ in ids:
+            fleet.mirror.join(id_)
+
+    def send(number: int, now_s: float, *ids: str) -> Trip:
+        token_ids = np.arange(number * 1000, number * 1000 + 100).astype(np.uint32)
+        placement = fleet.place(token_ids, "", ids, now_s)
+        return fleet.sent(placement, placement.ranking[0].replica_id, str(number), now_s)
+
+    join("a", "b")
+    for number in range(50):
+        trip = send(number, 2.0 * number, "a", "b")
+        trip.first_token(2.0 * number + 0.5)
+        trip.end()
+    for number in range(50, 60):
+        send(number, 100.0, "a", "b")
+    join("a", "b", "new")
+    sent = Counter(send(n, 100.0, "a", "b", "new").replica_id for n in range(60, 80))
+    assert sent["new"] == pytest.approx(10, abs=3)  # of 30 that wait
+
+
+@pytest.mark.parametrize(
+    ("nodes", "removed"),
+    [("aaa", 2), ("abc", 0), ("aab", 2), ("abb", 0), ("haa", 2), ("hha", 2)],
+)
+def test_serve_removes_the_newest_of_a_node_and_the_oldest_of_nodes_that_have_one_each(
+    nodes: str, removed: int
+) -> None:
+    """Nodes of the replicas, oldest first; h is the head. ARCHITECTURE says what it costs."""
+    labels: Any = SimpleNamespace(get_node_labels=lambda node: {})
+    scheduler = DeploymentScheduler(labels, "h", lambda: None)
+    deployment = DeploymentID("Replica", "kvroute")
+    scheduler.on_deployment_created(deployment, SpreadDeploymentSchedulingPolicy())
+    for number, node in enumerate(nodes):
+        scheduler.on_replica_running(ReplicaID(str(number), deployment), node)
+    (gone,) = scheduler._get_replicas_to_stop(deployment, 1)
+    assert gone.unique_id == str(removed)
 
 
 # What people say and are told.
