@@ -45,6 +45,8 @@ class Backlog:
 
     def first_token(self, request_id: str, now_s: float) -> None:
         """Its prefill is over: its time teaches the speed."""
+        if request_id not in self._pending:
+            return
         self._look(now_s)
         took_s = now_s - self._since_s()
         prefill_s = self._pending.pop(request_id).prefill_s
