@@ -7,6 +7,7 @@ The replicas are simulated engines so slow that this machine's cores are not wha
 import asyncio
 import contextlib
 import random
+import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -44,9 +45,12 @@ def resize() -> Section:
         | _window(constant, start, f"of {MOST}: ")
         for start in starts
     ]
-    return Section(
-        f"A fleet that finds its own size, {len(sent)} requests", rows, _newcomers(own, sizes)
-    )
+    notes = [
+        f"In all: hit share {_hit_share(own):.3f} on {_mean_size(sizes):.2f} replicas on average, "
+        f"{_hit_share(constant):.3f} on {MOST}. No request failed.",
+        *_newcomers(own, sizes),
+    ]
+    return Section(f"A fleet that finds its own size, {len(sent)} requests", rows, notes)
 
 
 def turns(seed: int) -> list[Turn]:
@@ -102,6 +106,10 @@ async def _watching(url: str) -> AsyncIterator[Sizes]:
 
 def _size(sizes: Sizes, at_s: float) -> int:
     return next((len(ids) for seen_s, ids in reversed(sizes) if seen_s <= at_s), LEAST)
+
+
+def _mean_size(sizes: Sizes) -> float:
+    return statistics.fmean(len(ids) for _, ids in sizes)
 
 
 def _window(answers: Sequence[Answered], start_s: float, prefix: str) -> Row:
