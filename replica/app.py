@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import psutil
 import ray
 from ray import serve
 
+from replica.backlog import Backlog, occupancy
 from replica.draining import draining
 from replica.engines import start_engine
 from replica.events import BlockTable
@@ -50,6 +52,7 @@ class Replica:
         self._redis = connect(self._settings.redis_url)
         self._index = Index(self._redis, self._settings.served_model_name)
         self._metrics = ReplicaMetrics()
+        self._backlog = Backlog(self._engine.facts.prefill_tokens_per_s)
         self._exposition = await self._expose() if self._settings.metrics else None
         self._publisher = self._make_publisher()
         self._warmer = self._make_warmer()
@@ -67,11 +70,18 @@ class Replica:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Chunks as the engine makes them; a caller that goes away aborts the request."""
         is_first = True
-        async with contextlib.aclosing(self._generate(request)) as chunks:
-            async for chunk in chunks:
-                self._metrics.heard(request, chunk, is_first=is_first)
-                is_first = False
-                yield chunk
+        new_tokens = len(request.token_ids) - request.expected_tokens
+        self._backlog.arrived(request.request_id, new_tokens, time.monotonic())
+        try:
+            async with contextlib.aclosing(self._generate(request)) as chunks:
+                async for chunk in chunks:
+                    if is_first:
+                        self._backlog.first_token(request.request_id, time.monotonic())
+                    self._metrics.heard(request, chunk, is_first=is_first)
+                    is_first = False
+                    yield chunk
+        finally:
+            self._backlog.gone(request.request_id, time.monotonic())
 
     async def canary(self, request: GenerateRequest) -> None:
         """The engine has answered it. Nobody asked for it, so no metric counts it."""
@@ -84,6 +94,22 @@ class Replica:
         TimeoutError where the engine, or Redis, does not answer."""
         async with asyncio.timeout(AUDIT_S):
             return await self._publisher.audit(self._engine)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What router/autoscaling.py decides by; Serve asks when the fleet finds its own size."""
+        engine, load, now_s = self._engine, self._engine.load(), time.monotonic()
+        pinned_blocks = sum(engine.pins.values())  # every replica's: they go with none
+        return {
+            "wait_s": self._backlog.wait_s(now_s),
+            "service_s": self._backlog.service_s(),
+            "occupancy": occupancy(
+                busy_share=self._backlog.busy_share(now_s),
+                running=load.running,
+                most_running=engine.facts.max_num_seqs,
+                used_blocks=load.used_blocks - pinned_blocks,
+                blocks=engine.facts.capacity_blocks - pinned_blocks,
+            ),
+        }
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -313,6 +313,7 @@ def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> Engine
             block_size=config.cache_config.block_size,
             max_model_len=config.model_config.max_model_len,
         ),
+        max_num_seqs=config.scheduler_config.max_num_seqs,
         engine="vllm",
         **speed,
     )

@@ -49,6 +49,7 @@ class GenerateRequest:
     answered: int = 0  # that many trailing token_ids are the answer's beginning
     trace: TraceContext | None = None  # the span that asks; None: nobody traces it
     pin: str = ""  # under this name the prompt's full blocks stay in the KV cache
+    expected_tokens: int = 0  # of token_ids, that the router expects in the KV cache
 
     @property
     def prompt_ids(self) -> TokenIds:
@@ -109,6 +110,7 @@ class EngineFacts:
     attention_tokens: float = 32_768.0  # context at which a token's prefill costs twice as much
     prefix_caching: bool = True
     pin_blocks: int = 0  # KV blocks that pins may take
+    max_num_seqs: int = 0  # requests in one batch; 0: unknown
     engine: str = "vllm"  # "vllm" | "simulated"
 
 

@@ -101,6 +101,7 @@ class SimulatedEngine(Engine):
                 block_size=config.block_size,
                 max_model_len=config.max_model_len,
             ),
+            max_num_seqs=config.max_running,
             engine="simulated",
         )
         self._vocabulary = (

@@ -1,12 +1,14 @@
 """Binds the routers to the replicas: what `kvroute serve` runs and a Serve config names."""
 
+import warnings
 from typing import Any
 
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from replica.app import Replica
 from replica.logs import logging_config
+from router import autoscaling
 from router.ingress import Router
 from router.ray_cluster import deployment
 from router.request_router import CacheAwareRequestRouter
@@ -16,6 +18,7 @@ REQUESTS_EACH = 1024  # running and waiting at one replica before it refuses mor
 REQUESTS_WAITING = 4096  # in one router for a replica with room, before it answers 429
 HEALTH_PERIOD_S = 2.0
 DRAIN_LOOK_S = 0.5  # between looks whether what runs is finished
+GROW_DELAY_S = 5.0  # that too few replicas must have been too few
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -52,7 +55,6 @@ def _replicas(settings: ServeSettings, name: str, *, beside: int) -> Application
     """Those of one model; beside: how many others there are."""
     replica = Replica.options(  # type: ignore[attr-defined]
         name=name,
-        num_replicas=settings.replicas,
         max_ongoing_requests=REQUESTS_EACH,
         max_queued_requests=REQUESTS_WAITING,
         health_check_period_s=HEALTH_PERIOD_S,
@@ -64,9 +66,31 @@ def _replicas(settings: ServeSettings, name: str, *, beside: int) -> Application
             request_router_class=CacheAwareRequestRouter,
             request_routing_stats_period_s=60.0,  # ours come through the index
         ),
+        **_size(settings),
     )
     bound: Application = replica.bind(settings.replica(beside=beside).model_dump(mode="json"))
     return bound
+
+
+def _size(settings: ServeSettings) -> dict[str, Any]:
+    """How many replicas there are, or who decides it."""
+    if settings.max_replicas is None:
+        return {"num_replicas": settings.replicas}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # what shall replace it has no effect
+        config = AutoscalingConfig(
+            min_replicas=settings.replicas,
+            max_replicas=settings.max_replicas,
+            metrics_interval_s=autoscaling.SAMPLE_S,
+            look_back_period_s=autoscaling.LOOK_BACK_S,
+            upscale_delay_s=GROW_DELAY_S,
+            downscale_delay_s=settings.shrink_delay_s,
+            policy=AutoscalingPolicy(
+                policy_function=autoscaling.WaitPolicy,
+                policy_kwargs={"target_wait_s": settings.target_wait_s},
+            ),
+        )
+    return {"autoscaling_config": config}
 
 
 def _resources(settings: ServeSettings) -> dict[str, float]:

@@ -207,8 +207,8 @@ class Dispatcher:
         return Attempt(replica_id, route, placement, first, stream, trip)
 
     def _send(self, request: GenerateRequest, trip: Trip) -> DeploymentResponseGenerator:
-        if trip.trace:
-            request = replace(request, trace=trip.trace)
+        expected_tokens = trip.dispatch.prompt_tokens - trip.dispatch.new_tokens
+        request = replace(request, expected_tokens=expected_tokens, trace=trip.trace)
         try:
             return self._generate.remote(request)
         except BaseException:

@@ -11,7 +11,14 @@ from replica.protocol import TokenIds
 from router.baselines import Ranking
 from router.branches import Branches, relative
 from router.handshake import Handshake
-from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness, prefill_model
+from router.load import (
+    PrefillModel,
+    ReplicaLoad,
+    Sent,
+    learned_slowness,
+    newcomer,
+    prefill_model,
+)
 from router.mirror import Mirror
 from router.policy import Candidate, rank
 from router.trips import NOBODY, Asked, Dispatch, Placement, Trip, Witness
@@ -250,7 +257,8 @@ class Fleet:
     def _load(self, replica_id: str) -> ReplicaLoad:
         load = self._loads.get(replica_id)
         if load is None:
-            load = self._loads[replica_id] = ReplicaLoad(self._speed(replica_id))
+            load = newcomer(self._speed(replica_id), self._loads.values())
+            self._loads[replica_id] = load
         return load
 
     def _speed(self, replica_id: str) -> PrefillModel:

@@ -117,14 +117,15 @@ def gpus_per_replica(each: Sequence[ServeSettings], available: int) -> list[int]
     want more than there are."""
     default = min(1, available)
     gpus = [_gpus_wanted(settings, default) for settings in each]
-    needed = sum(one.replicas * count for one, count in zip(each, gpus, strict=True))
+    needed = sum(one.most_replicas * count for one, count in zip(each, gpus, strict=True))
     if needed > available:
         replicas = " and ".join(
-            f"{one.replicas} replicas of {count} GPUs"
+            f"{one.most_replicas} replicas of {count} GPUs"
             for one, count in zip(each, gpus, strict=True)
         )
+        number = "--max-replicas" if any(one.max_replicas for one in each) else "--replicas"
         raise StartError(
-            f"{replicas} need {needed}, and {available} can be used here; lower --replicas or "
+            f"{replicas} need {needed}, and {available} can be used here; lower {number} or "
             "--gpus-per-replica (0: CPUs)"
         )
     return gpus

@@ -4,7 +4,7 @@ Pure bookkeeping: the caller passes the time, in seconds of any steady clock.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -148,6 +148,13 @@ class ReplicaLoad:
         )
 
 
+def newcomer(model: PrefillModel, fleet: Collection[ReplicaLoad]) -> ReplicaLoad:
+    """A replica that nothing was sent to yet: as slow as the others proved, beside what it says of
+    itself. It would get more than it can take, were it believed."""
+    slowness = _fleet_slowness(fleet) if fleet else 1.0
+    return ReplicaLoad(model, observed_s=slowness * PRIOR_S, slowness=slowness)
+
+
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
     """Each replica's slowness, drawn half-way to the fleet's where it is near the median.
 
@@ -156,6 +163,10 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
     if not loads:
         return []
     own = [load.slowness for load in loads]
-    fleet = sum([load.observed_s for load in loads]) / sum([load.predicted_s for load in loads])
+    fleet = _fleet_slowness(loads)
     median = sorted(own)[len(own) // 2]
     return [(c + fleet) / 2 if abs(c - median) <= 0.25 * median else c for c in own]
+
+
+def _fleet_slowness(loads: Collection[ReplicaLoad]) -> float:
+    return sum([load.observed_s for load in loads]) / sum([load.predicted_s for load in loads])

@@ -26,21 +26,35 @@ class Deployed:
     states: Mapping[str, int]  # STARTING, RUNNING, STOPPING and the like -> replicas
     message: str  # why it is not as wanted, where Serve knows
     each: Mapping[str, float]  # what Ray sets aside for one replica: CPU, GPU -> amount
+    bounds: tuple[int, int] | None = None  # least and most, where the fleet finds its own size
 
 
 def scale(replicas: int, model: str | None, ray_address: str, progress: Progress) -> None:
     """Returns when so many replicas are ready, and those taken away have finished what they ran.
 
     model: whose replicas; None where there is one model only. Raises ScaleError when there is no
-    room for so many, or somebody asked for another number meanwhile.
+    room for so many, when somebody asked for another number meanwhile, and where the fleet finds
+    its own size.
     """
     with _connected(ray_address):
         import ray
 
         name = deployment(model)
-        refuse_no_room(replicas, _deployed(name), ray.available_resources())
+        deployed = _deployed(name)
+        refuse_own_size(deployed)
+        refuse_no_room(replicas, deployed, ray.available_resources())
         _ask_for(replicas, name)
         _wait(replicas, name, progress)
+
+
+def refuse_own_size(deployed: Deployed) -> None:
+    """Raises ScaleError where the load decides: it would undo what a person asks for."""
+    if deployed.bounds:
+        least, most = deployed.bounds
+        raise ScaleError(
+            f"the fleet finds its own size, now {deployed.wanted}, between {least} and {most} "
+            "replicas; serve it with another --replicas or --max-replicas, or without the latter"
+        )
 
 
 def refuse_no_room(replicas: int, deployed: Deployed, free: Mapping[str, float]) -> None:
@@ -104,11 +118,13 @@ def _connected(ray_address: str) -> Iterator[None]:
 def _deployed(name: str) -> Deployed:
     details = _controller("get_serve_instance_details")
     found = details["applications"][APPLICATION]["deployments"][name]
+    limits = found["deployment_config"].get("autoscaling_config")
     return Deployed(
         wanted=found["target_num_replicas"],
         states=Counter(str(replica["state"].value) for replica in found["replicas"]),
         message=found["message"],
         each=found["required_resources"],
+        bounds=(limits["min_replicas"], limits["max_replicas"]) if limits else None,
     )
 
 

@@ -102,6 +102,31 @@ class ServeSettings(BaseSettings):
     ] = None
 
     replicas: Annotated[int, Positive, Option(CLUSTER, "Engines, each with its own cache.")] = 2
+    max_replicas: Annotated[
+        int | None,
+        Positive,
+        Option(
+            CLUSTER,
+            "The most replicas; the fleet then finds its size by its load, and --replicas is the "
+            "least.",
+            example="8",
+            default="as many as --replicas",
+        ),
+    ] = None
+    target_wait_s: Annotated[
+        float,
+        Field(gt=0),
+        Option(CLUSTER, "Seconds in a queue above which the fleet grows, up to --max-replicas."),
+    ] = 1.0
+    shrink_delay_s: Annotated[
+        float,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "Seconds in which one replica fewer would have done before one is taken away, and its "
+            "cache with it.",
+        ),
+    ] = 300.0
     routers: Annotated[int, Positive, Option(CLUSTER, "Processes that take requests.")] = 1
     host: Annotated[str, Option(CLUSTER, "Address to listen on; 0.0.0.0 is every one.")] = (
         "127.0.0.1"
@@ -311,6 +336,7 @@ class ServeSettings(BaseSettings):
             lines = [explain(each, ServeSettings.model_fields, own) for each in error.errors()]
             raise SettingsError("\n".join(f"{entry}: {line}" for line in lines)) from None
         settings.tasks()
+        settings.check_size()
         return settings
 
     def replica(self, *, beside: int = 0) -> ReplicaSettings:
@@ -331,6 +357,19 @@ class ServeSettings(BaseSettings):
             **self.model_dump(include=set(RouterSettings.model_fields)) | self._decided(),
             tasks=self.tasks(),
         )
+
+    @property
+    def most_replicas(self) -> int:
+        """As many as the fleet may ever have."""
+        return self.max_replicas or self.replicas
+
+    def check_size(self) -> None:
+        """Raises SettingsError when the most replicas are fewer than the least."""
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise SettingsError(
+                f"--max-replicas is {self.max_replicas} and --replicas, the least, is "
+                f"{self.replicas}; expected at least as many, such as {2 * self.replicas}"
+            )
 
     def tasks(self) -> tuple[Task, ...]:
         """The prefixes to start with. Raises SettingsError when they cannot be read."""
@@ -363,7 +402,7 @@ PER_MODEL = tuple(  # what one of several models may have of its own
     name
     for name, field in ServeSettings.model_fields.items()
     if option(field).group in (MODEL, CACHE, PREFIXES, SIMULATED)
-    or name in ("replicas", "gpus_per_replica", "max_num_seqs")
+    or name in ("replicas", "max_replicas", "gpus_per_replica", "max_num_seqs")
 )
 
 

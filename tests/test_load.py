@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.load import PRIOR_S, PrefillModel, ReplicaLoad, Sent, learned_slowness
+from router.load import PRIOR_S, PrefillModel, ReplicaLoad, Sent, learned_slowness, newcomer
 
 MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
 
@@ -94,6 +94,17 @@ def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None
     assert 1.0 < one < 2.5
     assert slow == 10.0
     assert max(one, two, three) < slow
+
+
+def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:
+    slow = ReplicaLoad(MODEL, predicted_s=5.0, observed_s=20.0, slowness=4.0)
+    load = newcomer(MODEL, [slow])
+    assert newcomer(MODEL, []).slowness == 1.0
+    assert load.slowness == 4.0
+    for i in range(100):
+        load.send(str(i), sent(float(i)))
+        load.first_token(str(i), i + 1.0)
+    assert load.slowness == pytest.approx(1.0, rel=0.1)
 
 
 def test_work_done_lately_is_forgotten_with_time() -> None:

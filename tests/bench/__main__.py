@@ -14,6 +14,7 @@ from tests.bench.metrics import metrics
 from tests.bench.path import path
 from tests.bench.policies import policies
 from tests.bench.report import Section
+from tests.bench.resize import resize
 from tests.bench.routers import routers
 from tests.bench.sizing import growth, streaming
 from tests.bench.successor import successor
@@ -39,6 +40,12 @@ def main(
             "--successor", help="Adds a new router's load of five million blocks, in a minute."
         ),
     ] = False,
+    with_resize: Annotated[
+        bool,
+        typer.Option(
+            "--resize", help="Adds a fleet that grows and shrinks by its load, in eight minutes."
+        ),
+    ] = False,
     with_sizing: Annotated[
         bool, typer.Option("--sizing", help="Adds what grows with a fleet, in some minutes.")
     ] = False,
@@ -52,7 +59,8 @@ def main(
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
     found = []
-    for section in sections(trace, with_routers, with_successor, with_sizing):
+    flags = with_routers, with_successor, with_resize, with_sizing
+    for section in sections(trace, *flags):
         typer.echo(section.markdown() + "\n")
         found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
     if trace is None:
@@ -62,7 +70,11 @@ def main(
 
 
 def sections(
-    trace: Path | None, with_routers: bool, with_successor: bool, with_sizing: bool
+    trace: Path | None,
+    with_routers: bool,
+    with_successor: bool,
+    with_resize: bool,
+    with_sizing: bool,
 ) -> Iterator[Section]:
     yield apart(decision)
     yield memory()
@@ -73,6 +85,8 @@ def sections(
         yield routers()
     if with_successor:
         yield apart(successor)
+    if with_resize:
+        yield resize()
     if with_sizing:
         yield growth()
         yield streaming()

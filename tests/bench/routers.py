@@ -63,7 +63,7 @@ def row(count: int, seed: int) -> Row:
         *("--simulated-prefill-tokens-per-s", str(SPEED.tokens_per_s)),
         *("--simulated-blocks", str(BLOCKS)),
     ) as cluster:
-        answers = asyncio.run(_send(cluster.url, turns(seed)))
+        answers = asyncio.run(send(cluster.url, turns(seed)))
     counted = [answer for answer in answers if answer.at_s >= WARM_UP_S]
     prompt_tokens = sum(answer.prompt_tokens for answer in counted)
     cached_tokens = sum(answer.cached_tokens for answer in counted)
@@ -101,17 +101,17 @@ def turns(seed: int) -> list[Turn]:
     return sorted((turn for turn in sent if turn.at_s < CHATS_S), key=lambda turn: turn.at_s)
 
 
-async def _send(url: str, turns: Sequence[Turn]) -> list[Answered]:
+async def send(url: str, turns: Sequence[Turn]) -> list[Answered]:
     """Each at its time, however long the others take."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # HAProxy spreads connections
     async with aiohttp.ClientSession(connector=connector) as session:
         begun = time.perf_counter()
 
-        async def send(turn: Turn) -> Answered:
+        async def ask(turn: Turn) -> Answered:
             await asyncio.sleep(begun + turn.at_s - time.perf_counter())
             return await _ask(session, url, turn)
 
-        return list(await asyncio.gather(*map(send, turns)))
+        return list(await asyncio.gather(*map(ask, turns)))
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, turn: Turn) -> Answered:
