@@ -10,6 +10,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
+from replica.model import BUILTIN_MODEL
 from router.cli import app
 from router.load import PrefillModel
 from router.replay.fit import Decode, FitError, Prefill, fit, non_negative_fit
@@ -176,7 +177,7 @@ def test_requests_of_others_are_noticed(slow_cluster: Cluster) -> None:
 def test_a_model_that_is_not_served_is_named(slow_cluster: Cluster) -> None:
     result = run("calibrate", "--url", slow_cluster.url, "--model", "gpt-5")
     assert result.exit_code == 1
-    assert "The model 'gpt-5' does not exist" in result.stderr
+    assert f"--model is 'gpt-5'; name one that the cluster serves: {BUILTIN_MODEL}" in result.stderr
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "localhost", "http://["])

@@ -111,7 +111,7 @@ def _cpu_s(cluster: Cluster) -> dict[str, float]:
     spent_s = {}
     for process in cluster.processes():
         for role in ROLES:
-            if process.cmdline()[0].endswith(f":{role.title()}"):
+            if f"kvroute:{role.title()}" in " ".join(process.cmdline()):
                 times = process.cpu_times()
                 spent_s[role] = times.user + times.system
     return spent_s
