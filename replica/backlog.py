@@ -97,5 +97,6 @@ def occupancy(
     busy_share: float, running: int, most_running: int, used_blocks: int, blocks: int
 ) -> float:
     """How much of a replica is taken, 0 to 1, by whatever is scarcest: its time for prefill, places
-    in its batch, KV blocks."""
-    return max(busy_share, running / max(1, most_running), max(0, used_blocks) / max(1, blocks))
+    in its batch (most_running, 0: unknown), KV blocks."""
+    batch = running / most_running if most_running else 0.0
+    return max(busy_share, batch, max(0, used_blocks) / max(1, blocks))

@@ -114,6 +114,7 @@ def test_a_replica_is_as_full_as_what_is_scarcest() -> None:
     assert occupancy(0.1, 64, 128, 10, 1000) == 0.5
     assert occupancy(0.1, 64, 128, 900, 1000) == 0.9
     assert occupancy(0.7, 64, 128, 10, 1000) == 0.7
+    assert occupancy(0.1, 64, 0, -10, 0) == 0.1
 
 
 # What is made of it.

@@ -129,6 +129,7 @@ async def test_an_engine_says_what_it_is(running: Running) -> None:
     assert facts.block_size == BLOCK
     assert facts.capacity_blocks > facts.max_model_len / BLOCK
     assert facts.prefill_tokens_per_s > 0
+    assert facts.max_num_seqs > 0
     await running.engine.check()
 
 
