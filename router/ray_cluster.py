@@ -63,9 +63,17 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
 
 
 def deployment(model: str | None) -> str:
-    """Serve's name for the replicas of a model; None: of the only one. Fit for a file's name too,
-    which Serve makes of it."""
-    return REPLICAS if model is None else f"{REPLICAS}:{quote(model, safe='')}"
+    """Serve's name for the replicas of a model; None: of the only one. Serve makes a file's name of
+    it, and a format of its log, where a percent sign would be one of the format's."""
+    if model is None:
+        return REPLICAS
+    return f"{REPLICAS}:{quote(model, safe='').replace('%', '=')}"
+
+
+def model_of(deployment: str) -> str | None:
+    """The reverse."""
+    _, _, quoted = deployment.partition(":")
+    return unquote(quoted.replace("=", "%")) or None
 
 
 def gpu_count() -> int:
@@ -135,8 +143,8 @@ def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -
 
 def _news(deployments: Mapping[str, Any]) -> Iterator[str]:
     for name, status in deployments.items():
-        role, _, model = name.partition(":")
-        who, of_model = role.lower(), f" of {unquote(model)}" if model else ""
+        who, model = name.partition(":")[0].lower(), model_of(name)
+        of_model = f" of {model}" if model else ""
         wanted = sum(status.replica_states.values())
         for number in range(1, status.replica_states.get("RUNNING", 0) + 1):
             yield f"{who} {number} of {wanted}{of_model} is ready"

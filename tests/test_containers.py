@@ -55,7 +55,7 @@ def test_the_image_starts_a_command_that_exists() -> None:
 
 
 def test_ray_starts_in_the_image_as_on_every_node() -> None:
-    assert told_to_ray() == dict(re.findall(r"\b(RAY_\w+)=(\w+)", DOCKERFILE))
+    assert told_to_ray() == dict(re.findall(r"\b(RAY_\w+)=(\S+)", DOCKERFILE))
 
 
 @pytest.mark.parametrize("name", COMPOSE_FILES)

@@ -69,7 +69,7 @@ def test_the_application_file_has_settings_only_and_names_our_deployments() -> N
 def told_to_ray() -> dict[str, str]:
     """What node.sh puts into Ray's environment."""
     script = (ROOT / "deploy" / "node.sh").read_text()
-    return dict(re.findall(r"^export (RAY_\w+)=(\w+)", script, flags=re.MULTILINE))
+    return dict(re.findall(r"^export (RAY_\w+)=(\S+)", script, flags=re.MULTILINE))
 
 
 def test_ray_starts_on_every_node_as_kvroute_serve_starts_it(

@@ -39,7 +39,7 @@ def test_all_models_together_may_not_need_more_gpus_than_there_are() -> None:
 
 def test_there_must_be_gpus_for_as_many_replicas_as_there_may_be() -> None:
     with pytest.raises(StartError, match=r"4 replicas of 1 GPUs need 4, and 2 .* --max-replicas"):
-        gpus_per_replica(load({"replicas": 2, "max_replicas": 4}), available=2)
+        gpus_per_replica([load({"replicas": 2, "max_replicas": 4})], available=2)
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:

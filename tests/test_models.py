@@ -75,7 +75,7 @@ def test_one_model_has_the_deployment_it_always_had_and_several_have_one_each() 
         return {each.name: each.num_replicas for each in found}
 
     assert deployments() == {"Replica": 2}
-    assert deployments(models=MODELS) == {"Replica:lab%2Flarge": 2, "Replica:small": 1}
+    assert deployments(models=MODELS) == {"Replica:lab=2Flarge": 2, "Replica:small": 1}
 
 
 def test_both_models_are_listed_and_their_replicas_counted(cluster: Cluster) -> None:
