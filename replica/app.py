@@ -63,6 +63,8 @@ class Replica:
         is_first = True
         async with contextlib.aclosing(self._engine.generate(request)) as chunks:
             async for chunk in chunks:
+                if is_first and request.lora:
+                    self._publisher.renew_soon()  # its adapter may have been loaded for it
                 self._metrics.heard(request, chunk, is_first=is_first)
                 is_first = False
                 yield chunk
@@ -99,7 +101,10 @@ class Replica:
         facts = self._engine.facts
         identity = dataclasses.asdict(
             identify(
-                resolve(settings.model), revision=settings.revision, block_size=facts.block_size
+                resolve(settings.model),
+                revision=settings.revision,
+                block_size=facts.block_size,
+                adapters=settings.adapters,
             )
         )
         table = BlockTable(
@@ -134,7 +139,7 @@ class Replica:
             "metrics": self._exposition and self._exposition.address,
         }
 
-    def _load(self) -> Mapping[str, int]:
+    def _load(self) -> Mapping[str, Any]:
         return dataclasses.asdict(self._engine.load())
 
     async def _keep_index(self) -> None:

@@ -126,9 +126,11 @@ class Dispatcher:
         self._generate = handle.options(stream=True).generate
         self._fleet = fleet
 
-    async def begin(self, token_ids: TokenIds, sampling: Sampling, namespace: str) -> Generation:
+    async def begin(
+        self, token_ids: TokenIds, sampling: Sampling, namespace: str, lora: str = ""
+    ) -> Generation:
         """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
-        request = GenerateRequest(uuid.uuid4().hex, token_ids, sampling, namespace)
+        request = GenerateRequest(uuid.uuid4().hex, token_ids, sampling, namespace, lora=lora)
         asked = Asked(time.monotonic(), sampling.n, bool(namespace))
         lost: list[str] = []
         return Generation(self, request, asked, await self.attempt(request, asked, lost), lost)
@@ -139,7 +141,9 @@ class Dispatcher:
         while len(lost) < LOSSES:
             running = await self._running(lost)
             now_s = time.monotonic()
-            placement = self._fleet.place(request.token_ids, request.namespace, running, now_s)
+            placement = self._fleet.place(
+                request.token_ids, request.namespace, running, now_s, request.lora
+            )
             self._fleet.witness.placed(placement, time.monotonic() - now_s)
             attempt = await self._try(request, asked, placement, lost)
             if attempt is not None:

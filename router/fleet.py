@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from replica.adapters import LOAD_S
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
 from replica.protocol import TokenIds
@@ -115,12 +117,13 @@ class Fleet:
             if record := self._records.get(replica_id):
                 load.report(record.load["waiting"])
 
-    def chain(self, token_ids: TokenIds, namespace: str) -> list[Fingerprint]:
+    def chain(self, token_ids: TokenIds, namespace: str, lora: str = "") -> list[Fingerprint]:
         """The fingerprints of the blocks that this prompt could take from a cache."""
         parent = root(
             model=self._model,
             revision=self._revision,
             block_size=self._block_size,
+            lora=lora,
             namespace=namespace,
         )
         blocks = reusable_blocks(len(token_ids), self._block_size)
@@ -134,11 +137,18 @@ class Fleet:
         return {id_ for id_, blocks in self.mirror.hits(chain).items() if blocks == len(chain)}
 
     def place(
-        self, token_ids: TokenIds, namespace: str, running: Sequence[str], now_s: float
+        self,
+        token_ids: TokenIds,
+        namespace: str,
+        running: Sequence[str],
+        now_s: float,
+        lora: str = "",
     ) -> Placement:
-        """Ranks the running replicas for this prompt."""
-        chain = self.chain(token_ids, namespace)
-        return self.place_chain(chain, len(token_ids), running, now_s)
+        """Ranks the running replicas for this prompt; those that do not know its LoRA adapter are
+        left out, while others do."""
+        chain = self.chain(token_ids, namespace, lora)
+        knowing = [replica_id for replica_id in running if self._knows(replica_id, lora)]
+        return self.place_chain(chain, len(token_ids), knowing or running, now_s, lora)
 
     def place_chain(
         self,
@@ -146,6 +156,7 @@ class Fleet:
         prompt_tokens: int,
         running: Sequence[str],
         now_s: float,
+        lora: str = "",
     ) -> Placement:
         """Ranks the running replicas for a prompt with these reusable blocks."""
         hits = self.mirror.hits(chain)
@@ -155,6 +166,8 @@ class Fleet:
         prefix = chain[:best]
         prompt = Prompt(prompt_tokens, best, self._block_size)
         candidates = self._candidates(running, prompt, hits, prefix, now_s)
+        if lora:
+            candidates = [self._with_lora(each, lora, now_s) for each in candidates]
         forks = self._branches.forks(prefix)
         ranking = self._rank(candidates, forks=forks, rng=self._rng)
         return Placement(
@@ -164,6 +177,7 @@ class Fleet:
             prompt_tokens=prompt_tokens,
             block_size=self._block_size,
             forks=forks,
+            lora=lora,
         )
 
     def sent(
@@ -175,16 +189,20 @@ class Fleet:
         asked: Asked | None = None,
     ) -> Trip:
         """The request is on its way there: it counts as load, and its blocks are expected."""
-        hit_blocks = placement.at(replica_id).hit_blocks
+        there, load = placement.at(replica_id), self._load(replica_id)
+        hit_blocks = there.hit_blocks
         hit_tokens = hit_blocks * self._block_size
+        prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
         dispatch = Dispatch(
             request_id=request_id,
             replica_id=replica_id,
-            prefill_s=self._load(replica_id).model.seconds(hit_tokens, placement.prompt_tokens),
+            prefill_s=prefill_s + there.lora_s / load.slowness,
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=placement.known_prefix[-1:],
             expected=placement.chain[hit_blocks:] if self._caches(replica_id) else (),
+            lora=placement.lora,
+            loads_lora=there.lora_s > 0,
         )
         trip = self.begin(dispatch, now_s)
         trip.placement, trip.witness = placement, self.witness
@@ -198,7 +216,14 @@ class Fleet:
         load = self._load(dispatch.replica_id)
         load.send(
             dispatch.request_id,
-            Sent(dispatch.prefill_s, dispatch.new_tokens, dispatch.prompt_tokens, now_s),
+            Sent(
+                dispatch.prefill_s,
+                dispatch.new_tokens,
+                dispatch.prompt_tokens,
+                now_s,
+                dispatch.lora,
+                dispatch.loads_lora,
+            ),
         )
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
         self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
@@ -245,6 +270,20 @@ class Fleet:
                 )
             )
         return candidates
+
+    def _with_lora(self, candidate: Candidate, lora: str, now_s: float) -> Candidate:
+        record = self._records.get(candidate.replica_id)
+        load: Mapping[str, Any] = record.load if record else {}
+        is_there = lora in load.get("loras", ())
+        if is_there or self._load(candidate.replica_id).has_lora(lora, now_s):
+            return candidate
+        return candidate._replace(lora_s=load.get("lora_load_s", LOAD_S))
+
+    def _knows(self, replica_id: str, lora: str) -> bool:
+        """Whether it can load the adapter, as far as it says what it can."""
+        record = self._records.get(replica_id)
+        known = record.facts.get("adapters") if record and lora else None
+        return known is None or lora in known
 
     def _load(self, replica_id: str) -> ReplicaLoad:
         load = self._loads.get(replica_id)

@@ -44,6 +44,7 @@ class Line(msgspec.Struct):
     duration_s: float
     outcome: str  # ok | cancelled | refused | failed: lost with its replica, perhaps sent again
     ledger: Ledger | None  # where the prompt's tokens came from; None as well without a token
+    lora: str | msgspec.UnsetType = msgspec.UNSET  # the adapter that was asked for
 
 
 class RequestLog(Witness):
@@ -98,6 +99,7 @@ class RequestLog(Witness):
             duration_s=duration_s,
             outcome=trip.outcome or "ok",
             ledger=trip.ledger(),
+            lora=placement.lora or msgspec.UNSET,
         )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:
