@@ -47,7 +47,7 @@ def serve(**given: Any) -> None:
     from router.launch import run
 
     try:
-        settings = load({name: value for name, value in given.items() if value is not None})
+        settings = load({name: value for name, value in given.items() if value not in (None, [])})
     except SettingsError as error:
         fail(str(error))
     raise typer.Exit(run(settings))

@@ -59,7 +59,12 @@ class Parts:
             block_size=block_size,
             rng=random.Random(),
             handshake=Handshake(
-                identify(prompts.model, revision=settings.revision, block_size=block_size)
+                identify(
+                    prompts.model,
+                    revision=settings.revision,
+                    block_size=block_size,
+                    adapters=settings.adapters,
+                )
             ),
             witness=Witnesses(*filter(None, (self._loudspeaker, self._log, self._metrics))),
             ranking=RANKINGS[settings.policy](),

@@ -5,9 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from replica.adapters import Adapter, read_adapter
 from replica.model import BUILTIN_MODEL
 from replica.settings import ReplicaSettings
 from router.multi_task import Task, read_tasks
@@ -20,6 +28,7 @@ MODEL = "Model"
 CLUSTER = "Cluster"
 CACHE = "KV cache"
 PREFIXES = "Named prefixes"
+ADAPTERS = "LoRA adapters"
 SIMULATED = "Simulated engine (--engine simulated)"
 
 Positive = Field(ge=1)
@@ -29,6 +38,16 @@ NotNegative = Field(ge=0)
 def _absolute(path: Path | None) -> Path | None:
     """Routers run in folders of their own."""
     return path and path.absolute()
+
+
+def _listed(given: object) -> object:
+    """The environment has one string for all."""
+    return given.split(",") if isinstance(given, str) else given
+
+
+def _absolute_folders(adapters: list[str]) -> list[str]:
+    pairs = (each.partition("=") for each in adapters)
+    return [f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs]
 
 
 class ServeSettings(BaseSettings):
@@ -194,6 +213,27 @@ class ServeSettings(BaseSettings):
         Option(PREFIXES, "Pin hot prefixes that nobody named, for as long as they are hot."),
     ] = False
 
+    lora: Annotated[
+        list[str],
+        BeforeValidator(_listed),
+        AfterValidator(_absolute_folders),
+        Option(
+            ADAPTERS,
+            "Name of an adapter and its folder; once for each, or parted by commas.",
+            example="sql=adapters/sql",
+            default="none",
+            flags=("--lora", "--lora-modules"),
+        ),
+    ] = []
+    max_loras: Annotated[
+        int, Positive, Option(ADAPTERS, "Different adapters in one batch of a replica.")
+    ] = 4
+    max_cpu_loras: Annotated[
+        int,
+        Positive,
+        Option(ADAPTERS, "Adapters that a replica keeps in memory; never fewer than --max-loras."),
+    ] = 16
+
     simulated_prefill_tokens_per_s: Annotated[
         float, NotNegative, Option(SIMULATED, "Prompt tokens in a second; 0: no time at all.")
     ] = 20_000.0
@@ -220,6 +260,7 @@ class ServeSettings(BaseSettings):
             tensor_parallel_size=max(1, self.gpus_per_replica or 0),
             cores=max(1, (os.cpu_count() or 1) // self.replicas),
             declared=tuple(task.task_id for task in self.tasks()),
+            adapters=self.adapters(),
         )
 
     def router(self) -> "RouterSettings":
@@ -227,6 +268,7 @@ class ServeSettings(BaseSettings):
         return RouterSettings(
             **self.model_dump(include=set(RouterSettings.model_fields)) | self._decided(),
             tasks=self.tasks(),
+            adapters=self.adapters(),
         )
 
     def tasks(self) -> tuple[Task, ...]:
@@ -245,6 +287,21 @@ class ServeSettings(BaseSettings):
             why = str(error)
         given = f"--multi-task-prompt is {str(file)!r}" if file else "--multi-task-prompt-str"
         raise SettingsError(f"{given}: {why}")
+
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters. Raises SettingsError when one cannot be used."""
+        adapters: dict[str, Adapter] = {}
+        for given in self.lora:
+            try:
+                adapter = read_adapter(given)
+            except ValueError as error:
+                raise SettingsError(f"--lora is {given!r}: {error}") from None
+            if adapter.name in (*adapters, self.served_model_name or self.model):
+                raise SettingsError(
+                    f"--lora is {given!r}, and the name {adapter.name!r} is taken; give it another"
+                )
+            adapters[adapter.name] = adapter
+        return tuple(adapters.values())
 
     def _decided(self) -> dict[str, Any]:
         if self.redis_url is None:
@@ -273,6 +330,7 @@ class RouterSettings(BaseModel):
     hang_timeout_s: float = 5.0
     tasks: tuple[Task, ...] = ()  # prefixes to start with
     auto_pin: bool = False
+    adapters: tuple[Adapter, ...] = ()  # LoRA
 
 
 def load(given: Mapping[str, Any]) -> ServeSettings:
@@ -283,6 +341,7 @@ def load(given: Mapping[str, Any]) -> ServeSettings:
     try:
         settings = ServeSettings(**given)
         settings.tasks()
+        settings.adapters()
         return settings
     except ValidationError as error:
         lines = [explain(each, ServeSettings.model_fields, given) for each in error.errors()]
