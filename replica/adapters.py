@@ -68,10 +68,12 @@ def _weights(adapter: Adapter) -> Path | None:
 def _rank(adapter: Adapter) -> int:
     """The highest of all its layers."""
     config = _config(Path(adapter.path) / CONFIG_FILE)
-    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
-        raise ValueError(f"its {CONFIG_FILE} has r {config.get('r')!r}; expected a LoRA adapter's")
-    return max(ranks)
+    highest = 0
+    for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"its {CONFIG_FILE} has the rank {rank!r}; expected a LoRA adapter's")
+        highest = max(highest, rank)
+    return highest
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -92,19 +94,23 @@ class Residents:
     """Adapters in an engine's memory, where there is room for so many; the one that was used least
     recently goes first."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, names: Iterable[str] = ()) -> None:
         self._capacity = capacity
-        self._names: OrderedDict[str, None] = OrderedDict()
+        self._names = OrderedDict.fromkeys(names)
 
     @property
     def names(self) -> Sequence[str]:
+        """The next to go comes first."""
         return tuple(self._names)
 
     def use(self, name: str) -> bool:
         """The adapter is there; whether it had to be loaded."""
-        is_new = name not in self._names
+        is_new = name not in self
         self._names[name] = None
         self._names.move_to_end(name)
         if len(self._names) > self._capacity:
             self._names.popitem(last=False)
         return is_new
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names

@@ -325,6 +325,7 @@ def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> Engine
             block_size=config.cache_config.block_size,
             max_model_len=config.model_config.max_model_len,
         ),
+        max_cpu_loras=max(settings.max_loras, settings.max_cpu_loras),
         engine="vllm",
         **speed,
     )

@@ -6,7 +6,7 @@ load. So they are loaded before the request is handed over, where an error is th
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,7 +25,7 @@ class Adapters:
             for number, adapter in enumerate(adapters, start=1)
         }
         self._loading = asyncio.Lock()
-        self.loaded: Sequence[str] = ()  # names
+        self.loaded: list[str] = []  # names, the next to go first
         self.load_s = LOAD_S  # what loading took lately, in the mean
 
     async def ready(self, name: str) -> LoRARequest | None:
@@ -40,6 +40,9 @@ class Adapters:
         async with self._loading:
             if name not in self.loaded:
                 await self._load(self._known[name])
+            else:
+                self.loaded.remove(name)
+            self.loaded.append(name)
         return self._known[name]
 
     async def _load(self, adapter: LoRARequest) -> None:
@@ -54,5 +57,5 @@ class Adapters:
                 f"{adapter.lora_path}: {error}"
             ) from error
         self.load_s += (time.monotonic() - began_s - self.load_s) / 2
-        numbers = await self._llm.list_loras()  # another one may have had to go
-        self.loaded = [name for name, lora in self._known.items() if lora.lora_int_id in numbers]
+        left = await self._llm.list_loras()  # another one may have had to go
+        self.loaded = [name for name in self.loaded if self._known[name].lora_int_id in left]

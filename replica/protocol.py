@@ -96,7 +96,7 @@ class Load:
     running: int = 0  # requests in the batch
     waiting: int = 0  # requests queued in the engine
     used_blocks: int = 0  # KV blocks that running requests and pins hold
-    loras: tuple[str, ...] = ()  # LoRA adapters in memory
+    loras: tuple[str, ...] = ()  # LoRA adapters in memory, the next to go first
     lora_load_s: float = LOAD_S  # what it took lately to load one
 
 
@@ -111,6 +111,7 @@ class EngineFacts:
     attention_tokens: float = 32_768.0  # context at which a token's prefill costs twice as much
     prefix_caching: bool = True
     pin_blocks: int = 0  # KV blocks that pins may take
+    max_cpu_loras: int = 0  # LoRA adapters that memory has room for
     engine: str = "vllm"  # "vllm" | "simulated"
 
 

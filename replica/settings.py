@@ -23,7 +23,7 @@ class ReplicaSettings(BaseModel):
     declared: tuple[str, ...] = ()  # ids of named prefixes that are there from the start
     adapters: tuple[Adapter, ...] = ()  # LoRA
     max_loras: int = 4  # of them in one batch
-    max_cpu_loras: int = 16  # and in the engine's memory
+    max_cpu_loras: int = 16  # and in the engine's memory, if that is no less
     kv_cache_memory_mb: int = 512  # on CPUs; a GPU's free memory decides by itself
     tensor_parallel_size: int = 1
     cores: int = 1  # CPU cores that compute for one replica, where there is no GPU

@@ -110,6 +110,7 @@ class SimulatedEngine(Engine):
                 block_size=config.block_size,
                 max_model_len=config.max_model_len,
             ),
+            max_cpu_loras=max(config.max_loras, config.max_cpu_loras),
             engine="simulated",
         )
         self._vocabulary = (
@@ -122,7 +123,7 @@ class SimulatedEngine(Engine):
             capacity_blocks=config.capacity_blocks,
             prefix_caching=config.prefix_caching,
         )
-        self._adapters = Residents(max(config.max_loras, config.max_cpu_loras))
+        self._adapters = Residents(self.facts.max_cpu_loras)
         self._pins: dict[str, Table] = {}
         self._jobs: set[_Job] = set()
         self._waiting: deque[_Choice] = deque()

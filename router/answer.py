@@ -24,19 +24,20 @@ async def answer(
     model: str,
     max_model_len: int,
     begun: Callable[[Generation], None],
+    lora: str = "",
     receipt: Callable[[Generation], object] | None = None,
 ) -> Response:
     """Generates for every prompt. ApiError when one cannot be: then none of them runs on.
 
-    begun: called with each generation once it has its first token. receipt: what to add to the
-    answer for each of them.
+    lora: the adapter that answers; empty: the model as it is. begun: called with each generation
+    once it has its first token. receipt: what to add to the answer for each of them.
     """
     rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
-    generations = await _begin(dispatcher, body, list(zip(prompts, rooms, strict=True)))
+    generations = await _begin(dispatcher, body, lora, list(zip(prompts, rooms, strict=True)))
     for generation in generations:
         begun(generation)
     reply = shape(
-        model,
+        lora or model,
         sum(map(len, prompts)),
         prompts=len(prompts),
         n=body.n,
@@ -58,11 +59,14 @@ async def answer(
 
 
 async def _begin(
-    dispatcher: Dispatcher, body: SamplingRequest, prompts: Iterable[tuple[TokenIds, int]]
+    dispatcher: Dispatcher,
+    body: SamplingRequest,
+    lora: str,
+    prompts: Iterable[tuple[TokenIds, int]],
 ) -> list[Generation]:
     """All prompts of one call under way, or none of them."""
     tasks = [
-        asyncio.create_task(dispatcher.begin(prompt, body.sampling(room), body.cache_salt))
+        asyncio.create_task(dispatcher.begin(prompt, body.sampling(room), body.cache_salt, lora))
         for prompt, room in prompts
     ]
     try:

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from replica.protocol import TokenIds
 from router.baselines import Ranking
 from router.branches import Branches, relative
 from router.handshake import Handshake
-from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness, prefill_model
+from router.load import UNLIMITED, PrefillModel, ReplicaLoad, Sent, learned_slowness, prefill_model
 from router.mirror import Mirror
 from router.policy import Candidate, rank
 from router.trips import NOBODY, Asked, Dispatch, Placement, Trip, Witness
@@ -116,6 +115,7 @@ class Fleet:
             load.model = self._speed(replica_id)
             if record := self._records.get(replica_id):
                 load.report(record.load["waiting"])
+                _report_loras(load, record)
 
     def chain(self, token_ids: TokenIds, namespace: str, lora: str = "") -> list[Fingerprint]:
         """The fingerprints of the blocks that this prompt could take from a cache."""
@@ -167,7 +167,7 @@ class Fleet:
         prompt = Prompt(prompt_tokens, best, self._block_size)
         candidates = self._candidates(running, prompt, hits, prefix, now_s)
         if lora:
-            candidates = [self._with_lora(each, lora, now_s) for each in candidates]
+            candidates = [self._with_lora(each, lora) for each in candidates]
         forks = self._branches.forks(prefix)
         ranking = self._rank(candidates, forks=forks, rng=self._rng)
         return Placement(
@@ -271,13 +271,12 @@ class Fleet:
             )
         return candidates
 
-    def _with_lora(self, candidate: Candidate, lora: str, now_s: float) -> Candidate:
-        record = self._records.get(candidate.replica_id)
-        load: Mapping[str, Any] = record.load if record else {}
-        is_there = lora in load.get("loras", ())
-        if is_there or self._load(candidate.replica_id).has_lora(lora, now_s):
+    def _with_lora(self, candidate: Candidate, lora: str) -> Candidate:
+        if lora in self._load(candidate.replica_id).loras:
             return candidate
-        return candidate._replace(lora_s=load.get("lora_load_s", LOAD_S))
+        record = self._records.get(candidate.replica_id)
+        lora_s = record.load.get("lora_load_s", LOAD_S) if record else LOAD_S
+        return candidate._replace(lora_s=lora_s)
 
     def _knows(self, replica_id: str, lora: str) -> bool:
         """Whether it can load the adapter, as far as it says what it can."""
@@ -289,6 +288,8 @@ class Fleet:
         load = self._loads.get(replica_id)
         if load is None:
             load = self._loads[replica_id] = ReplicaLoad(self._speed(replica_id))
+            if record := self._records.get(replica_id):
+                _report_loras(load, record)
         return load
 
     def _speed(self, replica_id: str) -> PrefillModel:
@@ -308,3 +309,8 @@ class Fleet:
         if record is None or replica_id in self.handshake.degraded:
             return False
         return bool(record.facts["prefix_caching"])
+
+
+def _report_loras(load: ReplicaLoad, record: ReplicaRecord) -> None:
+    capacity = record.facts.get("max_cpu_loras", UNLIMITED)
+    load.report_loras(record.load.get("loras", ()), capacity)

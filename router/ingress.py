@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
+from replica.adapters import Adapter
 from replica.kvindex.prefixes import Prefix
 from replica.model import resolve
 from replica.protocol import TokenIds
@@ -116,9 +117,11 @@ class Router:
         """Where the prompts of this body would go now, and why; nothing runs."""
         raw = await self._body(request)
         body, prompts, _ = await (self._chat(raw) if is_chat(raw) else self._completion(raw))
+        lora = self._lora(body.model)
         running, now_s = self._parts.watch.trusted(), time.monotonic()
         placements = [
-            self._parts.fleet.place(prompt, body.cache_salt, running, now_s) for prompt in prompts
+            self._parts.fleet.place(prompt, body.cache_salt, running, now_s, lora)
+            for prompt in prompts
         ]
         receipts = [receipt(each, policy=self._settings.policy) for each in placements]
         return JSONResponse({"object": "route", "router": self._parts.id, "receipts": receipts})
@@ -145,12 +148,14 @@ class Router:
 
     @http.get("/v1/models")
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        cards = [self._model_card(), *map(self._adapter_card, self._parts.adapters.values())]
+        return JSONResponse({"object": "list", "data": cards})
 
     @http.get("/v1/models/{name:path}")
     async def model(self, name: str) -> Response:
-        self._check_model(name)
-        return JSONResponse(self._model_card())
+        lora = self._lora(name)
+        adapter = self._parts.adapters.get(lora)
+        return JSONResponse(self._adapter_card(adapter) if adapter else self._model_card())
 
     @http.get("/health")
     async def health(self) -> Response:
@@ -241,15 +246,19 @@ class Router:
     def _max_model_len(self) -> int:
         return self._parts.fleet.max_model_len or UNKNOWN_CONTEXT
 
-    def _check_model(self, name: str | None) -> None:
-        served = self._settings.served_model_name
-        if name not in (None, served):
+    def _lora(self, name: str | None) -> str:
+        """The LoRA adapter that a request names; empty for the model itself."""
+        lora = self._parts.lora(name)
+        if lora is None:
+            served = (self._settings.served_model_name, *self._parts.adapters)
             raise ApiError(
                 404,
-                f"The model '{name}' does not exist; this server has '{served}'.",
+                f"The model '{name}' does not exist; this server has "
+                f"{' and '.join(map(repr, served))}.",
                 param="model",
                 code="model_not_found",
             )
+        return lora
 
     def _model_card(self) -> dict[str, Any]:
         return {
@@ -259,6 +268,10 @@ class Router:
             "owned_by": "kvroute",
             "max_model_len": self._parts.fleet.max_model_len,
         }
+
+    def _adapter_card(self, adapter: Adapter) -> dict[str, Any]:
+        parent = self._settings.served_model_name
+        return self._model_card() | {"id": adapter.name, "root": adapter.path, "parent": parent}
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, limit_mb=self._settings.max_body_mb)
@@ -271,7 +284,7 @@ class Router:
     async def _chat(self, raw: bytes) -> tuple[PrefixedRequest, list[TokenIds], Prefix | None]:
         """The request, its one prompt, and the named prefix that the prompt begins with."""
         body = parse(ChatCompletionRequest, raw)
-        self._check_model(body.model)
+        self._lora(body.model)
         prefix = await self._prefix(body)
         prompt = await self._parts.joint.chat(
             body.messages, prefix, max_model_len=self._max_model_len
@@ -283,7 +296,7 @@ class Router:
     ) -> tuple[PrefixedRequest, list[TokenIds], Prefix | None]:
         """The same, with as many prompts as the request has."""
         body = parse(CompletionRequest, raw)
-        self._check_model(body.model)
+        self._lora(body.model)
         prefix = await self._prefix(body)
         prompts = [
             await self._parts.joint.completion(prompt, prefix, max_model_len=self._max_model_len)
@@ -299,8 +312,10 @@ class Router:
         prompts: list[TokenIds],
         prefix: Prefix | None,
     ) -> Response:
+        lora = self._lora(body.model)
+
         def begun(generation: Generation) -> None:
-            self._parts.count(generation, prefix, is_salted=bool(body.cache_salt))
+            self._parts.count(generation, prefix, is_apart=bool(body.cache_salt or lora))
 
         wants_receipt = request.headers.get(RECEIPT, "0") not in ("0", "")
         return await answer(
@@ -309,6 +324,7 @@ class Router:
             body,
             prompts,
             model=self._settings.served_model_name,
+            lora=lora,
             max_model_len=self._max_model_len,
             begun=begun,
             receipt=self._receipt if wants_receipt else None,

@@ -47,6 +47,7 @@ class Parts:
     ) -> None:
         model, block_size = settings.served_model_name, settings.block_size
         redis = connect(settings.redis_url)
+        self.adapters = {adapter.name: adapter for adapter in settings.adapters}  # LoRA
         self._settings = settings
         self._prompts = prompts
         self._loudspeaker = Loudspeaker()
@@ -104,12 +105,22 @@ class Parts:
             self._run(self._announcer.run(), "announcer")
         await self.feed.loaded(within_s=LOADED_S)
 
-    def count(self, generation: Generation, prefix: Prefix | None, *, is_salted: bool) -> None:
-        """A prompt has its first token: what it took from caches counts for its prefixes."""
+    def lora(self, asked: str | None) -> str | None:
+        """The LoRA adapter that a client asks for as `adapter` or `model:adapter`; empty: the model
+        itself, None: neither is served here."""
+        model = self._settings.served_model_name
+        if asked in (None, model):
+            return ""
+        name = asked.removeprefix(f"{model}:")
+        return name if name in self.adapters else None
+
+    def count(self, generation: Generation, prefix: Prefix | None, *, is_apart: bool) -> None:
+        """A prompt has its first token: what it took from caches counts for its prefixes. One that
+        shares nothing, by its salt or its adapter, makes no prefix hot."""
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)
             self.demand.count(prefix)
-        if not is_salted:
+        if not is_apart:
             chain, now_s = generation.placement.chain, time.monotonic()
             self.hot.see(generation.token_ids, chain, generation.cached_tokens, now_s)
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from replica.model import BUILTIN_MODEL, resolve
@@ -21,7 +22,7 @@ def write_adapter(folder: Path, *, seed: int, rank: int = 8) -> Path:
     return folder
 
 
-def _weights(seed: int, rank: int) -> dict[str, np.ndarray]:
+def _weights(seed: int, rank: int) -> dict[str, NDArray[np.float32]]:
     model = json.loads((Path(resolve(BUILTIN_MODEL)) / "config.json").read_text())
     rng = np.random.default_rng(seed)
     heads = {"q_proj": model["num_attention_heads"], "v_proj": model["num_key_value_heads"]}
@@ -36,5 +37,5 @@ def _weights(seed: int, rank: int) -> dict[str, np.ndarray]:
     return weights
 
 
-def _random(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    return (STRENGTH * rng.standard_normal(shape) / np.sqrt(shape[1])).astype(np.float32)
+def _random(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float32]:
+    return rng.normal(0.0, STRENGTH / np.sqrt(shape[1]), shape).astype(np.float32)

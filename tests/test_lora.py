@@ -10,7 +10,6 @@ import pytest
 from replica.adapters import Adapter, Residents, digests, read_adapter, room_for_rank
 from replica.kvindex.index import ReplicaRecord
 from router.fleet import Fleet
-from router.load import BELIEVED_S
 from router.options import SettingsError
 from router.peers import Listener, Loudspeaker
 from router.policy import Candidate, rank
@@ -68,11 +67,20 @@ def test_a_burst_follows_its_leader_to_where_the_adapter_is_being_loaded() -> No
     assert not follower.dispatch.loads_lora
 
 
-def test_after_a_while_only_the_replicas_own_word_counts() -> None:
+def test_from_its_third_report_on_only_the_replicas_own_word_counts() -> None:
     fleet = fleet_of(record("a"))
-    send(fleet, "sql", 0.0, "first").end()
-    assert not send(fleet, "sql", BELIEVED_S - 1, "second").dispatch.loads_lora
-    assert send(fleet, "sql", 2 * BELIEVED_S, "third").dispatch.loads_lora
+    send(fleet, "sql", 0.0).end()
+    loads = []
+    for _ in range(3):
+        fleet.update([record("a")])
+        loads.append(fleet.place(PROMPT, "", ["a"], 1.0, "sql").at("a").lora_s)
+    assert loads == [0.0, 0.0, 2.0]
+
+
+def test_an_adapter_that_is_sent_to_a_full_memory_takes_anothers_place_there() -> None:
+    fleet = fleet_of(record("a", "sql", max_cpu_loras=1))
+    send(fleet, "law", 0.0)
+    assert send(fleet, "sql", 0.1, "back").dispatch.loads_lora
 
 
 def test_loading_is_part_of_the_backlog_and_teaches_nothing_about_the_prefill() -> None:
@@ -158,7 +166,7 @@ def test_a_relative_folder_is_found_by_processes_that_run_elsewhere(
         (["sql=PATH/nowhere"], "nowhere/adapter_config.json cannot be read"),
         (["sql=PATH/empty"], r"there is no adapter_model\.safetensors"),
         (["sql=PATH/huge"], "its rank is 1024, and vLLM takes ranks up to 512"),
-        (["sql=PATH/other"], "has r None; expected a LoRA adapter's"),
+        (["sql=PATH/other"], "has the rank None; expected a LoRA adapter's"),
         (["sql=PATH/good", "sql=PATH/good"], "the name 'sql' is taken"),
         (["m=PATH/good"], "the name 'm' is taken"),
     ],
