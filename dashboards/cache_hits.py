@@ -2,29 +2,51 @@
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row
-from dashboards.promql import per_second, replica, router, share
+from dashboards.promql import in_range, on, per_second, replica, router, share
 
 PROMPTS = router("kvroute_prompt_tokens_total")
+SAVED = "kvroute_prefix_saved_tokens_total"
 LEDGER = (  # from the prompt's start to its end, as in router/ledger.py
     ("hit", "green"),
     ("surprise", "light-green"),
     ("stale", "red"),
     ("spilled", "orange"),
+    ("unpinned", "yellow"),
+    ("evicted", "dark-orange"),
     ("new", "blue"),
     ("apart", "purple"),
     ("tail", "gray"),
 )
 CAUSES = (
     "hit: cached, as expected. surprise: cached, not expected; see the index's age in the "
-    "dashboard Routing. stale: expected, and gone; more memory for the cache, or see the "
-    "publishers' lag. spilled: cached on another replica, mostly a busy one; more replicas. new: "
-    "cached nowhere; let prompts begin alike, or more memory if they do. apart: kept apart by "
-    "`cache_salt`; fewer salts, if that is allowed. tail: no whole block; a smaller `--block-size`."
+    "dashboard Routing. stale: expected, and gone; see the publishers' lag. spilled: cached on "
+    "another replica, mostly a busy one; more replicas. unpinned: of a named prefix that no "
+    "replica kept; a larger `--pin-share`. evicted: cached once, and no more; more memory for "
+    "caches. new: never cached; let prompts begin alike. apart: kept apart by `cache_salt`; fewer "
+    "salts, if that is allowed. tail: no whole block; a smaller `--block-size`."
 )
 
 
-def of_cause(cause: str) -> str:
-    return router("kvroute_prompt_tokens_total", f'cause="{cause}"')
+def of(*causes: str) -> str:
+    return router("kvroute_prompt_tokens_total", f'cause=~"{"|".join(causes)}"')
+
+
+def share_of(*causes: str) -> str:
+    return share(f"sum ({in_range(of(*causes))})", f"sum ({in_range(PROMPTS)})")
+
+
+def waterfall() -> tuple[Query, ...]:
+    """From all prompt tokens down to those from a cache; what came before a loss is its floor."""
+    names = [cause for cause, _ in LEDGER]
+    steps = {cause: f"{len(names) - i} {cause}" for i, cause in enumerate(names)}
+    floors = (on(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
+    return (
+        Query(" or ".join(floors), "floor", "transparent"),
+        *(
+            Query(on(steps[cause], share_of(cause)), cause, color)
+            for cause, color in reversed(LEDGER)
+        ),
+    )
 
 
 CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|surprise"')
@@ -90,28 +112,68 @@ WHERE = Row(
             "Where prompt tokens came from",
             CAUSES,
             grafana.TOKENS_PER_S,
-            tuple(Query(per_second(of_cause(cause)), cause, color) for cause, color in LEDGER),
+            tuple(Query(per_second(of(cause)), cause, color) for cause, color in LEDGER),
             stacking="percent",
             width=14,
         ),
         Panel(
-            "In the whole time range",
-            CAUSES,
+            "From all prompt tokens down to those from a cache",
+            "Shares in the whole time range; each step is a loss, and what is left was cached. The "
+            "tallest step is where to begin. " + CAUSES,
             grafana.FRACTION,
-            tuple(
-                Query(
-                    f"sum (increase({of_cause(cause)}[$__range])) / "
-                    f"(sum (increase({PROMPTS}[$__range])) > 0)",
-                    cause,
-                    color,
-                )
-                for cause, color in LEDGER
-            ),
-            kind="bargauge",
+            waterfall(),
+            kind="waterfall",
             width=10,
         ),
     ),
     height=11,
+)
+PREFIXES = Row(
+    "Named prefixes",
+    (
+        Panel(
+            "What they saved",
+            "Tokens of each that requests took from a cache, in the whole time range; the ten with "
+            "most. One that should be here and is not: do requests name it, and is it warm? "
+            "`GET /v1/prefixes/ID` says where.",
+            grafana.TOKENS,
+            (
+                Query(
+                    f"topk (10, sum by (prefix) ({in_range(router(SAVED))}))",
+                    "{{prefix}}",
+                ),
+            ),
+            kind="bargauge",
+        ),
+        Panel(
+            "Pinned",
+            "Share of what named prefixes may hold that they do hold. At 100% another declaration "
+            "is a 409: raise `--pin-share`, drop a prefix, or declare it with `pinned: false`. "
+            "`GET /v1/cluster/hot` says which ones earn their place.",
+            grafana.FRACTION,
+            (
+                Query(
+                    share(
+                        replica("kvroute_engine_pinned_blocks"),
+                        replica("kvroute_engine_pin_capacity_blocks"),
+                    ),
+                    "{{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Replicas for demand",
+            "Those that keep a prefix warm besides the number asked for, since its requests waited "
+            "elsewhere. One that has many for long: declare it with more `replicas`.",
+            grafana.NUMBER,
+            (
+                Query(
+                    f"max by (prefix) ({router('kvroute_prefix_extra_replicas')})",
+                    "{{prefix}}",
+                ),
+            ),
+        ),
+    ),
 )
 REPLICAS = Row(
     "Replicas' caches",
@@ -161,22 +223,6 @@ REPLICAS = Row(
             ),
         ),
         Panel(
-            "Pinned",
-            "Share of what named prefixes may hold that they do hold. At 100% another declaration "
-            "is a 409: raise `--pin-share`, drop a prefix, or declare it with `pinned: false`. "
-            "`GET /v1/cluster/hot` says which ones earn their place.",
-            grafana.FRACTION,
-            (
-                Query(
-                    share(
-                        replica("kvroute_engine_pinned_blocks"),
-                        replica("kvroute_engine_pin_capacity_blocks"),
-                    ),
-                    "{{replica}}",
-                ),
-            ),
-        ),
-        Panel(
             "Blocks known of",
             "Different blocks in the whole fleet, as each router knows them. Routers that differ "
             "for more than seconds: see the index's age and loads in the dashboard Routing.",
@@ -207,5 +253,5 @@ CACHE_HITS = Dashboard(
     "kvroute-cache-hits",
     "kvroute / Cache hits",
     "Where every prompt token came from, and if it was not the cache, why.",
-    (SHARES, WHERE, REPLICAS),
+    (SHARES, WHERE, PREFIXES, REPLICAS),
 )

@@ -87,6 +87,7 @@ CLIENTS = Row(
             "behind long prompts, or a replica was lost.",
             grafana.SECONDS,
             quantiles(TTFT, 0.5, 0.9, 0.99),
+            width=6,
         ),
         Panel(
             "Time between tokens",
@@ -94,6 +95,16 @@ CLIENTS = Row(
             "long prompts among it: more replicas, or a smaller `--max-num-seqs`.",
             grafana.SECONDS,
             quantiles(router("kvroute_inter_token_seconds_bucket"), 0.5, 0.9, 0.99),
+            width=6,
+        ),
+        Panel(
+            "Time per output token",
+            "Mean over the tokens after the first of each whole answer: how fast it reads. When it "
+            "rises and the time between tokens does not, few answers are slow throughout: look for "
+            "one slow replica.",
+            grafana.SECONDS,
+            quantiles(router("kvroute_time_per_output_token_seconds_bucket"), 0.5, 0.9, 0.99),
+            width=6,
         ),
         Panel(
             "Whole answers",
@@ -101,6 +112,7 @@ CLIENTS = Row(
             "first token: what is left is decoding, and grows with the answers' lengths.",
             grafana.SECONDS,
             quantiles(router("kvroute_request_seconds_bucket"), 0.5, 0.9, 0.99),
+            width=6,
         ),
     ),
 )
@@ -116,6 +128,21 @@ WORK = Row(
             grafana.REQUESTS_PER_S,
             (Query(per_second(REQUESTS, "outcome"), "{{outcome}}"),),
             stacking="normal",
+            width=6,
+        ),
+        Panel(
+            "Refused",
+            "Errors in place of answers, by code. server_error: see the routers' logs, and whether "
+            "a replica is ready. overloaded: more replicas. All others are for the clients to "
+            "mend: the error's message says how.",
+            grafana.REQUESTS_PER_S,
+            (
+                Query(
+                    per_second(router("kvroute_refused_requests_total"), "code"),
+                    "{{code}}",
+                ),
+            ),
+            width=6,
         ),
         Panel(
             "Requests under way",
@@ -128,6 +155,7 @@ WORK = Row(
                 Query(total(replica("kvroute_engine_running_requests")), "in a batch"),
                 Query(total(replica("kvroute_engine_waiting_requests")), "waiting"),
             ),
+            width=6,
         ),
         Panel(
             "Tokens",
@@ -144,6 +172,7 @@ WORK = Row(
                 ),
                 Query(per_second(router("kvroute_output_tokens_total")), "answers", "blue"),
             ),
+            width=6,
         ),
     ),
 )

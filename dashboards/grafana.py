@@ -1,4 +1,9 @@
-"""What Grafana takes for a dashboard, made of what is different from one of ours to the next."""
+"""What Grafana takes for a dashboard, made of what is different from one of ours to the next.
+
+Grafana has no waterfall: ours is a bar chart whose bars stand on invisible ones. Each query of it
+gives a number for one category, or for several, which are the bars from left to right; the colour
+`transparent` is for those to stand on.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +18,7 @@ COLUMNS = 24
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 FRACTION, SECONDS, REQUESTS_PER_S, NUMBER, BYTES = "percentunit", "s", "reqps", "short", "bytes"
-TOKENS_PER_S, BLOCKS_PER_S = "count:tokens/s", "count:blocks/s"
+TOKENS_PER_S, BLOCKS_PER_S, TOKENS = "count:tokens/s", "count:blocks/s", "count:tokens"
 
 Steps = Sequence[tuple[float | None, str]]  # from this value on, this colour
 PLAIN: Steps = ((None, "blue"),)
@@ -39,10 +44,15 @@ class Panel:
     description: str  # what it shows, and what to do when it looks bad
     unit: str  # one of Grafana's
     queries: Sequence[Query]
-    kind: Literal["timeseries", "stat", "bargauge"] = "timeseries"
+    kind: Literal["timeseries", "stat", "bargauge", "waterfall"] = "timeseries"
     stacking: Literal["none", "normal", "percent"] = "none"
     steps: Steps = PLAIN
     width: int = 8
+
+    @property
+    def is_instant(self) -> bool:
+        """It shows one moment, not the way to there."""
+        return self.kind in ("bargauge", "waterfall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,25 +160,35 @@ def _laid_out(rows: Sequence[Row]) -> Iterator[Json]:
 
 def _panel(panel: Panel) -> Json:
     names = [chr(ord("A") + number) for number in range(len(panel.queries))]
+    is_waterfall = panel.kind == "waterfall"
     return {
-        "type": panel.kind,
+        "type": "barchart" if is_waterfall else panel.kind,
         "title": panel.title,
         "description": panel.description,
         "datasource": SOURCE,
         "targets": [
-            _target(query, name, is_instant=panel.kind == "bargauge")
+            _target(query, name, is_instant=panel.is_instant)
+            | {"format": "table" if is_waterfall else "time_series"}
             for query, name in zip(panel.queries, names, strict=True)
         ],
         "fieldConfig": {
             "defaults": _defaults(panel),
             "overrides": [
-                _coloured(name, query.color)
+                _coloured(name, query, is_waterfall=is_waterfall)
                 for query, name in zip(panel.queries, names, strict=True)
                 if query.color
             ],
         },
+        "transformations": _JOINED if is_waterfall else [],
         "options": _options(panel),
     }
+
+
+_JOINED = [  # one row for each category, with a column for each query
+    {"id": "joinByField", "options": {"byField": "category", "mode": "outer"}},
+    {"id": "filterFieldsByName", "options": {"include": {"pattern": "^(category|Value.*)$"}}},
+    {"id": "sortBy", "options": {"sort": [{"field": "category"}]}},
+]
 
 
 def _target(query: Query, name: str, *, is_instant: bool) -> Json:
@@ -190,6 +210,8 @@ def _defaults(panel: Panel) -> Json:
         "noValue": "none yet",
         "thresholds": {"mode": "absolute", "steps": steps},
     }
+    if panel.kind == "waterfall":
+        return defaults | {"max": 1, "custom": {"fillOpacity": 90, "lineWidth": 0}}
     if panel.kind != "timeseries":
         return defaults | {"color": {"mode": "thresholds"}}
     is_stacked = panel.stacking != "none"
@@ -202,11 +224,18 @@ def _defaults(panel: Panel) -> Json:
     return defaults | {"color": {"mode": "palette-classic"}, "custom": custom}
 
 
-def _coloured(name: str, color: str) -> Json:
-    return {
-        "matcher": {"id": "byFrameRefID", "options": name},
-        "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": color}}],
-    }
+def _coloured(name: str, query: Query, *, is_waterfall: bool) -> Json:
+    matcher = {"id": "byFrameRefID", "options": name}
+    properties: list[Json] = [
+        {"id": "color", "value": {"mode": "fixed", "fixedColor": query.color}}
+    ]
+    if is_waterfall:  # its frames are joined: only the columns' names tell whose they are
+        matcher = {"id": "byName", "options": f"Value #{name}"}
+        properties.append({"id": "displayName", "value": query.legend})
+    if query.color == "transparent":
+        hidden = {"legend": True, "tooltip": True, "viz": False}
+        properties.append({"id": "custom.hideFrom", "value": hidden})
+    return {"matcher": matcher, "properties": properties}
 
 
 def _options(panel: Panel) -> Json:
@@ -214,6 +243,15 @@ def _options(panel: Panel) -> Json:
         return {
             "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
             "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+    if panel.kind == "waterfall":
+        return {
+            "xField": "category",
+            "stacking": "normal",
+            "orientation": "vertical",
+            "showValue": "never",
+            "legend": {"showLegend": False},
+            "tooltip": {"mode": "single"},
         }
     reduced = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
     if panel.kind == "stat":

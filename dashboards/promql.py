@@ -18,6 +18,11 @@ def per_second(counter: str, by: str = "") -> str:
     return f"{_sum(by)} (rate({counter}[$__rate_interval]))"
 
 
+def in_range(counter: str) -> str:
+    """How much it grew in the whole time range of the dashboard."""
+    return f"increase({counter}[$__range])"
+
+
 def total(gauge: str, by: str = "") -> str:
     return f"{_sum(by)} ({gauge})"
 
@@ -30,6 +35,19 @@ def quantile(q: float, buckets: str) -> str:
 def share(part: str, whole: str) -> str:
     """From 0 to 1; nothing while there is nothing to have a share of."""
     return f"{part} / ({whole} > 0)"
+
+
+def on(category: str, expr: str) -> str:
+    """The same, placed at that category of a waterfall."""
+    return f'label_replace({expr}, "category", "{category}", "", "")'
+
+
+def filled_in(expr: str, *, rate_interval: str, time_range: str) -> str:
+    """As Grafana asks when nothing is chosen: everything is shown."""
+    expr = expr.replace("$__rate_interval", rate_interval).replace("$__range", time_range)
+    for name in ("$model", "$node", "$replica"):
+        expr = expr.replace(name, ".*")
+    return expr
 
 
 def _sum(by: str) -> str:

@@ -118,6 +118,7 @@ INDEX = Row(
             "is away or slow, or the router's core is too busy.",
             grafana.SECONDS,
             (Query(router("kvroute_index_age_seconds"), "router {{router}}"),),
+            width=6,
         ),
         Panel(
             "Lag of each replica's announcements",
@@ -125,6 +126,7 @@ INDEX = Row(
             "Redis is away or slow, or the replica's process has no core.",
             grafana.SECONDS,
             (Query(replica("kvroute_publisher_lag_seconds"), "{{replica}}"),),
+            width=6,
         ),
         Panel(
             "Changes read, replicas loaded anew",
@@ -142,6 +144,22 @@ INDEX = Row(
                     "router {{router}} loads",
                 ),
             ),
+            width=6,
+        ),
+        Panel(
+            "Drift that audits found",
+            "Blocks a second in which an account was wrong: a replica's of its engine, Redis's of "
+            "the replica, a router's mirror of Redis. 0 as well when nobody asked: "
+            "`kvroute doctor --audit`. What is found is put right; drift that comes again is a bug "
+            "to report.",
+            grafana.BLOCKS_PER_S,
+            (
+                Query(
+                    per_second(router("kvroute_audit_drift_blocks_total"), "account"),
+                    "{{account}}",
+                ),
+            ),
+            width=6,
         ),
     ),
 )

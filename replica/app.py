@@ -19,11 +19,13 @@ from replica.exposition import Exposition
 from replica.identity import identify
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefixes
+from replica.logs import log_to_serve
 from replica.metrics import ReplicaMetrics
 from replica.model import resolve
 from replica.protocol import AuditRequest, Chunk, EngineDeadError, GenerateRequest, ReplicaAudit
 from replica.publisher import Publisher
 from replica.settings import ReplicaSettings
+from replica.tracing import start_tracing
 from replica.warmer import Warmer
 
 log = logging.getLogger("kvroute.replica")
@@ -39,7 +41,11 @@ class Replica:
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = ReplicaSettings.model_validate(settings)
         self.id = serve.get_replica_context().replica_id.unique_id
+        log_to_serve(self._settings.served_model_name)
+        self._tracing = start_tracing("kvroute-replica", self.id)
         self._engine = await start_engine(self._settings)
+        engine, traces = self._engine, self._tracing
+        self._generate = traces.traced(engine.generate) if traces else engine.generate
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
         self._index = Index(self._redis, self._settings.served_model_name)
@@ -61,13 +67,19 @@ class Replica:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Chunks as the engine makes them; a caller that goes away aborts the request."""
         is_first = True
-        async with contextlib.aclosing(self._engine.generate(request)) as chunks:
+        async with contextlib.aclosing(self._generate(request)) as chunks:
             async for chunk in chunks:
                 if is_first and request.lora:
                     self._publisher.renew_soon()  # its adapter may have been loaded for it
                 self._metrics.heard(request, chunk, is_first=is_first)
                 is_first = False
                 yield chunk
+
+    async def canary(self, request: GenerateRequest) -> None:
+        """The engine has answered it. Nobody asked for it, so no metric counts it."""
+        async with contextlib.aclosing(self._engine.generate(request)) as chunks:
+            async for _ in chunks:
+                pass
 
     async def audit(self, request: AuditRequest) -> ReplicaAudit:
         """What the engine has cached, beside what it said before and what the index has of it.
@@ -92,6 +104,8 @@ class Replica:
             await asyncio.to_thread(self._exposition.close)
         await self._redis.aclose()
         await self._engine.close()
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _expose(self) -> Exposition:
         return await asyncio.to_thread(Exposition, ray.util.get_node_ip_address())

@@ -49,6 +49,7 @@ from replica.protocol import (
 from replica.scheduler import PIN, EventBatch, Held
 from replica.settings import ReplicaSettings
 from replica.subscription import Subscription
+from replica.tracing import traces_endpoint
 from replica.vitals import Vitals
 
 # First guesses of the prefill speed; the router learns the real one.
@@ -107,7 +108,11 @@ class VllmEngine:
         try:
             lora = await self._adapters.ready(request.lora)
             async for output in self._llm.generate(
-                prompt, sampling_params(request), request.request_id, lora_request=lora
+                prompt,
+                sampling_params(request),
+                request.request_id,
+                lora_request=lora,
+                trace_headers=request.trace,
             ):
                 for chunk in _chunks(output):
                     yield chunk
@@ -187,6 +192,7 @@ def engine_args(
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "revision": settings.revision or None,
+        "otlp_traces_endpoint": traces_endpoint(),
     }
     if on_cpu:
         optional["kv_cache_memory_bytes"] = settings.kv_cache_memory_mb << 20

@@ -1,12 +1,13 @@
 """A process's metrics, for Prometheus to fetch from a port of the process's own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 Read = Callable[[], float]
+ReadEach = Callable[[], Mapping[str, float]]
 
 
 class Readings(Collector):
@@ -15,6 +16,8 @@ class Readings(Collector):
     def __init__(self, registry: CollectorRegistry) -> None:
         self._gauges: list[tuple[str, str, Read]] = []  # name, documentation, value
         self._counters: list[tuple[str, str, Read]] = []
+        self._gauges_of: list[tuple[str, str, str, ReadEach]] = []  # with a label
+        self._counters_of: list[tuple[str, str, str, ReadEach]] = []
         registry.register(self)
 
     def gauge(self, name: str, documentation: str, read: Read) -> None:
@@ -24,11 +27,39 @@ class Readings(Collector):
         """One that only grows while the process lives."""
         self._counters.append((name, documentation, read))
 
+    def gauge_of(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
+        """A gauge for each value that the label has just then."""
+        self._gauges_of.append((name, documentation, label, read))
+
+    def counter_of(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
+        self._counters_of.append((name, documentation, label, read))
+
     def collect(self) -> Iterable[Metric]:
         for name, documentation, read in self._gauges:
             yield GaugeMetricFamily(name, documentation, value=read())
         for name, documentation, read in self._counters:
             yield CounterMetricFamily(name, documentation, value=read())
+        for name, documentation, label, read_each in self._gauges_of:
+            gauge = GaugeMetricFamily(name, documentation, labels=[label])
+            yield _filled(gauge, read_each)
+        for name, documentation, label, read_each in self._counters_of:
+            counter = CounterMetricFamily(name, documentation, labels=[label])
+            yield _filled(counter, read_each)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, read_each: ReadEach
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for value_of_label, value in read_each().items():
+        family.add_metric([value_of_label], value)
+    return family
+
+
+class Process(Collector):
+    """What there is to tell of the process itself: its memory, its time on cores."""
+
+    def collect(self) -> Iterable[Metric]:
+        return REGISTRY.collect()
 
 
 class Exposition:

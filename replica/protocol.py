@@ -11,6 +11,7 @@ from replica.adapters import LOAD_S
 from replica.events import Comparison, KVEvent
 
 TokenIds = NDArray[np.uint32]
+TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class GenerateRequest:
     sampling: Sampling  # of the whole answer, whoever begins it
     namespace: str = ""  # cache salt: prefixes are shared within one namespace only
     answered: int = 0  # that many trailing token_ids are the answer's beginning
+    trace: TraceContext | None = None  # the span that asks; None: nobody traces it
     lora: str = ""  # name of the LoRA adapter; empty: the model as it is
     pin: str = ""  # under this name the prompt's full blocks stay in the KV cache
 

@@ -6,20 +6,19 @@ with Redis here; blocks that changed while both were read say nothing, and are l
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from replica.events import Comparison
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import FencedError, Index, Position, ReplicaRecord
 from replica.protocol import AuditRequest, ReplicaAudit
+from router import question
 from router.feed import Feed
 from router.mirror import Mirror
-from router.routes import ROUTES, Route
 
 ASK_S = 15.0  # the longest wait for a replica
 TRIES = 5  # at the mirror, while it is being loaded or seems wrong; the best one counts
@@ -36,13 +35,17 @@ class Audit:
         self._feed = feed
         self._mirror = mirror
         self._ask = ask
+        self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})  # blocks, of all audits
 
     async def run(self) -> list[dict[str, Any]]:
         """A report on each replica in the index; null stands for what could not be compared."""
         records = await self._index.records()
         answers = await asyncio.gather(*(self._ask(record.id) for record in records))
         mirrors = [await self._best_of(record) for record in records]
-        return [_report(*each) for each in zip(records, answers, mirrors, strict=True)]
+        reports = [_report(*each) for each in zip(records, answers, mirrors, strict=True)]
+        for report in reports:
+            self.drift.update({account: n or 0 for account, n in report["drift"].items()})
+        return reports
 
     async def _best_of(self, record: ReplicaRecord) -> Comparison | None:
         best: Comparison | None = None
@@ -107,13 +110,13 @@ def asking(replicas: DeploymentHandle) -> Ask:
 
     async def ask(replica_id: str) -> ReplicaAudit | None:
         request = AuditRequest(uuid.uuid4().hex)
-        ROUTES[request.request_id] = route = Route([replica_id])
         try:
-            async with asyncio.timeout(ASK_S):
-                answer: ReplicaAudit = await replicas.audit.remote(request)
-        except (RayError, RayServeException, TimeoutError):
+            answer: ReplicaAudit = await question.ask(
+                replicas.audit, request, replica_id, within_s=ASK_S
+            )
+        except question.UnansweredError:
             return None
-        return answer if route.chosen == replica_id else None
+        return answer
 
     return ask
 

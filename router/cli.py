@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from router.client import LOCAL, Url, call, fail
-from router.doctor import doctor
+from router.client import LOCAL, Model, Url, call, fail, with_model
+from router.doctor.command import doctor
 from router.explain import explain
 from router.options import SettingsError, env_names, flags, option
 from router.prefixes_command import prefixes
@@ -66,6 +66,7 @@ def status(url: Url = LOCAL) -> None:
 @app.command()
 def scale(
     replicas: Annotated[int, typer.Argument(help="How many there shall be.", show_default=False)],
+    model: Model = None,
     url: Url = LOCAL,
 ) -> None:
     """Add replicas to a running cluster, or take some away; no request is lost over it."""
@@ -76,19 +77,32 @@ def scale(
     if replicas < 1:
         fail(f"REPLICAS is {replicas}; at least 1 stays. Ctrl-C of kvroute serve ends them all")
     try:
-        scale_to(replicas, call("GET", url, "/v1/cluster")["ray_address"], Progress())
+        address = call("GET", url, "/v1/cluster")["ray_address"]
+        scale_to(replicas, _whose(model, url), address, Progress())
     except ScaleError as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("not waited for; the cluster goes on with it")
 
 
+def _whose(model: str | None, url: str) -> str | None:
+    """The model whose replicas are meant; None where there is one only."""
+    cards = call("GET", url, "/v1/models")["data"]
+    served = [card["id"] for card in cards if "parent" not in card]  # no adapter
+    if len(served) > 1 and model is None:
+        fail(f"which model? Say --model; there are {', '.join(served)}")
+    if model not in (None, *served):
+        fail(f"--model is {model!r}; there are {', '.join(served)}")
+    return model if len(served) > 1 else None
+
+
 def _table(replicas: list[dict[str, Any]]) -> Table:
-    table = Table(*COLUMNS)
+    columns = with_model(COLUMNS, replicas)
+    table = Table(*(Column(column, overflow="fold") for column in columns))
     for replica in replicas:
         blocks = f"{replica['blocks']} / {replica['capacity_blocks']}"
         cells = replica | {"blocks": blocks}
-        table.add_row(*(str(cells[column]) for column in COLUMNS))
+        table.add_row(*(str(cells[column]) for column in columns))
     return table
 
 
@@ -101,7 +115,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         show_default=False,
         rich_help_panel=option(field).group,
     )
-    kind: Any = field.annotation
+    kind: Any = option(field).kind or field.annotation
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=kind | None
     )

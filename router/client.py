@@ -1,5 +1,6 @@
 """How the commands ask a running cluster."""
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import httpx
@@ -9,6 +10,9 @@ WAIT_S = 60.0
 LOCAL = "http://127.0.0.1:8000"
 
 Url = Annotated[str, typer.Option(help="Where the cluster listens.")]
+Model = Annotated[
+    str | None, typer.Option(help="Which model; to be said where the cluster serves several.")
+]
 
 
 def call(method: str, url: str, path: str, **body: Any) -> Any:
@@ -19,7 +23,7 @@ def call(method: str, url: str, path: str, **body: Any) -> Any:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         fail(nobody_there(url, error))
     if answer.is_error:
-        fail(_message(found) or f"{method} {path}: {answer.status_code} {answer.reason_phrase}")
+        fail(refusal(found) or f"{method} {path}: {answer.status_code} {answer.reason_phrase}")
     return found
 
 
@@ -28,14 +32,19 @@ def nobody_there(url: str, error: Exception) -> str:
     return f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve"
 
 
+def with_model(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> Sequence[str]:
+    """The columns of a table, with the model where the rows are of several."""
+    return ("model", *columns) if len({row["model"] for row in rows}) > 1 else columns
+
+
 def fail(message: str) -> Any:
     typer.secho(message, fg="red", err=True)
     raise typer.Exit(1)
 
 
-def _message(refusal: Any) -> str | None:
+def refusal(found: Any) -> str | None:
     """What an error in OpenAI's shape says."""
     try:
-        return str(refusal["error"]["message"])
+        return str(found["error"]["message"])
     except (KeyError, TypeError):
         return None

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from router.errors import ApiError, invalid
 from router.fleet import Fleet
+from router.request_id import dispatch_id
 from router.routes import ROUTES, Route
 from router.trips import Asked, Outcome, Placement, Trip
 from router.watch import HungError, Watch
@@ -57,6 +57,7 @@ class Generation:
         self.replica_id = attempt.replica_id  # the first one
         self.placement = attempt.placement  # what was known when it was chosen
         self.cached_tokens = attempt.first.cached_tokens  # as it found them
+        self.request_id = request.request_id  # as the engine knows it
         self.token_ids = request.token_ids
         self._dispatcher = dispatcher
         self._request = request
@@ -127,11 +128,28 @@ class Dispatcher:
         self._fleet = fleet
 
     async def begin(
-        self, token_ids: TokenIds, sampling: Sampling, namespace: str, lora: str = ""
+        self,
+        token_ids: TokenIds,
+        sampling: Sampling,
+        namespace: str,
+        request_id: str,
+        *,
+        named_tokens: int = 0,
+        lora: str = "",
     ) -> Generation:
-        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
-        request = GenerateRequest(uuid.uuid4().hex, token_ids, sampling, namespace, lora=lora)
-        asked = Asked(time.monotonic(), sampling.n, bool(namespace))
+        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
+
+        named_tokens: of whole blocks, of the named prefix that the prompt begins with.
+        """
+        dispatch = dispatch_id(request_id)
+        request = GenerateRequest(dispatch, token_ids, sampling, namespace, lora=lora)
+        asked = Asked(
+            time.monotonic(),
+            sampling.n,
+            bool(namespace),
+            named_tokens=named_tokens,
+            request_id=request_id,
+        )
         lost: list[str] = []
         return Generation(self, request, asked, await self.attempt(request, asked, lost), lost)
 
@@ -167,8 +185,8 @@ class Dispatcher:
         ranking = [candidate.replica_id for candidate in placement.ranking]
         route = ROUTES[request.request_id] = Route(ranking, lost)
         sent_s = time.monotonic()
-        stream: DeploymentResponseGenerator = self._generate.remote(request)
         trip = self._fleet.sent(placement, best, request.request_id, sent_s, asked)
+        stream = self._send(request, trip)
         try:
             first: Chunk | None = await self.watch.next(stream, route)
         except LOST as error:
@@ -191,6 +209,15 @@ class Dispatcher:
             trip = self._fleet.sent(placement, replica_id, request.request_id, sent_s, asked)
         trip.hear(first, time.monotonic())
         return Attempt(replica_id, route, placement, first, stream, trip)
+
+    def _send(self, request: GenerateRequest, trip: Trip) -> DeploymentResponseGenerator:
+        if trip.trace:
+            request = replace(request, trace=trip.trace)
+        try:
+            return self._generate.remote(request)
+        except BaseException:
+            trip.end("failed")
+            raise
 
 
 def _outcome(error: BaseException, refusal: ApiError | None) -> Outcome:

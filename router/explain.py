@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from router.client import LOCAL, Url, call
+from router.client import LOCAL, Model, Url, call
 
 COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
 
@@ -18,11 +18,12 @@ def explain(
         bool, typer.Option("--raw", help="As /v1/completions takes it, without a chat template.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    model: Model = None,
     url: Url = LOCAL,
 ) -> None:
     """Show where a prompt would go now, and why; nothing is generated."""
     body = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
-    (receipt,) = call("POST", url, "/v1/route", json=body)["receipts"]
+    (receipt,) = call("POST", url, "/v1/route", json={**body, "model": model})["receipts"]
     if as_json:
         typer.echo(json.dumps(receipt))
         return

@@ -178,6 +178,7 @@ class Fleet:
             block_size=self._block_size,
             forks=forks,
             lora=lora,
+            known_blocks=self.mirror.known(chain, at_least=best),
         )
 
     def sent(

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -76,22 +76,16 @@ def _start(
     refuse_taken_port(settings.host, settings.port)
     refuse_closed_folder(settings.request_log)
     redis_url = _redis(settings, progress, running)
-    model = _model(settings, progress)
+    models = [_model(one, progress) for one in settings.each()]
     progress.step("starting Ray")
     running.enter_context(local_ray(settings, folder))
     signals.install()  # Ray has taken one
     progress.step("Ray is up")
-    chosen = settings.model_copy(
-        update={
-            "model": model,
-            "served_model_name": settings.served_model_name or settings.model,
-            "redis_url": redis_url,
-            "gpus_per_replica": gpus_per_replica(settings, gpu_count()),
-        }
-    )
+    chosen = _decided(settings, models).model_copy(update={"redis_url": redis_url})
     deploy(build(chosen.model_dump(mode="json")), progress, signals, deadline)
     url = f"http://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
     _wait_until_healthy(url, signals, deadline)
+    progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
     _announce(chosen, url, progress)
 
 
@@ -118,18 +112,40 @@ def refuse_closed_folder(request_log: Path | None) -> None:
         ) from None
 
 
-def gpus_per_replica(settings: ServeSettings, available: int) -> int:
-    """As asked for, else 1 where there are GPUs. Raises StartError when there are too few."""
+def gpus_per_replica(each: Sequence[ServeSettings], available: int) -> list[int]:
+    """Of each model as asked for, else 1 where there are GPUs. Raises StartError when all together
+    want more than there are."""
+    default = min(1, available)
+    gpus = [_gpus_wanted(settings, default) for settings in each]
+    needed = sum(one.replicas * count for one, count in zip(each, gpus, strict=True))
+    if needed > available:
+        replicas = " and ".join(
+            f"{one.replicas} replicas of {count} GPUs"
+            for one, count in zip(each, gpus, strict=True)
+        )
+        raise StartError(
+            f"{replicas} need {needed}, and {available} can be used here; lower --replicas or "
+            "--gpus-per-replica (0: CPUs)"
+        )
+    return gpus
+
+
+def _gpus_wanted(settings: ServeSettings, default: int) -> int:
     if settings.engine == "simulated":
         return 0
-    wanted = settings.gpus_per_replica
-    each = min(1, available) if wanted is None else wanted
-    if each * settings.replicas > available:
-        raise StartError(
-            f"{settings.replicas} replicas of {each} GPUs need {each * settings.replicas}, and "
-            f"{available} can be used here; lower --replicas or --gpus-per-replica (0: CPUs)"
-        )
-    return each
+    return default if settings.gpus_per_replica is None else settings.gpus_per_replica
+
+
+def _decided(settings: ServeSettings, models: Sequence[str]) -> ServeSettings:
+    """The same with all that a machine or a user leaves open. models: as engines load them."""
+    each = settings.each()
+    gpus = gpus_per_replica(each, gpu_count())
+    return settings.decided(
+        [
+            {"model": model, "served_model_name": one.name, "gpus_per_replica": count}
+            for one, model, count in zip(each, models, gpus, strict=True)
+        ]
+    )
 
 
 def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> str:
@@ -162,10 +178,13 @@ def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> None
 
 
 def _announce(settings: ServeSettings, url: str, progress: Progress) -> None:
-    progress.say(f"reuse_cache: {settings.prefix_caching}")
+    each = settings.each()
+    for one in each:
+        of_model = f" ({one.name})" if len(each) > 1 else ""
+        progress.say(f"reuse_cache: {one.prefix_caching}{of_model}")
     progress.say(
         f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
-        f'\'{{"model": "{settings.served_model_name}", '
+        f'\'{{"model": "{each[0].name}", '
         '"messages": [{"role": "user", "content": "Hello"}]}\'',
     )
     progress.say(f"kvroute ready at {url}", style="bold green")

@@ -52,7 +52,9 @@ class Masks:
             table.update(zip(mine, map(marked.__getitem__, map(table.get, mine)), strict=True))
             yield
 
-    def unmark(self, bits: int, fingerprints: Iterable[Fingerprint]) -> None:
+    def unmark(self, bits: int, fingerprints: Iterable[Fingerprint]) -> list[Fingerprint]:
+        """Those that have no bits any more."""
+        cleared: list[Fingerprint] = []
         tables, changed = self._tables, dict[int, int]()
         before = after = 0
         for fingerprint in fingerprints:
@@ -64,10 +66,12 @@ class Masks:
                 table[fingerprint] = after
             elif mask:
                 del table[fingerprint]
+                cleared.append(fingerprint)
+        return cleared
 
-    def unmark_in(self, table: int, bits: int) -> None:
+    def unmark_in(self, table: int, bits: int) -> list[Fingerprint]:
         """Unmarks the bits in one of TABLES parts of the masks."""
-        self.unmark(bits, self._with(bits, self._tables[table]))
+        return self.unmark(bits, self._with(bits, self._tables[table]))
 
     def all_with(self, bits: int) -> Iterator[list[Fingerprint]]:
         """The fingerprints that have any of the bits, one part of the masks after another."""

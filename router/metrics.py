@@ -1,19 +1,23 @@
 """What a router tells Prometheus: waits, tokens by where they came from, how good its guesses were.
 
 No series names a replica, a router or a client: Prometheus labels what it fetches with the process
-that it fetched it from (router/targets.py), so there are as many series as are written down here.
+that it fetched it from (router/targets.py), so there are as many series as are written down here,
+and two for each prefix that is declared.
 """
 
 from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from replica.exposition import Readings
+from router.audit import Audit
+from router.errors import ApiError
 from router.feed import Feed
 from router.fleet import Fleet
 from router.ledger import CAUSES
+from router.prefixes import Catalogue
 from router.request_log import RequestLog
 from router.trips import Outcome, Placement, Trip, Witness, Witnesses
 
@@ -22,6 +26,10 @@ GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1
 REQUESTS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 BACKLOGS_S = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
+REFUSALS = (
+    *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
+    *("model_not_found", "prefix_not_found", "request_too_large", "overloaded", "server_error"),
+)
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
@@ -102,11 +110,19 @@ class Counts(Witness):
             "(it was lost; they are sent again), moved (it was full or gone before they came).",
             "outcome",
         )
+        self._refusals = counter(
+            "refused_requests",
+            "Requests that got an error in place of an answer, by its code, whether they came to a "
+            "replica or not.",
+            "code",
+        )
         tokens = counter(
             "prompt_tokens", "Tokens of prompts, by where they came from (the ledger).", "cause"
         )
         # Also those that have not happened: a rate needs the 0 before the first one.
         self._outcomes = {name: outcomes.labels(name) for name in get_args(Outcome)}
+        for code in REFUSALS:
+            self._refusals.labels(code)
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
         self._reusable_tokens = counter(
             "reusable_tokens", "Tokens of those prompts that the best replica had or expected."
@@ -120,6 +136,11 @@ class Counts(Witness):
             "Requests sent to a replica and not ended.",
             registry=registry,
         )
+
+    def refused(self, error: Exception) -> None:
+        """A client gets this in place of an answer."""
+        code = error.code if isinstance(error, ApiError) else None
+        self._refusals.labels(code or "server_error").inc()
 
     def sent(self, trip: Trip) -> None:
         self._under_way.inc()
@@ -139,10 +160,12 @@ class Counts(Witness):
 
 
 class RouterMetrics(Witnesses):
-    """One router's."""
+    """One router's about one model."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        super().__init__(Waits(registry), Counts(registry))
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counts = Counts(registry)
+        super().__init__(Waits(registry), counts)
+        self.refused = counts.refused
         self._readings = Readings(registry)
 
     def watch(self, fleet: Fleet, feed: Feed) -> None:
@@ -178,6 +201,30 @@ class RouterMetrics(Witnesses):
             "kvroute_index_loads",
             "Times that a replica's whole set was read: at its start, and after trouble.",
             lambda: feed.state.loads,
+        )
+
+    def watch_prefixes(self, catalogue: Catalogue) -> None:
+        """One of each as long as it is declared, so there are never more than can be."""
+        self._readings.counter_of(
+            "prefix",
+            "kvroute_prefix_saved_tokens",
+            "Tokens of a named prefix that its requests took from a cache.",
+            catalogue.saved_tokens,
+        )
+        self._readings.gauge_of(
+            "prefix",
+            "kvroute_prefix_extra_replicas",
+            "Replicas that keep a named prefix warm for its demand, besides those asked for.",
+            catalogue.extra_replicas,
+        )
+
+    def watch_audit(self, audit: Audit) -> None:
+        self._readings.counter_of(
+            "account",
+            "kvroute_audit_drift_blocks",
+            "Blocks in which audits by this router found an account to be wrong: the replica's of "
+            "its engine, Redis's of the replica, or this router's mirror of Redis.",
+            lambda: audit.drift,
         )
 
     def watch_log(self, log: RequestLog) -> None:

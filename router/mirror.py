@@ -5,9 +5,11 @@ the blocks before it, because engines evict leaves first; so how far each replic
 found by galloping and bisection, in about ten dictionary reads for a prompt of a thousand blocks.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 from replica.kvindex.fingerprint import Fingerprint
+from router.gone import Gone
 from router.masks import TABLES, Masks
 
 
@@ -23,6 +25,7 @@ class Mirror:
         self.is_fed = True  # with what the index announces
         self._held = Masks()
         self._expected = Masks()
+        self._gone = Gone()
         self._slots: dict[str, int] = {}  # replica id -> its bit
         self._young: dict[str, int] = {}  # replica id -> its second bit, if it has one
         self._young_blocks: dict[str, int] = {}  # replica id -> how many have the last such bit
@@ -61,7 +64,7 @@ class Mirror:
         self._held.mark(self._slots[replica_id], fingerprints)
 
     def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        self._held.unmark(self._slots[replica_id], fingerprints)
+        self._gone.add(self._held.unmark(self._slots[replica_id], fingerprints))
 
     def presume(
         self, replica_id: str, chain: Sequence[Fingerprint], *, capacity_blocks: int
@@ -105,6 +108,15 @@ class Mirror:
             step *= 2
         return depths
 
+    def known(self, chain: Sequence[Fingerprint], *, at_least: int = 0) -> int:
+        """Leading blocks of the chain that some replica holds or once held, as far as that is
+        remembered; of a chain, what is evicted first is forgotten first."""
+
+        def is_new(i: int) -> bool:
+            return not (self._held.get(chain[i]) or chain[i] in self._gone)
+
+        return bisect_left(range(len(chain)), True, lo=at_least, key=is_new)
+
     def held_by(self, replica_id: str) -> set[Fingerprint]:
         """All of one replica's blocks."""
         return set[Fingerprint]().union(*self.walk(replica_id))
@@ -121,7 +133,7 @@ class Mirror:
             self._unswept = TABLES
             self._sweeping = self._dirty
         self._unswept -= 1
-        self._held.unmark_in(self._unswept, self._sweeping)
+        self._gone.add(self._held.unmark_in(self._unswept, self._sweeping))
         self._expected.unmark_in(self._unswept, self._sweeping)
         if not self._unswept:
             self._dirty &= ~self._sweeping

@@ -28,6 +28,7 @@ class Option:
     default: str = ""  # the default in words, where there is no value
     flags: tuple[str, ...] = ()  # instead of --the-field-name
     env: tuple[str, ...] = ()  # other systems' names for it, besides KVROUTE_THE_FIELD_NAME
+    kind: Any = None  # of a value on the command line, where it is not the field's
 
 
 class SettingsError(ValueError):

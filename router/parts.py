@@ -1,22 +1,26 @@
-"""One router's parts, each given those it needs, and the tasks that keep them current."""
+"""One router's parts for one model, each given those it needs; the tasks that keep them current."""
 
 import asyncio
 import random
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import ray
+from prometheus_client import CollectorRegistry
 from ray.serve.handle import DeploymentHandle
 
-from replica.exposition import Exposition
+from replica.exposition import Exposition, Process
 from replica.identity import identify
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefix, Prefixes
-from router import routes
+from router import routes, tracing
 from router.audit import Audit, asking
 from router.auto_pin import AutoPin
 from router.baselines import RANKINGS
+from router.canary import Canaries, sending
 from router.demand import Demand
 from router.dispatch import Dispatcher, Generation
 from router.feed import Feed
@@ -36,24 +40,29 @@ from router.targets import Announcer
 from router.trips import Witnesses
 from router.watch import Watch
 
+UNKNOWN_CONTEXT = 2**31  # tokens; until a replica has told its own
 LOADED_S = 5.0  # the longest that a new router waits for what the fleet's caches hold
 
 
 class Parts:
-    """Nothing runs before `start`, and nothing after `close`."""
+    """Nothing runs before `start`, and nothing after `close`. id_: the router's."""
 
     def __init__(
-        self, settings: RouterSettings, replicas: DeploymentHandle, prompts: Prompts
+        self, id_: str, settings: RouterSettings, replicas: DeploymentHandle, prompts: Prompts
     ) -> None:
         model, block_size = settings.served_model_name, settings.block_size
         redis = connect(settings.redis_url)
+        self.id = id_
+        self.model = model
         self.adapters = {adapter.name: adapter for adapter in settings.adapters}  # LoRA
         self._settings = settings
         self._prompts = prompts
-        self._loudspeaker = Loudspeaker()
-        self.id = self._loudspeaker.router
+        self._deployment = replicas.deployment_name
+        self._loudspeaker = Loudspeaker(id_)
         self._log = self._request_log()
-        self._metrics = RouterMetrics() if settings.metrics else None
+        self._registry = CollectorRegistry()  # not the process's, which may serve other models
+        self._metrics = RouterMetrics(self._registry) if settings.metrics else None
+        witnesses = (self._loudspeaker, self._log, self._metrics, tracing.dispatches())
         self.fleet = Fleet(
             model=model,
             revision=settings.revision,
@@ -67,14 +76,25 @@ class Parts:
                     adapters=settings.adapters,
                 )
             ),
-            witness=Witnesses(*filter(None, (self._loudspeaker, self._log, self._metrics))),
+            witness=Witnesses(*filter(None, witnesses)),
             ranking=RANKINGS[settings.policy](),
         )
         self.index = Index(redis, model)
         self.feed = Feed(self.index, self.fleet)
-        self.watch = Watch(routes.replicas, self.fleet, hang_timeout_s=settings.hang_timeout_s)
+        self.watch = Watch(
+            partial(routes.replicas, self._deployment),
+            self.fleet,
+            hang_timeout_s=settings.hang_timeout_s,
+        )
         self.dispatcher = Dispatcher(replicas, self.fleet, self.watch)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, asking(replicas))
+        self.canaries = Canaries(
+            self.index,
+            self.fleet,
+            sending(replicas),
+            lambda: self.running,
+            block_size=block_size,
+        )
         self.joint = Joint(prompts)
         self.catalogue = Catalogue(Prefixes(redis, model), self.fleet, block_size=block_size)
         self.demand = Demand(self.catalogue, self.fleet)
@@ -108,11 +128,20 @@ class Parts:
     def lora(self, asked: str | None) -> str | None:
         """The LoRA adapter that a client asks for as `adapter` or `model:adapter`; empty: the model
         itself, None: neither is served here."""
-        model = self._settings.served_model_name
-        if asked in (None, model):
+        if asked in (None, self.model):
             return ""
-        name = asked.removeprefix(f"{model}:")
+        name = asked.removeprefix(f"{self.model}:")
         return name if name in self.adapters else None
+
+    def refused(self, error: Exception) -> None:
+        """That is what a client got."""
+        if self._metrics:
+            self._metrics.refused(error)
+
+    def named_tokens(self, prefix: Prefix | None) -> int:
+        """Its tokens in whole blocks."""
+        block_size = self._settings.block_size
+        return prefix.full_blocks(block_size) * block_size if prefix else 0
 
     def count(self, generation: Generation, prefix: Prefix | None, *, is_apart: bool) -> None:
         """A prompt has its first token: what it took from caches counts for its prefixes. One that
@@ -123,6 +152,16 @@ class Parts:
         if not is_apart:
             chain, now_s = generation.placement.chain, time.monotonic()
             self.hot.see(generation.token_ids, chain, generation.cached_tokens, now_s)
+
+    @property
+    def running(self) -> list[str]:
+        """Ids of the replicas that Serve would send a request to now."""
+        return routes.running_replicas(self._deployment)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.fleet.max_model_len or UNKNOWN_CONTEXT
 
     def check(self) -> None:
         """Raises what ended a task: none of them ends by itself."""
@@ -146,13 +185,17 @@ class Parts:
         folder = self._settings.request_log
         if folder is None:
             return None
-        return RequestLog(folder / f"{self.id}.jsonl", block_size=self._settings.block_size)
+        file = folder / f"{self.id}-{quote(self.model, safe='')}.jsonl"
+        return RequestLog(file, model=self.model, block_size=self._settings.block_size)
 
     async def _announce(self, metrics: RouterMetrics) -> Announcer:
         """Metrics are told from now on."""
         metrics.watch(self.fleet, self.feed)
+        metrics.watch_prefixes(self.catalogue)
+        metrics.watch_audit(self.audit)
         if self._log:
             metrics.watch_log(self._log)
+        self._registry.register(Process())
         node = ray.util.get_node_ip_address()
-        exposition = await asyncio.to_thread(Exposition, node)
+        exposition = await asyncio.to_thread(Exposition, node, self._registry)
         return Announcer(self.index, self.id, exposition, node)

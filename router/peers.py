@@ -61,10 +61,10 @@ class Message(msgspec.Struct, array_like=True):
 
 
 class Loudspeaker(Witness):
-    """Tells the other routers about this one's requests."""
+    """Tells the other routers about this one's requests; `router`: its id, else a new one."""
 
-    def __init__(self) -> None:
-        self.router = uuid.uuid4().hex[:12]
+    def __init__(self, router: str | None = None) -> None:
+        self.router = router or uuid.uuid4().hex[:12]
         self._events: list[Event] = [Restarted()]
         self._has_events = asyncio.Event()
 

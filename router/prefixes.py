@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -52,6 +53,7 @@ class Catalogue:
         self._outage = Outage(log, "named prefixes stay as they are")
         self._settled_s: dict[str, float] = {}  # name in use beside older ones -> since when
         self._uses: dict[str, tuple[int, int]] = {}  # id -> hits, tokens saved; not yet written
+        self._saved = Counter[str]()  # id -> tokens saved since it is known here
 
     async def run(self, tasks: Sequence[Task], joint: Joint) -> None:
         """Declares the tasks, then follows Redis until cancelled."""
@@ -120,6 +122,15 @@ class Catalogue:
         if saved:
             hits, tokens_saved = self._uses.get(prefix.id, (0, 0))
             self._uses[prefix.id] = (hits + 1, tokens_saved + saved)
+            self._saved[prefix.id] += saved
+
+    def saved_tokens(self) -> dict[str, int]:
+        """Of each id that is declared, as this router counted; safe to call from another thread."""
+        return {id_: self._saved[id_] for id_ in self._versions}
+
+    def extra_replicas(self) -> dict[str, int]:
+        """The same: replicas for its demand."""
+        return {id_: versions[-1].extra_replicas for id_, versions in self._versions.items()}
 
     def unknown(self, param: str, id_: str) -> ApiError:
         """The 404 for a name, with those that look like it."""
@@ -134,9 +145,11 @@ class Catalogue:
 
     def learn(self, declared: Iterable[Prefix]) -> None:
         """These are all that there are, oldest first."""
-        self._versions = {}
+        versions: dict[str, list[Prefix]] = {}
         for prefix in declared:
-            self._versions.setdefault(prefix.id, []).append(prefix)
+            versions.setdefault(prefix.id, []).append(prefix)
+        self._versions = versions
+        self._saved = Counter({id_: self._saved[id_] for id_ in versions})
 
     async def refresh(self) -> None:
         """What Redis has declared is known here. RedisError or OSError when it is away."""

@@ -8,9 +8,9 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from router.client import LOCAL, Url, call, fail
+from router.client import LOCAL, Model, Url, call, fail, with_model
 
 COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "hits")
 POLL_S = 0.3
@@ -46,6 +46,7 @@ def add(
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="End only when it is warm.")
     ] = True,
+    model: Model = None,
     url: Url = LOCAL,
 ) -> None:
     """Declare a prefix, or a new version of it, and wait until it is warm."""
@@ -54,6 +55,7 @@ def add(
     text = prompt if file is None else file.read()
     declaration = {
         "id": id,
+        "model": model,
         **({"messages": _json(text)} if messages else {"prompt": text}),
         "replicas": int(replicas) if replicas.isdecimal() else replicas,
         "ttl_s": ttl_s,
@@ -61,7 +63,7 @@ def add(
     }
     prefix = _call("POST", url, json=declaration)
     if wait:
-        prefix = _until_warm(prefix, url)
+        prefix = _until_warm(prefix, url, model)
     typer.echo(
         f"{id}: version {prefix['version']}, {prefix['tokens']} tokens, {prefix['full_blocks']} "
         f"full blocks and {prefix['partial_tokens']} tokens; warm on {_warm(prefix)} replicas"
@@ -69,23 +71,25 @@ def add(
 
 
 @prefixes.command(name="list")
-def list_(url: Url = LOCAL) -> None:
+def list_(model: Model = None, url: Url = LOCAL) -> None:
     """Show what is declared, and where it is warm."""
-    table = Table(*COLUMNS, "tokens saved")
-    for prefix in _call("GET", url)["data"]:
+    found = _call("GET", url, model=model)["data"]
+    columns = with_model(COLUMNS, found)
+    table = Table(*(Column(column, overflow="fold") for column in columns), "tokens saved")
+    for prefix in found:
         cells = prefix | {"warm": _warm(prefix)}
-        table.add_row(*(str(cells[column]) for column in (*COLUMNS, "tokens_saved")))
+        table.add_row(*(str(cells[column]) for column in (*columns, "tokens_saved")))
     Console().print(table)
 
 
 @prefixes.command()
-def rm(id: Id, url: Url = LOCAL) -> None:  # noqa: A002
+def rm(id: Id, model: Model = None, url: Url = LOCAL) -> None:  # noqa: A002
     """Drop a prefix: nothing keeps it warm any more."""
-    _call("DELETE", url, id)
+    _call("DELETE", url, id, model)
     typer.echo(f"{id}: dropped")
 
 
-def _until_warm(prefix: dict[str, Any], url: str) -> dict[str, Any]:
+def _until_warm(prefix: dict[str, Any], url: str, model: str | None) -> dict[str, Any]:
     """The prefix once every replica that should has it warm."""
     deadline = time.monotonic() + WARM_S
     columns = (TextColumn("warming on"), MofNCompleteColumn(), TextColumn("replicas"))
@@ -95,7 +99,7 @@ def _until_warm(prefix: dict[str, Any], url: str) -> dict[str, Any]:
             if time.monotonic() >= deadline:
                 fail(f"not warm after {WARM_S:g} s, only on {_warm(prefix)}; see replicas' logs")
             time.sleep(POLL_S)
-            prefix = _call("GET", url, prefix["id"])
+            prefix = _call("GET", url, prefix["id"], model)
             progress.update(
                 task, completed=len(prefix["warm_on"]), total=len(prefix["assigned_to"])
             )
@@ -106,9 +110,9 @@ def _warm(prefix: dict[str, Any]) -> str:
     return f"{len(prefix['warm_on'])} of {len(prefix['assigned_to'])}"
 
 
-def _call(method: str, url: str, id_: str = "", **body: Any) -> Any:
+def _call(method: str, url: str, id_: str = "", model: str | None = None, **body: Any) -> Any:
     path = f"/v1/prefixes/{quote(id_, safe='')}" if id_ else "/v1/prefixes"
-    return call(method, url, path, **body)
+    return call(method, url, path, params={"model": model} if model else {}, **body)
 
 
 def _json(text: str | None) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from rich.text import Text
 
@@ -19,6 +20,7 @@ from router.signals import StopSignals
 
 LOOPBACK = "127.0.0.1"
 APPLICATION = "kvroute"
+REPLICAS = "Replica"  # Serve's name for replica.app.Replica; with several models its beginning
 LOGICAL_CPUS = 1000  # that Ray hands out, one to each process: it counts, and limits nothing
 OBJECT_STORE_BYTES = 200_000_000
 SHUTDOWN_S = 10.0  # for Serve and again for Ray, before they are killed
@@ -60,6 +62,12 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
     raise StartError(f"not ready in time; see --start-timeout-s\n{_reason(status)}")
 
 
+def deployment(model: str | None) -> str:
+    """Serve's name for the replicas of a model; None: of the only one. Fit for a file's name too,
+    which Serve makes of it."""
+    return REPLICAS if model is None else f"{REPLICAS}:{quote(model, safe='')}"
+
+
 def gpu_count() -> int:
     """The GPUs that Ray sees and the installed engine can use."""
     import ray
@@ -81,6 +89,8 @@ def _start(settings: ServeSettings, folder: Path) -> None:
     import ray
     from ray import serve
 
+    from replica.logs import logging_config
+
     try:
         ray.init(
             address="local",
@@ -97,6 +107,7 @@ def _start(settings: ServeSettings, folder: Path) -> None:
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": settings.host, "port": settings.port},
+            logging_config=logging_config(settings.log_format),
         )
     except (ray.exceptions.RayError, RuntimeError, OSError) as error:
         raise StartError(f"Ray does not start: {error}") from None
@@ -123,15 +134,18 @@ def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -
 
 
 def _news(deployments: Mapping[str, Any]) -> Iterator[str]:
-    for name, deployment in deployments.items():
-        wanted = sum(deployment.replica_states.values())
-        for number in range(1, deployment.replica_states.get("RUNNING", 0) + 1):
-            yield f"{name.lower()} {number} of {wanted} is ready"
-        if "Error:" in deployment.message:
-            yield f"{name.lower()} cannot start yet: {_last_line(deployment.message)}"
+    for name, status in deployments.items():
+        role, _, model = name.partition(":")
+        who, of_model = role.lower(), f" of {unquote(model)}" if model else ""
+        wanted = sum(status.replica_states.values())
+        for number in range(1, status.replica_states.get("RUNNING", 0) + 1):
+            yield f"{who} {number} of {wanted}{of_model} is ready"
+        if "Error:" in status.message:
+            yield f"{who}{of_model} cannot start yet: {last_line(status.message)}"
 
 
-def _last_line(message: str) -> str:
+def last_line(message: str) -> str:
+    """Of an error of Ray's, where it says what is wrong."""
     return plain(message).strip().splitlines()[-1]
 
 
@@ -147,6 +161,12 @@ def _prepare_environment(folder: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # Lines of Serve's logs that are written at a time: more would keep warnings back.
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "router.request_id:middlewares",
+        # When the routers change, a new HAProxy takes over, and the old one has so long for the
+        # streams that it carries, those of other routers too.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),

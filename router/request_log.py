@@ -35,6 +35,7 @@ class Line(msgspec.Struct):
     output_length: int  # of all its choices together
     hash_ids: Sequence[int]  # one for each `block_size` tokens that a cache could have had
     block_size: int
+    model: str
     replica: str
     reusable_tokens: int  # cached anywhere, as far as the router knew
     expected_tokens: int  # cached there, as far as the router knew
@@ -44,15 +45,17 @@ class Line(msgspec.Struct):
     duration_s: float
     outcome: str  # ok | cancelled | refused | failed: lost with its replica, perhaps sent again
     ledger: Ledger | None  # where the prompt's tokens came from; None as well without a token
+    request_id: str  # the answer's x-request-id
     lora: str | msgspec.UnsetType = msgspec.UNSET  # the adapter that was asked for
 
 
 class RequestLog(Witness):
-    """The lines of one router, in one file."""
+    """The lines of one router about one model, in one file."""
 
-    def __init__(self, file: Path, *, block_size: int) -> None:
+    def __init__(self, file: Path, *, model: str, block_size: int) -> None:
         self.dropped = 0
         self._file = file
+        self._model = model
         self._blocks_per_id = -(-ID_TOKENS // block_size)
         self._block_size = block_size
         self._lines: list[Line] = []
@@ -90,6 +93,7 @@ class RequestLog(Witness):
             output_length=trip.output_tokens,
             hash_ids=self._ids(placement.chain),
             block_size=self._blocks_per_id * self._block_size,
+            model=self._model,
             replica=trip.replica_id,
             reusable_tokens=placement.reusable_tokens,
             expected_tokens=placement.expected_tokens(trip.replica_id),
@@ -99,6 +103,7 @@ class RequestLog(Witness):
             duration_s=duration_s,
             outcome=trip.outcome or "ok",
             ledger=trip.ledger(),
+            request_id=trip.asked.request_id,
             lora=placement.lora or msgspec.UNSET,
         )
 

@@ -25,7 +25,7 @@ class CacheAwareRequestRouter(RequestRouter):
     def initialize_state(self) -> None:
         self.running: dict[str, RunningReplica] = {}
         self.known: WeakValueDictionary[str, RunningReplica] = WeakValueDictionary()
-        routes.report(self)
+        routes.report(self._deployment_id.name, self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

@@ -65,13 +65,14 @@ class Reply(ABC):
         model: str,
         prompt_tokens: int,
         *,
+        request_id: str = "",  # a new one
         prompts: int = 1,
         n: int = 1,
         logprobs: bool = False,
         include_usage: bool = False,
         receipts: Sequence[object] = (),
     ) -> None:
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}-{request_id or uuid.uuid4().hex}"
         self.usage = Usage(prompt_tokens)
         self._head = {"created": int(time.time()), "model": model}
         self._n = n

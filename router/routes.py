@@ -62,19 +62,18 @@ class _NoReplicas:
     async def kill(self, replica_id: str) -> None: ...
 
 
-_replicas: Replicas = _NoReplicas()
+_replicas: dict[str, Replicas] = {}  # by their deployment
 
 
-def report(replicas: Replicas) -> None:
-    """Serve's request router is there."""
-    global _replicas
-    _replicas = replicas
+def report(deployment: str, replicas: Replicas) -> None:
+    """Serve's request router of that deployment is there."""
+    _replicas[deployment] = replicas
 
 
-def replicas() -> Replicas:
-    return _replicas
+def replicas(deployment: str) -> Replicas:
+    return _replicas.get(deployment) or _NoReplicas()
 
 
-def running_replicas() -> list[str]:
-    """Ids of the replicas that Serve would send a request to now."""
-    return list(_replicas.ids())
+def running_replicas(deployment: str) -> list[str]:
+    """Ids of its replicas that Serve would send a request to now."""
+    return list(replicas(deployment).ids())

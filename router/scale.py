@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.progress import Progress
-from router.ray_cluster import APPLICATION, plain
+from router.ray_cluster import APPLICATION, deployment, plain
 
 POLL_S = 0.2
-DEPLOYMENT = "Replica"  # Serve's name for replica.app.Replica
 
 
 class ScaleError(RuntimeError):
@@ -29,19 +28,19 @@ class Deployed:
     each: Mapping[str, float]  # what Ray sets aside for one replica: CPU, GPU -> amount
 
 
-def scale(replicas: int, ray_address: str, progress: Progress) -> None:
+def scale(replicas: int, model: str | None, ray_address: str, progress: Progress) -> None:
     """Returns when so many replicas are ready, and those taken away have finished what they ran.
 
-    Raises ScaleError when there is no room for so many, or somebody asked for another number
-    meanwhile.
+    model: whose replicas; None where there is one model only. Raises ScaleError when there is no
+    room for so many, or somebody asked for another number meanwhile.
     """
     with _connected(ray_address):
         import ray
 
-        deployed = _deployed()
-        refuse_no_room(replicas, deployed, ray.available_resources())
-        _ask_for(replicas)
-        _wait(replicas, progress)
+        name = deployment(model)
+        refuse_no_room(replicas, _deployed(name), ray.available_resources())
+        _ask_for(replicas, name)
+        _wait(replicas, name, progress)
 
 
 def refuse_no_room(replicas: int, deployed: Deployed, free: Mapping[str, float]) -> None:
@@ -67,10 +66,10 @@ def describe(deployed: Deployed) -> str:
     return line
 
 
-def _wait(replicas: int, progress: Progress) -> None:
+def _wait(replicas: int, name: str, progress: Progress) -> None:
     shown = ""
     while True:
-        deployed = _deployed()
+        deployed = _deployed(name)
         if deployed.wanted != replicas:
             raise ScaleError(f"somebody else asked for {deployed.wanted} replicas; it stays so")
         if (line := describe(deployed)) != shown:
@@ -102,9 +101,9 @@ def _connected(ray_address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _deployed() -> Deployed:
+def _deployed(name: str) -> Deployed:
     details = _controller("get_serve_instance_details")
-    found = details["applications"][APPLICATION]["deployments"][DEPLOYMENT]
+    found = details["applications"][APPLICATION]["deployments"][name]
     return Deployed(
         wanted=found["target_num_replicas"],
         states=Counter(str(replica["state"].value) for replica in found["replicas"]),
@@ -113,12 +112,12 @@ def _deployed() -> Deployed:
     )
 
 
-def _ask_for(replicas: int) -> None:
+def _ask_for(replicas: int, name: str) -> None:
     """Without a new deployment of the application, so those that stay are not touched."""
     from ray.serve._private.common import DeploymentID
 
-    deployment = DeploymentID(name=DEPLOYMENT, app_name=APPLICATION)
-    _controller("update_deployment_replicas", deployment, replicas)
+    id_ = DeploymentID(name=name, app_name=APPLICATION)
+    _controller("update_deployment_replicas", id_, replicas)
 
 
 def _controller(method: str, *args: Any) -> Any:

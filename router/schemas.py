@@ -97,6 +97,7 @@ class PrefixedRequest(SamplingRequest):
 class PrefixDeclaration(BaseModel):
     """A prefix to be kept warm, under a name."""
 
+    model: str | None = Field(None, description="the name of a served model")
     id: PrefixId = Field(description="a number, or a string of up to 128 characters")
     prompt: str | None = Field(None, min_length=1, description="a string that is not empty")
     messages: list[ChatMessage] | None = Field(

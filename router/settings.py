@@ -1,7 +1,8 @@
 """Every choice a user has, defined once: the command line and the environment follow from here."""
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,13 +14,14 @@ from pydantic import (
     Field,
     ValidationError,
 )
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from replica.adapters import Adapter, read_adapter
 from replica.model import BUILTIN_MODEL
 from replica.settings import ReplicaSettings
 from router.multi_task import Task, read_tasks
-from router.options import Environment, Option, SettingsError, explain
+from router.options import Environment, Option, SettingsError, explain, option
 
 CPU_BLOCK_SIZE = 32  # tokens
 GPU_BLOCK_SIZE = 16  # tokens
@@ -50,14 +52,47 @@ def _absolute_folders(adapters: list[str]) -> list[str]:
     return [f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs]
 
 
+def _joined(names: object) -> object:
+    """`--model` may be given several times."""
+    return ",".join(names) if isinstance(names, list) else names
+
+
+def _from_json(given: object) -> object:
+    """A list from the command line or the environment."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise PydanticCustomError("json", "expected JSON ({why})", {"why": str(error)}) from None
+
+
 class ServeSettings(BaseSettings):
     """What `kvroute serve` serves, and how. Command line, else environment, else default."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: Annotated[str, Option(MODEL, "Built-in model, local folder or hub name.")] = (
-        BUILTIN_MODEL
-    )
+    model: Annotated[
+        str,
+        BeforeValidator(_joined),
+        Option(
+            MODEL,
+            "Built-in model, local folder or hub name; several with commas in between, or one "
+            "--model each.",
+            kind=list[str],
+        ),
+    ] = BUILTIN_MODEL
+    models: Annotated[
+        list[dict[str, Any]],
+        BeforeValidator(_from_json),
+        Option(
+            CLUSTER,
+            "Several models, each with settings of its own, as JSON.",
+            example='[{"model": "Qwen/Qwen3-8B", "replicas": 4}, {"model": "Qwen/Qwen3-0.6B"}]',
+            default="none",
+            kind=str,
+        ),
+    ] = []
     served_model_name: Annotated[
         str | None,
         Option(MODEL, "Name by which clients ask for the model.", default="same as --model"),
@@ -119,8 +154,8 @@ class ServeSettings(BaseSettings):
         AfterValidator(_absolute),
         Option(
             CLUSTER,
-            "Folder for logs that kvroute replay reads: a file of each router, a line of each "
-            "request, with lengths, times and block ids, no text.",
+            "Folder for logs that kvroute replay reads: a file of each router and model, a line "
+            "of each request, with lengths, times and block ids, no text.",
             example="requests",
             default="none is written",
         ),
@@ -134,6 +169,10 @@ class ServeSettings(BaseSettings):
             flags=("--metrics/--no-metrics",),
         ),
     ] = True
+    log_format: Annotated[
+        Literal["text", "json"],
+        Option(CLUSTER, "Of what routers and replicas log: text, or json with a line a record."),
+    ] = "text"
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Seconds until a start counts as failed.")
     ] = 600.0
@@ -253,12 +292,67 @@ class ServeSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, Environment(settings_cls)
 
-    def replica(self) -> ReplicaSettings:
-        """The part that a replica is told. Raises SettingsError without a redis_url."""
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model
+
+    def each(self) -> "list[ServeSettings]":
+        """The settings of each model alone. Raises SettingsError for one that cannot be served."""
+        each = [self._own(f"models[{number}]", own) for number, own in enumerate(self._entries())]
+        if self.lora and len(each) > 1:
+            raise SettingsError(
+                f"--lora is {','.join(self.lora)!r}, and there are several models; say it of one in "
+                '--models, as "lora": ["NAME=PATH"]'
+            )
+        numbers: dict[str, int] = {}
+        for number, settings in enumerate(each):
+            for name in (settings.name, *(adapter.name for adapter in settings.adapters())):
+                if (first := numbers.setdefault(name, number)) != number:
+                    raise SettingsError(
+                        f"models[{first}] and models[{number}] are both served as {name!r}; "
+                        "give each a served_model_name of its own, or its adapter another name"
+                    )
+        return each
+
+    def decided(self, each: Sequence[Mapping[str, Any]]) -> "ServeSettings":
+        """The same with something more about each model, its `model` at least."""
+        models = [{**own, **more} for own, more in zip(self._entries(), each, strict=True)]
+        return self.model_copy(update={"model": BUILTIN_MODEL, "models": models})
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """What each model has of its own."""
+        names = [name.strip() for name in self.model.split(",")]
+        if self.models and len(names) > 1:
+            raise SettingsError(
+                f"--model is {self.model!r}, and --models is given too; keep one of them"
+            )
+        return self.models or [{"model": name} for name in names]
+
+    def _own(self, entry: str, own: Mapping[str, Any]) -> "ServeSettings":
+        if strange := sorted(own.keys() - PER_MODEL):
+            known = ", ".join(PER_MODEL)
+            raise SettingsError(
+                f"{entry}: {strange[0]} is no setting of a model; there are {known}"
+            )
+        try:
+            settings = ServeSettings.model_validate({**self.model_dump(exclude={"models"}), **own})
+        except ValidationError as error:
+            lines = [explain(each, ServeSettings.model_fields, own) for each in error.errors()]
+            raise SettingsError("\n".join(f"{entry}: {line}" for line in lines)) from None
+        settings.tasks()
+        settings.adapters()
+        return settings
+
+    def replica(self, *, beside: int = 0) -> ReplicaSettings:
+        """The part that a replica is told. Raises SettingsError without a redis_url.
+
+        beside: how many replicas of other models there are.
+        """
         return ReplicaSettings(
             **self.model_dump(include=set(ReplicaSettings.model_fields)) | self._decided(),
             tensor_parallel_size=max(1, self.gpus_per_replica or 0),
-            cores=max(1, (os.cpu_count() or 1) // self.replicas),
+            cores=max(1, (os.cpu_count() or 1) // (self.replicas + beside)),
             declared=tuple(task.task_id for task in self.tasks()),
             adapters=self.adapters(),
         )
@@ -296,7 +390,7 @@ class ServeSettings(BaseSettings):
                 adapter = read_adapter(given)
             except ValueError as error:
                 raise SettingsError(f"--lora is {given!r}: {error}") from None
-            if adapter.name in (*adapters, self.served_model_name or self.model):
+            if adapter.name in (*adapters, self.name):
                 raise SettingsError(
                     f"--lora is {given!r}, and the name {adapter.name!r} is taken; give it another"
                 )
@@ -307,14 +401,22 @@ class ServeSettings(BaseSettings):
         if self.redis_url is None:
             raise SettingsError("redis_url is missing; give one, such as redis://127.0.0.1:6379")
         return {
-            "served_model_name": self.served_model_name or self.model,
+            "served_model_name": self.name,
             "block_size": self.block_size
             or (GPU_BLOCK_SIZE if self.gpus_per_replica else CPU_BLOCK_SIZE),
         }
 
 
+PER_MODEL = tuple(  # what one of several models may have of its own
+    name
+    for name, field in ServeSettings.model_fields.items()
+    if option(field).group in (MODEL, CACHE, PREFIXES, ADAPTERS, SIMULATED)
+    or name in ("replicas", "gpus_per_replica", "max_num_seqs")
+)
+
+
 class RouterSettings(BaseModel):
-    """What one router is told at its start."""
+    """What one router is told of one model at its start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -340,8 +442,7 @@ def load(given: Mapping[str, Any]) -> ServeSettings:
     """
     try:
         settings = ServeSettings(**given)
-        settings.tasks()
-        settings.adapters()
+        settings.each()
         return settings
     except ValidationError as error:
         lines = [explain(each, ServeSettings.model_fields, given) for each in error.errors()]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from replica.kvindex.fingerprint import Fingerprint
-from replica.protocol import Chunk
+from replica.protocol import Chunk, TraceContext
 from router.ledger import Ledger, account
 from router.load import ReplicaLoad
 from router.mirror import Mirror
@@ -22,6 +22,7 @@ class Placement:
     block_size: int
     forks: float = 0.0  # requests that left the known prefix before this one
     lora: str = ""  # the LoRA adapter that it is for
+    known_blocks: int = 0  # the most of the prompt that any replica has, or had once
 
     def at(self, replica_id: str) -> Candidate:
         """The candidate of that name; one without hits when the replica was not ranked."""
@@ -54,7 +55,9 @@ class Asked:
     at_s: float  # when its request came to be sent somewhere, on the clock of the trips
     choices: int = 1
     is_salted: bool = False
+    named_tokens: int = 0  # of whole blocks, of the named prefix it goes on from
     is_resumed: bool = False  # another replica, lost since, has said the beginning
+    request_id: str = ""  # as the client knows it; a dispatch's is a longer one
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class Trip:
     asked: Asked
     placement: Placement | None = None  # why it went there, when this router sent it
     witness: Witness = NOBODY
+    trace: TraceContext | None = None  # its span, where a witness keeps one
     unfinished: int = 1  # choices
     output_tokens: int = 0  # of all choices
     first_tokens: int = 0  # those among them that came in the first chunk
@@ -191,5 +195,7 @@ class Trip:
             reusable=self.placement.reusable_tokens,
             expected=self.placement.expected_tokens(self.replica_id),
             delivered=self.cached_tokens,
+            named=self.asked.named_tokens,
+            known=self.placement.known_blocks * self.placement.block_size,
             is_salted=self.asked.is_salted,
         )

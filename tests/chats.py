@@ -31,11 +31,12 @@ class Turn:
 class Chats:
     """`count` of them at any time; each turn waits for the answer to the one before."""
 
-    def __init__(self, client: AsyncOpenAI, count: int) -> None:
+    def __init__(self, client: AsyncOpenAI, count: int, *, think_s: float = THINK_S) -> None:
         self.turns: list[Turn] = []
         self.failures: list[Exception] = []
         self._client = client
         self._count = count
+        self._think_s = think_s
         self._goes_on = True
 
     @contextlib.asynccontextmanager
@@ -60,7 +61,7 @@ class Chats:
                     self.failures.append(error)
                     break
                 messages.append({"role": "assistant", "content": answer})
-                await asyncio.sleep(rng.uniform(0.5, 1.5) * THINK_S)
+                await asyncio.sleep(rng.uniform(0.5, 1.5) * self._think_s)
                 if not self._goes_on:
                     return
 

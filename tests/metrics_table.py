@@ -3,18 +3,24 @@
 import random
 from pathlib import Path
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from replica.events import BlockTable
 from replica.kvindex.index import Index, connect
+from replica.kvindex.prefixes import Prefix, Prefixes
 from replica.metrics import ReplicaMetrics
 from replica.publisher import Publisher
 from replica.simulated import SimulatedConfig, SimulatedEngine
+from router.audit import Audit
 from router.feed import Feed
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
+from router.prefixes import Catalogue
 from router.request_log import RequestLog
+
+NOWHERE = "redis://127.0.0.1"
 
 
 def metrics_table() -> str:
@@ -34,8 +40,11 @@ def router() -> CollectorRegistry:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
-    metrics.watch(fleet, Feed(index(), fleet))
-    metrics.watch_log(RequestLog(Path("unused"), block_size=32))
+    feed = Feed(index(), fleet)
+    metrics.watch(fleet, feed)
+    metrics.watch_prefixes(_catalogue(fleet))
+    metrics.watch_audit(Audit(index(), feed, fleet.mirror, _nobody))
+    metrics.watch_log(RequestLog(Path("unused"), model="m", block_size=32))
     return registry
 
 
@@ -56,9 +65,20 @@ def replica() -> CollectorRegistry:
     return registry
 
 
+def _catalogue(fleet: Fleet) -> Catalogue:
+    """With one prefix, so that there is a series for it."""
+    catalogue = Catalogue(Prefixes(connect(NOWHERE), "m"), fleet, block_size=32)
+    catalogue.learn([Prefix("p", 1, np.arange(9, dtype=np.uint32), {"prompt": "a"})])
+    return catalogue
+
+
+async def _nobody(replica_id: str) -> None:
+    """Nobody is asked."""
+
+
 def index() -> Index:
     """One whose Redis is never asked."""
-    return Index(connect("redis://127.0.0.1"), "m")
+    return Index(connect(NOWHERE), "m")
 
 
 def _labels(metric: Metric) -> str:

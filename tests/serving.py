@@ -62,9 +62,10 @@ def start_cluster(
     *args: str,
     env: Mapping[str, str] | None = None,
     deadline_s: float = 120.0,
+    command: Sequence[str] = COMMAND,
 ) -> Iterator[Cluster]:
     """`kvroute serve` with these options on a free port, ready; stopped by a Ctrl-C at the end."""
-    with launched(*args, env=env) as cluster:
+    with launched(*args, env=env, command=command) as cluster:
         cluster.wait_for(READY, deadline_s=deadline_s)
         yield cluster
         exit_code = cluster.stop()
@@ -93,6 +94,12 @@ def launched(
             yield cluster
         finally:
             _kill(cluster)
+
+
+def doctor(cluster: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
+    """`kvroute doctor`, and what it has printed."""
+    command = [*KVROUTE, "doctor", *options, "--url", cluster.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
 
 
 def assert_gone(cluster: Cluster, *, within_s: float = 2.0) -> None:

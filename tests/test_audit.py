@@ -2,82 +2,25 @@
 
 import asyncio
 import json
-import random
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import redis
 
-from replica.events import BlockTable, EventsLost
+from replica.events import EventsLost
 from replica.kvindex.fingerprint import Fingerprint
-from replica.kvindex.index import Index, connect
-from replica.protocol import GenerateRequest, ReplicaAudit, Sampling
-from replica.publisher import Publisher
 from replica.simulated import SimulatedConfig, SimulatedEngine
-from router.audit import Audit
-from router.doctor import examine, judge
+from router.doctor import checks
 from router.embedded_redis import embedded_redis
-from router.feed import Feed
-from router.fleet import Fleet
-from router.ports import free_port
 from tests.conftest import openai_client
-from tests.records import FACTS, LOAD
-from tests.serving import KVROUTE, Cluster, start_cluster
+from tests.serving import Cluster, doctor, start_cluster
+from tests.side import Side
 from tests.waiting import until
 from tests.workloads import ask, user
-
-MODEL = "m"
-CONFIG = SimulatedConfig(
-    block_size=4, capacity_blocks=100, prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0
-)
-
-
-class Side:
-    """An engine with a publisher, and a router's mirror of it, each in tasks of their own."""
-
-    def __init__(self, url: str) -> None:
-        self.redis = connect(url)
-        self.index = Index(self.redis, MODEL)
-        self.engine = SimulatedEngine(CONFIG)
-        self.table = BlockTable(model=MODEL, revision="", block_size=4)
-        self.publisher = Publisher(
-            self.index, self.table, replica_id="a", facts=FACTS, load=lambda: LOAD, lease_s=60
-        )
-        self.fleet = Fleet(model=MODEL, revision="", block_size=4, rng=random.Random(0))
-        feed = Feed(self.index, self.fleet)
-        self.audit = Audit(self.index, feed, self.fleet.mirror, self.ask)
-        self.tasks = [
-            asyncio.create_task(each)
-            for each in (self.publisher.run(), self.publisher.hear(self.engine), feed.run())
-        ]
-
-    async def ask(self, replica_id: str) -> ReplicaAudit:
-        return await self.publisher.audit(self.engine)
-
-    async def work(self, requests: int) -> None:
-        for seed in np.random.default_rng(0).integers(0, 20, requests):
-            prompt = np.arange(40, dtype=np.uint32) + 100 * int(seed)
-            request = GenerateRequest("r", prompt, Sampling(max_tokens=20))
-            async for _ in self.engine.generate(request):
-                pass
-
-    async def drift(self) -> dict[str, int]:
-        (report,) = await self.audit.run()
-        return dict(report["drift"])
-
-    async def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.wait(self.tasks)
-        await self.engine.close()
-        await self.redis.aclose()
-
 
 NONE = {"replica": 0, "redis": 0, "mirror": 0}
 
@@ -108,6 +51,7 @@ async def test_blocks_that_the_mirror_lacks_or_has_too_much_are_drift_and_it_hea
     assert (await side.drift())["mirror"] == 4
     await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()))
     assert await side.drift() == NONE
+    assert side.audit.drift == {**NONE, "mirror": 4}
 
 
 async def test_a_set_in_redis_that_is_not_what_was_announced_is_drift_and_heals(
@@ -150,17 +94,10 @@ def report(**drift: int | None) -> dict[str, Any]:
 
 
 def test_the_doctor_says_whose_account_is_wrong() -> None:
-    assert judge(report(), "r1").is_ok
-    assert "drift of 2 in Redis" in judge(report(redis=2), "r1").finding
-    assert "no answer from router r1" in judge(report(mirror=None), "r1").finding
-    assert judge(report(redis=2), "r1").remedy
-
-
-def test_the_doctor_says_when_nobody_answers() -> None:
-    for url in (f"http://127.0.0.1:{free_port()}", "127.0.0.1", "http://["):
-        (check,) = examine(url, audit=True)
-        assert not check.is_ok
-        assert url in check.finding
+    assert checks.audit(report(), "r1").grade == "ok"
+    assert "drift of 2 in Redis" in checks.audit(report(redis=2), "r1").finding
+    assert "no answer from router r1" in checks.audit(report(mirror=None), "r1").finding
+    assert checks.audit(report(redis=2), "r1").remedy
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +111,6 @@ def cluster() -> Iterator[tuple[Cluster, str]]:
         ) as cluster,
     ):
         yield cluster, url
-
-
-def doctor(cluster: Cluster) -> subprocess.CompletedProcess[str]:
-    command = [*KVROUTE, "doctor", "--audit", "--json", "--url", cluster.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def audit(cluster: Cluster) -> list[dict[str, Any]]:
@@ -207,16 +139,16 @@ def test_the_doctor_finds_a_wrong_set_in_redis_until_it_has_healed(
     running, url = cluster
     with openai_client(running) as client:
         replica = ask(client, user("some blocks " * 100)).replica
-    assert doctor(running).returncode == 0
+    assert doctor(running, "--audit").returncode == 0
     with redis.from_url(url) as store:
         (key,) = store.keys(f"kvroute:*:blocks:{replica}:*")
         store.srem(key, store.srandmember(key))
         store.sadd(key, b"surplus!")
-    found = doctor(running)
-    (wrong,) = [check for check in json.loads(found.stdout) if not check["is_ok"]]
+    found = doctor(running, "--audit", "--json")
+    (wrong,) = [check for check in json.loads(found.stdout) if check["grade"] == "wrong"]
     assert found.returncode == 1
     assert replica in wrong["name"]
     assert "drift of 2 in Redis" in wrong["finding"]
     deadline = time.monotonic() + 20
-    while doctor(running).returncode != 0:
+    while doctor(running, "--audit").returncode != 0:
         assert time.monotonic() < deadline

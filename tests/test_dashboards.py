@@ -8,16 +8,22 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import yaml
+from matplotlib.patches import Rectangle
 from openai import OpenAI
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from dashboards.build import DASHBOARDS, FOLDER, files
-from dashboards.cache_hits import LEDGER
+from dashboards.cache_hits import CACHE_HITS, LEDGER
+from dashboards.picture import Prometheus as Asked
+from dashboards.picture import picture
+from dashboards.promql import filled_in
 from replica.model import BUILTIN_MODEL
 from router.ledger import CAUSES
 from tests import metrics_table
@@ -38,13 +44,6 @@ PANELS = [
     if panel["type"] != "row"
 ]
 QUERIES = [query for dashboard in DASHBOARDS for query in dashboard.queries()]
-VARIABLES = {
-    "$__rate_interval": "10s",
-    "$__range": "30s",
-    "$model": ".*",
-    "$node": ".*",
-    "$replica": ".*",
-}
 NO_METRICS = {"and", "or", "unless", "bool"}
 
 needs_prometheus = pytest.mark.skipif(
@@ -86,6 +85,17 @@ def test_a_panel_says_what_it_shows_and_in_which_unit(panel: dict[str, Any]) -> 
     assert {source["uid"] for source in sources} == {"${datasource}"}
 
 
+def test_a_waterfall_stands_on_what_its_other_bars_add_up_to() -> None:
+    (panel,) = (each for row in CACHE_HITS.rows for each in row.panels if each.kind == "waterfall")
+    floor, *bars = panel.queries
+    assert [bar.legend for bar in bars] == list(reversed(CAUSES))
+    assert floor.color == "transparent"
+    floors, *steps = (re.findall(r'"category", "([^"]+)"', query.expr) for query in panel.queries)
+    places = list(chain.from_iterable(steps))
+    assert places == sorted(places)
+    assert sorted(floors) == places[:-1], "what is left stands on the ground"
+
+
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_every_variable_of_a_query_is_on_its_dashboard(dashboard: Any) -> None:
     drawn = dashboard.to_json()
@@ -116,7 +126,7 @@ def test_what_is_asked_for_is_told(expression: str) -> None:
 
 def metrics_in(expression: str) -> set[str]:
     """Their names: what is neither a label, a value, a duration, a function nor a keyword."""
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\b(by|on) \([^)]*\)", "", expression)
+    bare = re.sub(r"\{[^}]*\}|\"[^\"]*\"|\[[^\]]*\]|\b(by|on) \([^)]*\)", "", expression)
     return set(re.findall(r"(?<![\w:])[a-z][\w:]*\b(?!\s*\()", bare)) - NO_METRICS
 
 
@@ -170,6 +180,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         prometheus(cluster) as server,
         openai_client(cluster) as client,
     ):
+        prefix = {"id": "law", "prompt": "Name the law you rely on. " * 40}
+        requests.post(f"{cluster.url}/v1/prefixes", json=prefix, timeout=30).raise_for_status()
         yield server, client
 
 
@@ -209,18 +221,35 @@ def test_every_alert_of_a_cluster_at_work_is_judged_and_none_fires(
     assert "firing" not in {rule["state"] for rule in group["rules"]}
 
 
+@needs_prometheus
+@pytest.mark.timeout(300)
+def test_a_picture_has_all_panels_and_a_waterfall_from_all_tokens_to_none(
+    watched: tuple[Prometheus, OpenAI],
+) -> None:
+    server, client = watched
+    for _ in range(3):
+        work(client)
+        time.sleep(1.1)  # Prometheus reads
+    figure = picture(CACHE_HITS, Asked(server.url, minutes=1))
+    titles = [panel.title for row in CACHE_HITS.rows for panel in row.panels]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == titles
+    axes = figure.axes[titles.index("From all prompt tokens down to those from a cache")]
+    bars = [each for each in axes.patches if isinstance(each, Rectangle)]
+    tops = [bar.get_y() + bar.get_height() for bar in bars]
+    assert tops == pytest.approx([1, *(bar.get_y() for bar in bars[:-1])])
+    assert bars[-1].get_y() == 0
+
+
 def work(client: OpenAI) -> None:
     """Requests that begin alike and end differently."""
     for _ in range(4):
         prompt = "Room 42 seats 7. " * 40 + f"{uuid.uuid4()} " * 10
         client.completions.create(model=BUILTIN_MODEL, prompt=prompt)
+    client.completions.create(model=BUILTIN_MODEL, prompt="May I?", extra_body={"prefix_id": "law"})
 
 
 def _has_a_number(server: Prometheus, query: str) -> bool:
-    return any(value == value for value in server.values(_filled_in(query)))  # NaN is not itself
-
-
-def _filled_in(query: str) -> str:
-    for name, value in VARIABLES.items():
-        query = query.replace(name, value)
-    return query
+    return any(
+        value == value
+        for value in server.values(filled_in(query, rate_interval="10s", time_range="30s"))
+    )  # NaN is not itself

@@ -1,5 +1,7 @@
 """The files that start a cluster are what Ray expects, and start what was tested."""
 
+import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from router.app import build
+from router.ray_cluster import _prepare_environment
+from router.settings import ServeSettings
 from tests.settings_table import settings_table
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +64,25 @@ def test_the_application_file_has_settings_only_and_names_our_deployments() -> N
     assert all(f"`KVROUTE_{name.upper()}`" in settings_table() for name in application["args"])
     router = build(application["args"] | {"redis_url": "redis://127.0.0.1:6380"})
     assert [each["name"] for each in application["deployments"]] == [router._bound_deployment.name]
+
+
+def told_to_ray() -> dict[str, str]:
+    """What node.sh puts into Ray's environment."""
+    script = (ROOT / "deploy" / "node.sh").read_text()
+    return dict(re.findall(r"^export (RAY_\w+)=(\w+)", script, flags=re.MULTILINE))
+
+
+def test_ray_starts_on_every_node_as_kvroute_serve_starts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    _prepare_environment(tmp_path)
+    assert told_to_ray().items() <= os.environ.items()
+
+
+def test_a_stream_may_last_as_long_as_its_router_drains() -> None:
+    drain_timeout_s = ServeSettings.model_fields["drain_timeout_s"].default
+    assert int(told_to_ray()["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= drain_timeout_s
 
 
 def test_the_start_script_is_bash() -> None:

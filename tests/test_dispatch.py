@@ -110,7 +110,7 @@ class Client:
     async def ask(self, prompt: TokenIds = PROMPT, **sampling: Any) -> list[Chunk]:
         greedy = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
         try:
-            generation = await self.dispatcher.begin(prompt, greedy, "")
+            generation = await self.dispatcher.begin(prompt, greedy, "", "r")
             return [chunk async for chunk in generation.chunks()]
         finally:
             for engine in self.replicas.engines.values():
@@ -181,6 +181,7 @@ async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have
     asking = asyncio.create_task(
         answer(
             *(client.dispatcher, CompletionReply, body, [PROMPT, PROMPT + 1]),
+            request_id="r",
             model="m",
             max_model_len=1000,
             begun=lambda generation: None,

@@ -73,6 +73,22 @@ async def test_set_and_stream_change_together(index: Index) -> None:
     ]
 
 
+async def test_some_blocks_can_be_asked_for_without_the_whole_set(index: Index) -> None:
+    standing = await join(index, "a")
+    (empty,) = await index.records()
+    assert await index.held(empty, BLOCKS[:3]) == 0
+    await index.change(standing, added=BLOCKS[:5], lease_s=LEASE_S)
+    (record,) = await index.records()
+    assert await index.held(record, BLOCKS[3:8]) == 2
+
+
+async def test_a_lease_says_how_long_it_still_runs(index: Index) -> None:
+    await join(index, "a")
+    left_s = await index.leases_s()
+    assert left_s.keys() == {"a"}
+    assert 0 < left_s["a"] <= LEASE_S
+
+
 async def test_a_clear_forgets_what_came_before_and_keeps_what_comes_with_it(index: Index) -> None:
     standing = await join(index, "a")
     standing = await index.change(standing, added=BLOCKS[:5], lease_s=LEASE_S)

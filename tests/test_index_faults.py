@@ -217,10 +217,13 @@ class World:
 
     async def restore(self, _: str) -> None:
         """Redis is what it was at the last `save`, or empty; leases that ended meanwhile ended."""
-        await self.redis.flushall()
-        for key, ends_ms, content in self.saved:
-            if ends_ms > await self._now_ms():
-                await self.redis.restore(key, ends_ms, content, absttl=True)
+        now_ms = await self._now_ms()
+        async with self.redis.pipeline(transaction=True) as at_once:
+            at_once.flushall()
+            for key, ends_ms, content in self.saved:
+                if ends_ms > now_ms:
+                    at_once.restore(key, ends_ms, content, absttl=True)
+            await at_once.execute()
 
     async def settle(self) -> None:
         """All faults end; waits until everything is right, and still is a while later."""

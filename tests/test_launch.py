@@ -20,14 +20,21 @@ def test_a_taken_port_is_refused_with_another_one() -> None:
 
 
 def test_a_gpu_each_where_there_are_some_and_none_for_the_simulation() -> None:
-    assert gpus_per_replica(load({}), available=8) == 1
-    assert gpus_per_replica(load({}), available=0) == 0
-    assert gpus_per_replica(load({"engine": "simulated"}), available=8) == 0
+    assert gpus_per_replica([load({})], available=8) == [1]
+    assert gpus_per_replica([load({})], available=0) == [0]
+    assert gpus_per_replica([load({"engine": "simulated"})], available=8) == [0]
 
 
 def test_more_gpus_than_there_are_are_refused() -> None:
     with pytest.raises(StartError, match="2 replicas of 4 GPUs need 8, and 7 can be used"):
-        gpus_per_replica(load({"gpus_per_replica": 4}), available=7)
+        gpus_per_replica([load({"gpus_per_replica": 4})], available=7)
+
+
+def test_all_models_together_may_not_need_more_gpus_than_there_are() -> None:
+    large, small = load({"gpus_per_replica": 2}), load({"replicas": 3})
+    assert gpus_per_replica([large, small], available=7) == [2, 1]
+    with pytest.raises(StartError, match="2 replicas of 2 GPUs and 3 replicas of 1 GPUs need 7"):
+        gpus_per_replica([large, small], available=6)
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:

@@ -183,6 +183,16 @@ def test_an_adapter_that_cannot_be_used_stops_the_start(
         load({"lora": given, "served_model_name": "m"})
 
 
+def test_several_models_have_adapters_of_their_own(tmp_path: Path) -> None:
+    sql = [f"sql={write_adapter(tmp_path / 'sql', seed=1)}"]
+    models = [{"model": "a", "lora": sql}, {"model": "b"}]
+    assert [len(each.adapters()) for each in load({"models": models}).each()] == [1, 0]
+    with pytest.raises(SettingsError, match="there are several models; say it of one"):
+        load({"models": models, "lora": sql})
+    with pytest.raises(SettingsError, match="are both served as 'sql'"):
+        load({"models": [*models, {"model": "sql"}]})
+
+
 def test_engines_make_room_for_the_highest_rank(tmp_path: Path) -> None:
     folders = [write_adapter(tmp_path / str(rank), seed=1, rank=rank) for rank in (4, 9)]
     adapters = [read_adapter(f"{folder.name}={folder}") for folder in folders]

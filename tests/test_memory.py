@@ -19,6 +19,7 @@ from replica.protocol import TokenIds
 from replica.publisher import Publisher
 from router.feed import Feed
 from router.fleet import Fleet
+from router.gone import GENERATION
 from router.peers import Listener, Loudspeaker
 from tests.records import FACTS, LOAD
 from tests.waiting import until
@@ -144,3 +145,4 @@ async def test_a_million_blocks_leave_nothing_behind(index: Index, router: Route
     mirror = router.fleet.mirror
     await until(lambda: not len(mirror))  # once it has swept
     assert (len(mirror._expected), router.fleet._loads) == (0, {})
+    assert 0 < len(mirror._gone) <= 2 * GENERATION

@@ -4,9 +4,7 @@ import asyncio
 import os
 import random
 import signal
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -14,17 +12,17 @@ import pytest
 import requests
 from openai import OpenAI
 from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 
 from replica.kvindex.index import Index, ReplicaRecord, connect
 from replica.model import BUILTIN_MODEL
 from replica.protocol import Chunk
 from router.fleet import Fleet
 from router.ledger import CAUSES
-from router.metrics import RouterMetrics
+from router.metrics import REFUSALS, RouterMetrics
 from router.trips import Asked, Outcome, Trip
 from tests.conftest import openai_client
 from tests.records import FACTS, LOAD
+from tests.scraping import scrape, targets, total, wait_until
 from tests.serving import Cluster, start_cluster
 
 PROMPTS = np.random.default_rng(7).integers(1000, 9000, (10, 100)).tolist()  # 3 blocks and 4 tokens
@@ -42,45 +40,12 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def targets(cluster: Cluster, role: str) -> dict[str, str]:
-    """Addresses by the ids of the processes."""
-    document = requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
-    found = [target for target in document if target["labels"]["role"] == role]
-    assert all(target["labels"].keys() == {"model", "role", role, "node"} for target in found)
-    assert all(target["labels"]["model"] == BUILTIN_MODEL for target in found)
-    return {target["labels"][role]: target["targets"][0] for target in found}
-
-
 def reached(cluster: Cluster, role: str) -> dict[str, str]:
     """The same; none where the router that was asked has just been killed."""
     try:
         return targets(cluster, role)
     except requests.ConnectionError:
         return {}
-
-
-def scrape(address: str) -> Counter[str]:
-    """Samples of our own, as in `kvroute_requests_total{ok}`."""
-    text = requests.get(f"http://{address}/metrics", timeout=10).text
-    samples = Counter[str]()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith("kvroute_"):
-                label = f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""
-                samples[sample.name + label] = sample.value  # type: ignore[assignment]
-    return samples
-
-
-def total(cluster: Cluster, role: str) -> Counter[str]:
-    """The sums over all processes of that role."""
-    return sum((scrape(address) for address in targets(cluster, role).values()), Counter[str]())
-
-
-def wait_until(is_true: Callable[[], object], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.1)
 
 
 def ask_all(client: OpenAI) -> None:
@@ -134,6 +99,21 @@ def test_each_process_is_a_target_for_as_long_as_it_lives(cluster: Cluster) -> N
 
 def _command(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
+
+
+def test_a_refusal_is_counted_by_its_code(cluster: Cluster) -> None:
+    def refusals() -> dict[str, float]:
+        counted = total(cluster, "router")
+        return {
+            code: n
+            for code in REFUSALS
+            if (n := counted[f"kvroute_refused_requests_total{{{code}}}"])
+        }
+
+    before = refusals()
+    for body in ({"model": "another", "prompt": "a"}, {"prompt": "a", "n": 0}, {"prompt": "a"}):
+        requests.post(f"{cluster.url}/v1/completions", json=body, timeout=10)
+    assert (before, refusals()) == ({}, {"model_not_found": 1, "invalid_value": 1})
 
 
 def test_metrics_of_a_process_found_by_chance_are_not_offered(cluster: Cluster) -> None:

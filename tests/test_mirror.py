@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import pack
+from router.gone import GENERATION
 from router.masks import Masks
 from router.mirror import Mirror
 
@@ -209,3 +210,25 @@ def test_a_replica_dropped_during_a_sweep_is_cleaned_by_the_next_one() -> None:
     while mirror.sweep():
         pass
     assert len(mirror) == 0
+
+
+def test_what_was_evicted_cleared_or_lost_is_known_and_the_rest_of_a_chain_is_new() -> None:
+    mirror = holding(a=50, b=10)
+    mirror.remove("a", CHAIN[40:50])
+    assert mirror.known(CHAIN) == 50
+    mirror.join("a")
+    mirror.drop("b")
+    assert (mirror.hits(CHAIN), mirror.known(CHAIN)) == ({}, 50)
+    while mirror.sweep():
+        pass
+    assert (len(mirror), mirror.known(CHAIN), mirror.known(CHAIN, at_least=60)) == (0, 50, 60)
+
+
+def test_what_left_long_ago_is_forgotten() -> None:
+    mirror = holding(a=50)
+    mirror.join("a")
+    while mirror.sweep():
+        pass
+    mirror.add("a", others := [Fingerprint(10_000 + i) for i in range(2 * GENERATION)])
+    mirror.remove("a", others)
+    assert (mirror.known(CHAIN), mirror.known(others[-10:])) == (0, 10)

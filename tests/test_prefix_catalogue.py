@@ -226,3 +226,18 @@ async def test_uses_wait_for_redis(store: Prefixes, known: Catalogue) -> None:
     known.store = store
     await known.flush()
     assert await store.uses() == {"law": (2, 12)}
+
+
+async def test_what_a_prefix_saved_is_told_as_long_as_it_is_declared(
+    store: Prefixes, known: Catalogue
+) -> None:
+    prefix = await declare(store, "law", tokens=22)
+    await known.refresh()
+    assert known.saved_tokens() == {"law": 0}
+    known.count(prefix, cached_tokens=400)
+    await store.set_extra("law", 1, 2)
+    await known.refresh()
+    assert (known.saved_tokens(), known.extra_replicas()) == ({"law": 20}, {"law": 2})
+    await store.drop("law")
+    await known.refresh()
+    assert (known.saved_tokens(), known.extra_replicas()) == ({}, {})

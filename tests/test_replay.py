@@ -285,3 +285,13 @@ def test_a_wrong_option_says_what_is_right(trace: Path, options: list[str], mess
     result = CliRunner().invoke(app, ["replay", str(trace), *options])
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_log_of_several_models_is_replayed_one_model_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(line(n, [n], model="ab"[n % 2]) for n in range(5)))
+    with pytest.raises(TraceError, match="line 2 asked b, those before it a; choose with --model"):
+        read(path, limit=None, seed=0)
+    assert [len(read(path, limit=None, seed=0, model=model)) for model in "ab"] == [3, 2]
+    with pytest.raises(TraceError, match="holds 0 requests of c"):
+        read(path, limit=None, seed=0, model="c")

@@ -33,8 +33,8 @@ from tests.workloads import ask, people_table, table_questions, user
 
 BLOCK = 32
 KEYS = (
-    "timestamp input_length output_length hash_ids block_size replica reusable_tokens "
-    "expected_tokens cached_tokens predicted_ttft_s ttft_s duration_s outcome ledger"
+    "timestamp input_length output_length hash_ids block_size model replica reusable_tokens "
+    "expected_tokens cached_tokens predicted_ttft_s ttft_s duration_s outcome ledger request_id"
 ).split()
 
 
@@ -43,7 +43,7 @@ class Router:
 
     def __init__(self, file: Path) -> None:
         self.engine = SimulatedEngine(SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0))
-        self.log = RequestLog(file, block_size=BLOCK)
+        self.log = RequestLog(file, model="m", block_size=BLOCK)
         self.fleet = Fleet(
             model="m", revision="", block_size=BLOCK, rng=random.Random(0), witness=self.log
         )
@@ -118,7 +118,7 @@ async def test_ids_stand_for_128_tokens_and_survive_any_reader(router: Router) -
 
 @pytest.mark.parametrize(("block_size", "of_one_id"), [(16, 128), (48, 144), (256, 256)])
 def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id: int) -> None:
-    log = RequestLog(Path("unused"), block_size=block_size)
+    log = RequestLog(Path("unused"), model="m", block_size=block_size)
     chain = [Fingerprint(1000 + i) for i in range(12)]
     assert log._ids(chain)[0] == chain[of_one_id // block_size - 1]
 

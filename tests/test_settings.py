@@ -132,3 +132,50 @@ def test_blocks_are_larger_on_cpus() -> None:
 def test_a_round_trip_through_plain_data_changes_nothing() -> None:
     settings = load({"redis_url": "redis://r", "engine": "simulated"})
     assert ServeSettings.model_validate(settings.model_dump(mode="json")) == settings
+
+
+def test_models_that_are_only_named_have_everything_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVROUTE_MODEL", "a, b")
+    for settings in (load({"replicas": 3}), load({"replicas": 3, "model": ["a", "b"]})):
+        assert [(one.model, one.replicas) for one in settings.each()] == [("a", 3), ("b", 3)]
+
+
+def test_each_of_several_models_may_have_settings_of_its_own() -> None:
+    models = '[{"model": "a", "served_model_name": "fast", "block_size": 64}, {"replicas": 1}]'
+    first, second = load({"models": models, "pin_share": 0.1, "redis_url": "redis://r"}).each()
+    assert (first.name, first.model, first.replicas) == ("fast", "a", 2)
+    assert (second.name, second.replicas) == ("SmolLM2-135M-Instruct", 1)
+    assert (first.router().block_size, second.router().block_size) == (64, 32)
+    assert first.replica().pin_share == second.replica().pin_share == 0.1
+
+
+def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    settings = load({"redis_url": "redis://r", "replicas": 2})
+    assert (settings.replica().cores, settings.replica(beside=4).cores) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": ["a", "a"]}, r"models\[0\] and models\[1\] are both served as 'a'; give each"),
+        ({"model": ["a", "b"], "served_model_name": "c"}, "are both served as 'c'"),
+        ({"models": '[{"replicas": 0}]'}, r"models\[0\]: --replicas is 0; expected at least 1"),
+        ({"models": '[{}, {"port": 1}]'}, r"models\[1\]: port is no setting of a model; .* model,"),
+        ({"models": "{"}, r"--models is '\{'; expected JSON .* such as \[\{\"model\": "),
+        ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is given too"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused_by_name(
+    given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load(given)
+
+
+def test_what_is_decided_about_a_model_stays_with_it() -> None:
+    settings = load({"model": ["a", "b"]}).decided([{"model": "/a"}, {"model": "/b"}])
+    assert [one.model for one in settings.each()] == ["/a", "/b"]
+    assert ServeSettings.model_validate(settings.model_dump(mode="json")) == settings

@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dashboards.replica import REPLICA
 from replica.model import BUILTIN_MODEL
+from tests.collector import Collector, Span, collecting
 from tests.conftest import async_openai_client
-from tests.serving import Cluster, start_cluster
+from tests.serving import Cluster, doctor, start_cluster
 from tests.waiting import until
 from tests.workloads import BLOCK, ask, interleaved_chats, people_table, table_questions, user
 
@@ -31,9 +32,15 @@ TASKS = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector) -> Iterator[Cluster]:
     tasks = [{"task_id": name, "prompt": text} for name, text in TASKS.items()]
-    env = {"MULTI_TASK_PROMPT_STR": json.dumps(tasks)}
+    env = {"MULTI_TASK_PROMPT_STR": json.dumps(tasks), **collector.env}
     with start_cluster("--max-model-len", "4096", env=env, deadline_s=400) as cluster:
         yield cluster
 
@@ -93,6 +100,23 @@ def usage(client: OpenAI, endpoint: str, text: str) -> tuple[int, int]:
     return found.prompt_tokens, found.prompt_tokens_details.cached_tokens or 0
 
 
+async def test_the_engines_own_span_is_part_of_the_requests_trace(
+    cluster: Cluster, vllm: OpenAI, collector: Collector
+) -> None:
+    parent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    prompt = "Say something."
+    vllm.completions.create(model=BUILTIN_MODEL, prompt=prompt, max_tokens=2, extra_headers=parent)
+
+    def spans_by_name() -> dict[str, Span]:
+        return {span.name: span for span in collector.trace("a" * 32)}
+
+    await until(lambda: {"generate", "llm_request"} <= spans_by_name().keys())
+    spans = spans_by_name()
+    assert spans["llm_request"].parent_id == spans["generate"].span_id
+    assert spans["llm_request"].service == spans["generate"].service == "kvroute-replica"
+    assert spans["llm_request"].attributes["gen_ai.latency.time_in_model_prefill"] > 0
+
+
 def test_interleaved_chats_keep_their_caches_and_share_the_work(vllm: OpenAI) -> None:
     outcome = interleaved_chats(vllm, chats=8, turns=6, system_words=60, user_words=40, seed=1)
     assert outcome.hit_share >= 0.95
@@ -109,6 +133,13 @@ def test_engines_replicas_redis_and_routers_agree_on_what_is_cached(
     audit = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).json()
     counts = [set(replica["blocks"].values()) for replica in audit["replicas"]]
     assert all(len(count) == 1 and min(count) > 50 for count in counts)
+
+
+def test_the_doctor_finds_the_blocks_of_its_canaries(cluster: Cluster) -> None:
+    examined = doctor(cluster, "--json")
+    found = {check["name"]: check for check in json.loads(examined.stdout)}
+    assert examined.returncode == 0, examined.stdout
+    assert found["canary"]["finding"].startswith("answered by 2 replicas, and their blocks seen")
 
 
 def drifts(cluster: Cluster) -> set[int | None]:

@@ -107,10 +107,16 @@ class Answer:
     cached_tokens: int
 
 
-def ask(client: OpenAI, messages: list[dict[str, str]], *, max_tokens: int = 16) -> Answer:
+def ask(
+    client: OpenAI,
+    messages: list[dict[str, str]],
+    *,
+    max_tokens: int = 16,
+    model: str = BUILTIN_MODEL,
+) -> Answer:
     """One greedy chat request."""
     raw = client.chat.completions.with_raw_response.create(
-        model=BUILTIN_MODEL,
+        model=model,
         messages=messages,  # type: ignore[arg-type]
         temperature=0,
         max_tokens=max_tokens,

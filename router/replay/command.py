@@ -50,6 +50,9 @@ def replay(
         float, typer.Option(min=0, help="From what a router does until the others know of it.")
     ] = 5.0,
     seed: Annotated[int, typer.Option(help="Of all that is left to chance.")] = 0,
+    model: Annotated[
+        str | None, typer.Option(help="Only requests to this model, in a log of several.")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=2, help="Only the first so many requests.")
     ] = None,
@@ -87,7 +90,7 @@ def replay(
     )
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        recorded = read(trace, limit=limit, seed=seed)
+        recorded = read(trace, limit=limit, seed=seed, model=model)
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
             if speed is None:
                 load = load or DEFAULT_LOAD

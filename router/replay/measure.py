@@ -98,13 +98,14 @@ class _Cluster:
             if _requests(facts["replicas"]):
                 await asyncio.sleep(STALE_S)
                 facts = await _facts(client, url)
-            card = (await client.get(f"{url}/v1/models")).raise_for_status().json()["data"][0]
-            census, served = facts["replicas"], facts["model"]
+            cards = (await client.get(f"{url}/v1/models")).raise_for_status().json()["data"]
+            card = _card([each for each in cards if "parent" not in each], model)
+            census = [each for each in facts["replicas"] if each["model"] == card["id"]]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise ClusterError(nobody_there(url, error)) from None
         if not census or not card["max_model_len"]:
             raise ClusterError(f"{url} has no replica yet; wait until kvroute status shows one")
-        return cls(client, url, model or served, card["max_model_len"], census)
+        return cls(client, url, card["id"], card["max_model_len"], census)
 
     async def prefills(self, progress: Progress) -> list[Prefill]:
         """First tokens of new prompts, one at a time; from short ones to long ones, in rounds."""
@@ -258,6 +259,17 @@ def decode_sample(streams: Sequence[Stream]) -> Decode | None:
 async def _facts(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     facts: dict[str, Any] = (await client.get(f"{url}/v1/cluster")).raise_for_status().json()
     return facts
+
+
+def _card(cards: Sequence[dict[str, Any]], model: str | None) -> dict[str, Any]:
+    """What the cluster says of the model, of its only one unless it is named."""
+    if model is None and len(cards) == 1:
+        return cards[0]
+    for card in cards:
+        if card["id"] == model:
+            return card
+    served = ", ".join(card["id"] for card in cards)
+    raise ClusterError(f"--model is {model!r}; name one that the cluster serves: {served}")
 
 
 def _requests(census: Iterable[Mapping[str, Any]]) -> int:

@@ -3,7 +3,7 @@
 The format is Mooncake's: one JSON object a line with `timestamp` (ms), `input_length` and
 `output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: an equal
 id means an equal prefix up to there. A cluster's own request log (`router/request_log.py`) says
-besides how many tokens a block has, and which requests failed.
+besides how many tokens a block has, which model was asked, and which requests failed.
 """
 
 import json
@@ -32,6 +32,7 @@ class Request:
     output_tokens: int
     blocks: tuple[Fingerprint, ...]  # the prompt's full blocks
     block_tokens: int = BLOCK_TOKENS  # of each block, the same in all requests of a trace
+    model: str | None = None  # likewise; None where the trace does not say
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
@@ -39,14 +40,18 @@ class Request:
         return self.blocks[: reusable_blocks(self.input_tokens, self.block_tokens)]
 
 
-def read(path: Path, *, limit: int | None, seed: int) -> list[Request]:
+def read(path: Path, *, limit: int | None, seed: int, model: str | None = None) -> list[Request]:
     """The trace's requests in order of arrival, from 0 s on, in the trace's own time.
 
     A folder is the request log of several routers: all of its .jsonl files together.
+    model: only those of this one, where the trace has several.
     """
-    recorded = sorted(_requests(path), key=lambda request: request.arrival_s)[:limit]
+    recorded = sorted(_requests(path, model), key=lambda request: request.arrival_s)[:limit]
     if len(recorded) < 2:
-        raise TraceError(f"{path} holds {len(recorded)} requests; a replay needs two at least")
+        of_model = f" of {model}" if model else ""
+        raise TraceError(
+            f"{path} holds {len(recorded)} requests{of_model}; a replay needs two at least"
+        )
     first_s = recorded[0].arrival_s
     if first_s == recorded[-1].arrival_s:
         raise TraceError(f"{path}: all timestamps are equal; a rate of arrivals needs two")
@@ -84,17 +89,21 @@ def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
     return hits
 
 
-def _requests(path: Path) -> Iterator[Request]:
-    block_tokens = None
+def _requests(path: Path, model: str | None) -> Iterator[Request]:
+    first: Request | None = None
     for where, line in _lines(path):
         request = _request(where, line)
-        if request is None:
+        if request is None or model not in (None, request.model):
             continue
-        block_tokens = block_tokens or request.block_tokens
-        if request.block_tokens != block_tokens:
+        first = first or request
+        if request.model != first.model:
+            raise TraceError(
+                f"{where} asked {request.model}, those before it {first.model}; choose with --model"
+            )
+        if request.block_tokens != first.block_tokens:
             raise TraceError(
                 f"{where} has blocks of {request.block_tokens} tokens, those before it "
-                f"{block_tokens}; make two traces of them"
+                f"{first.block_tokens}; make two traces of them"
             )
         yield request
 
@@ -123,6 +132,7 @@ def _request(where: str, line: str) -> Request | None:
             output_tokens=max(1, int(row["output_length"])),
             blocks=tuple(Fingerprint(int(id_) + 1) for id_ in ids),
             block_tokens=block_tokens,
+            model=row.get("model"),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None

@@ -10,10 +10,12 @@ import typer
 from tests.bench.apart import apart
 from tests.bench.decision import decision
 from tests.bench.events import memory, rate
+from tests.bench.metrics import metrics
 from tests.bench.path import path
 from tests.bench.policies import policies
 from tests.bench.report import Section
 from tests.bench.routers import routers
+from tests.bench.sizing import growth, streaming
 from tests.bench.successor import successor
 
 
@@ -37,6 +39,9 @@ def main(
             "--successor", help="Adds a new router's load of five million blocks, in a minute."
         ),
     ] = False,
+    with_sizing: Annotated[
+        bool, typer.Option("--sizing", help="Adds what grows with a fleet, in some minutes.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Where to write the same as JSON.")
     ] = None,
@@ -47,7 +52,7 @@ def main(
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
     found = []
-    for section in sections(trace, with_routers, with_successor):
+    for section in sections(trace, with_routers, with_successor, with_sizing):
         typer.echo(section.markdown() + "\n")
         found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
     if trace is None:
@@ -56,15 +61,21 @@ def main(
         json_file.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def sections(trace: Path | None, with_routers: bool, with_successor: bool) -> Iterator[Section]:
+def sections(
+    trace: Path | None, with_routers: bool, with_successor: bool, with_sizing: bool
+) -> Iterator[Section]:
     yield apart(decision)
     yield memory()
     yield rate()
     yield apart(path)
+    yield metrics()
     if with_routers:
         yield routers()
     if with_successor:
         yield apart(successor)
+    if with_sizing:
+        yield growth()
+        yield streaming()
     if trace is not None:
         yield apart(policies, trace)
 

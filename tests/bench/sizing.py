@@ -1,0 +1,222 @@
+"""What grows with a fleet, and by how much: the numbers behind docs/sizing.md."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+
+import aiohttp
+import numpy as np
+import psutil
+import redis.asyncio as redis
+
+from replica.kvindex.fingerprint import Fingerprint
+from replica.kvindex.index import BATCH_BLOCKS, Index, Standing, connect, unpack
+from replica.model import BUILTIN_MODEL
+from router.embedded_redis import embedded_redis
+from router.fleet import Fleet
+from router.peers import Listener, Loudspeaker
+from tests.bench.apart import apart
+from tests.bench.decision import median_ms
+from tests.bench.events import LEASE_S, LOAD
+from tests.bench.indexed import BLOCK, FACTS, Tokens
+from tests.bench.report import Row, Section, each_s
+from tests.serving import Cluster, start_cluster
+
+FLEETS = (10, 100, 1000)  # replicas
+BLOCKS = 2_000_000  # of all of them
+CHAIN = 500  # blocks that the same replicas hold
+HOLDERS = 2  # of each
+CHANGE_BLOCKS = (50, 500)  # stored and evicted, half each, in one change
+CHANGES = 400
+ROUNDS = 31
+PROMPT_TOKENS = 16_384
+HEARD = 200  # requests of other routers
+
+REQUESTS = 400
+LONG_ANSWERS = 40
+LONG_TOKENS = 500
+
+
+def growth() -> Section:
+    rows = [apart(_growth, replicas) for replicas in FLEETS]
+    return Section(f"A fleet of {BLOCKS:,} blocks, each on {HOLDERS} replicas", rows)
+
+
+def streaming() -> Section:
+    """On a real cluster: what a request and a token of its answer cost the router's process."""
+    with start_cluster(
+        *("--engine", "simulated", "--replicas", "1", "--simulated-prefill-tokens-per-s", "0"),
+        *("--simulated-decode-ms", "20"),
+    ) as cluster:
+        short_s = asyncio.run(_router_cpu_s(cluster, REQUESTS, tokens=1, at_once=4))
+        long_s = asyncio.run(_router_cpu_s(cluster, LONG_ANSWERS, LONG_TOKENS, at_once=20))
+    request_s = short_s / REQUESTS
+    token_s = (long_s - LONG_ANSWERS * request_s) / (LONG_ANSWERS * LONG_TOKENS)
+    row: Row = {
+        "ms a request of 500 tokens": 1000 * request_s,
+        "us a token of the answer": 1e6 * token_s,
+    }
+    return Section("CPU time of a router's process, 20 streams at once", [row])
+
+
+def _growth(replicas: int) -> Row:
+    with embedded_redis() as url:
+        return asyncio.run(_measure(url, [f"r{i}" for i in range(replicas)]))
+
+
+async def _measure(url: str, replica_ids: Sequence[str]) -> Row:
+    client = connect(url)
+    server = redis.from_url(url)
+    index, rng = Index(client, "m"), np.random.default_rng(0)
+    empty = await _memory(server)
+    standings = await _announce(index, replica_ids, rng)
+    filled = await _memory(server)
+    row: Row = {"replicas": len(replica_ids)}
+    row["Redis, bytes a block and holder"] = (filled - empty) / (HOLDERS * BLOCKS)
+    for blocks in CHANGE_BLOCKS:
+        us = await _change_us(server, index, standings[0], rng, blocks)
+        row[f"Redis, us a block in changes of {blocks}"] = us
+        standings[0] = await _again(index, replica_ids[0])
+    row["Redis, us a renewal"] = await _renewal_us(server, index, standings[-1])
+    row |= await _router(index, server, replica_ids, rng)
+    await client.aclose()
+    await server.aclose()
+    return row
+
+
+async def _announce(
+    index: Index, replica_ids: Sequence[str], rng: np.random.Generator
+) -> list[Standing]:
+    """Each chain is on HOLDERS neighbours."""
+    held: dict[str, list[Fingerprint]] = {replica_id: [] for replica_id in replica_ids}
+    ring = itertools.cycle(range(len(replica_ids)))
+    for _ in range(BLOCKS // CHAIN):
+        first, chain = next(ring), _chain(rng, CHAIN)
+        for i in range(HOLDERS):
+            held[replica_ids[(first + i) % len(replica_ids)]] += chain
+    standings = []
+    for replica_id, blocks in held.items():
+        standing = await _again(index, replica_id)
+        for begin in range(0, len(blocks), BATCH_BLOCKS):
+            added = blocks[begin : begin + BATCH_BLOCKS]
+            standing = await index.change(standing, added=added, lease_s=LEASE_S)
+        standings.append(standing)
+    return standings
+
+
+async def _again(index: Index, replica_id: str) -> Standing:
+    return await index.register(replica_id, "1", facts=FACTS, load=LOAD, lease_s=LEASE_S)
+
+
+def _chain(rng: np.random.Generator, blocks: int) -> tuple[Fingerprint, ...]:
+    return unpack(rng.integers(0, 2**64, blocks, dtype=np.uint64).tobytes())
+
+
+async def _memory(server: "redis.Redis") -> int:
+    """Bytes, without the stream, which is bounded whatever the fleet is."""
+    streams = [key async for key in server.scan_iter(_type="stream")]
+    stream_bytes = [await server.memory_usage(key, samples=0) or 0 for key in streams]
+    return int((await server.info("memory"))["used_memory"]) - sum(stream_bytes)
+
+
+async def _cpu_s(server: "redis.Redis") -> float:
+    info = await server.info("cpu")
+    return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+
+
+async def _change_us(
+    server: "redis.Redis", index: Index, standing: Standing, rng: np.random.Generator, blocks: int
+) -> float:
+    """Redis's CPU time for one block that was stored or evicted."""
+    old = _chain(rng, blocks // 2)
+    standing = await index.change(standing, added=old, lease_s=LEASE_S)
+    begun_s = await _cpu_s(server)
+    for _ in range(CHANGES):
+        new = _chain(rng, blocks // 2)
+        standing = await index.change(standing, added=new, removed=old, lease_s=LEASE_S)
+        old = new
+    return 1e6 * (await _cpu_s(server) - begun_s) / (CHANGES * blocks)
+
+
+async def _renewal_us(server: "redis.Redis", index: Index, standing: Standing) -> float:
+    begun_s = await _cpu_s(server)
+    for _ in range(CHANGES):
+        await index.renew(standing, load=LOAD, lease_s=LEASE_S)
+    return 1e6 * (await _cpu_s(server) - begun_s) / CHANGES
+
+
+async def _router(
+    index: Index, server: "redis.Redis", replica_ids: Sequence[str], rng: np.random.Generator
+) -> Row:
+    """One router that has read all of it."""
+    fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for record in (records := await index.records()):
+        packed = (await index.blocks(record)).packed
+        for _ in fleet.mirror.load(record.id, packed):
+            pass
+    grown = process.memory_info().rss - before
+    fleet.update(records)
+    tokens = rng.integers(0, 40_000, PROMPT_TOKENS, dtype=np.uint32)
+    fleet.mirror.add(replica_ids[0], fleet.chain(tokens[: PROMPT_TOKENS // 2], ""))
+    placed_ms = median_ms(each_s(lambda: fleet.place(tokens, "", replica_ids, 0.0), ROUNDS))
+    router_s, redis_s = await _poll_s(index, server, fleet)
+    return {
+        "router, bytes a block": grown / len(fleet.mirror),
+        "router, ms a decision": placed_ms,
+        "router, ms a poll": 1000 * router_s,
+        "Redis, ms a poll": 1000 * redis_s,
+        "router, us a request heard of": _heard_us(fleet, tokens),
+    }
+
+
+async def _poll_s(index: Index, server: "redis.Redis", fleet: Fleet) -> tuple[float, float]:
+    """CPU seconds of the router and of Redis to read the records, as once a second."""
+    process = psutil.Process()
+    ours, theirs = sum(process.cpu_times()[:2]), await _cpu_s(server)
+    for _ in range(ROUNDS):
+        fleet.update(await index.records())
+    ours, theirs = sum(process.cpu_times()[:2]) - ours, await _cpu_s(server) - theirs
+    return ours / ROUNDS, theirs / ROUNDS
+
+
+def _heard_us(fleet: Fleet, tokens: Tokens) -> float:
+    """To take another router's request of PROMPT_TOKENS into account, from dispatch to end."""
+    speaker = Loudspeaker()
+    teller = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0), witness=speaker)
+    teller.update(fleet.records)
+    replica_ids = [record.id for record in fleet.records]
+    for i in range(HEARD):
+        placement = teller.place(tokens + i, "", replica_ids, 0.0)
+        trip = teller.sent(placement, replica_ids[i % len(replica_ids)], str(i), 0.0)
+        trip.first_token(0.0)
+        trip.end()
+    message, listener = speaker.take(), Listener(fleet, own="", clock=lambda: 0.0)
+    return 1e6 * each_s(lambda: listener.hear(message), 1)[0] / HEARD
+
+
+async def _router_cpu_s(cluster: Cluster, requests: int, tokens: int, at_once: int) -> float:
+    router = _router_process(cluster)
+    rng, room = np.random.default_rng(tokens), asyncio.Semaphore(at_once)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def ask() -> None:
+            prompt = rng.integers(1000, 40_000, 500).tolist()
+            body = {"model": BUILTIN_MODEL, "prompt": prompt, "max_tokens": tokens}
+            body |= {"stream": True, "ignore_eos": True}
+            async with room, session.post(f"{cluster.url}/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                async for _ in answer.content:
+                    pass
+
+        await ask()
+        begun = sum(router.cpu_times()[:2])
+        await asyncio.gather(*(ask() for _ in range(requests)))
+        return sum(router.cpu_times()[:2]) - begun
+
+
+def _router_process(cluster: Cluster) -> psutil.Process:
+    (router,) = (each for each in cluster.processes() if ":Router" in "".join(each.cmdline()))
+    return router

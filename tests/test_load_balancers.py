@@ -1,0 +1,301 @@
+"""Behind each load balancer that we ship: streams, errors, and two nodes of which one goes away."""
+
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from replica.model import BUILTIN_MODEL
+from router.ports import free_port
+from router.settings import RouterSettings
+from tests.audience import Audience, Heard
+from tests.conftest import async_openai_client
+from tests.load_balancers import LoadBalancer, haproxy, nginx, shipped
+from tests.serving import READY, Cluster, launched, start_cluster
+from tests.waiting import until
+
+pytestmark = pytest.mark.timeout(240)
+
+Start = Callable[..., AbstractContextManager[LoadBalancer]]
+
+OPTIONS = ("--engine", "simulated", "--replicas", "2", "--simulated-decode-ms", "30")
+BOTH = [haproxy, nginx]
+REQUESTS = 60  # new ones, when a node has gone
+SERVE_DRAINS = """
+import sys, ray
+from router.scale import _connected
+with _connected(sys.argv[1]):
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith("SERVE_PROXY_ACTOR"):
+            ray.get(ray.get_actor(**actor).update_draining.remote(True))
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Cluster]:
+    """It stays."""
+    with start_cluster(*OPTIONS) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def other() -> Iterator[Cluster]:
+    """It goes away."""
+    with launched(*OPTIONS) as cluster:
+        cluster.wait_for(READY, deadline_s=120)
+        yield cluster
+
+
+@pytest.fixture(scope="module", params=BOTH, ids=lambda start: start.__name__)
+def balancer(request: pytest.FixtureRequest, node: Cluster) -> Iterator[LoadBalancer]:
+    """In front of a node, and of one that is not there."""
+    with request.param([nobody(), node.url]) as balancer:
+        yield balancer
+
+
+@pytest.fixture
+async def client(balancer: LoadBalancer) -> AsyncIterator[AsyncOpenAI]:
+    async with async_openai_client(balancer.url) as client:
+        yield client
+
+
+def nobody() -> str:
+    return f"http://127.0.0.1:{free_port()}"
+
+
+def replicas(cluster: Cluster) -> set[str]:
+    """Their ids."""
+    listed = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
+    return {replica["id"] for replica in listed}
+
+
+async def ask(client: AsyncOpenAI, tokens: int = 2) -> None:
+    await client.completions.create(model=BUILTIN_MODEL, prompt="a word", max_tokens=tokens)
+
+
+async def test_a_stream_comes_as_it_is_made(client: AsyncOpenAI) -> None:
+    """Another request is answered between its first piece and its last."""
+    stream = await client.completions.create(
+        model=BUILTIN_MODEL, prompt="a tale", max_tokens=100, stream=True
+    )
+    await anext(aiter(stream))
+    other = asyncio.create_task(ask(client))
+    was_answered = [other.done() async for _ in stream]
+    assert was_answered[-1]
+    assert was_answered.count(True) > 1
+
+
+async def test_no_request_fails_for_a_node_that_is_not_there(client: AsyncOpenAI) -> None:
+    await asyncio.gather(*(ask(client) for _ in range(REQUESTS)))
+
+
+async def test_a_request_keeps_its_id(client: AsyncOpenAI) -> None:
+    answer = await client.models.with_raw_response.list(extra_headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
+
+
+async def test_a_body_that_is_too_large_is_refused_as_openai_does(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        await client.completions.create(model=BUILTIN_MODEL, prompt="x" * (17 << 20))
+    assert refused.value.status_code == 413
+    assert refused.value.code == "request_too_large"
+
+
+async def test_so_is_one_that_does_not_say_its_length(balancer: LoadBalancer) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(17):
+            yield b"x" * (1 << 20)
+
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(f"{balancer.url}/v1/completions", content=body())
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+@contextlib.asynccontextmanager
+async def node_that(gets: Callable[[asyncio.StreamReader], Awaitable[None]]) -> AsyncIterator[str]:
+    """Its URL. It is well, and answers no POST, but hangs up after this."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            if (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
+                await gets(reader)
+            else:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("start", BOTH)
+async def test_a_node_is_told_that_a_client_has_left(start: Start) -> None:
+    """By the end of the connection, before anything was answered."""
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    async def wait(reader: asyncio.StreamReader) -> None:
+        asked.set()
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        told.set()
+
+    async with node_that(wait) as url:
+        with start([nobody(), url]) as balancer:
+            async with async_openai_client(balancer.url) as client:
+                asking = asyncio.create_task(ask(client))
+                await until(asked.is_set)
+                asking.cancel()
+                await until(told.is_set)
+
+
+@pytest.mark.parametrize("start", BOTH)
+async def test_a_request_that_a_node_has_got_is_sent_to_no_other(start: Start) -> None:
+    requests = []
+
+    async def count(reader: asyncio.StreamReader) -> None:
+        requests.append(await reader.readuntil(b"}"))
+
+    async with node_that(count) as one, node_that(count) as other:
+        with start([one, other]) as balancer:
+            async with async_openai_client(balancer.url) as client:
+                with pytest.raises(openai.InternalServerError) as failed:
+                    await ask(client)
+    assert failed.value.code == "bad_gateway"
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "brief"),
+    [
+        (haproxy, {"timeout client 60s": "timeout client 1s", "request 10s": "request 1s"}),
+        (nginx, {"header_timeout 10s": "header_timeout 1s", "60s;": "1s;"}),
+    ],
+    ids=["haproxy", "nginx"],
+)
+async def test_a_client_that_waits_is_not_taken_for_a_slow_one(
+    start: Start, brief: dict[str, str], node: Cluster
+) -> None:
+    """What limits slow clients is a second here, and the whole answer takes three."""
+    with start([nobody(), node.url], brief) as balancer:
+        async with async_openai_client(balancer.url) as client:
+            await ask(client, tokens=100)
+
+
+@pytest.mark.parametrize("start", BOTH)
+async def test_without_any_node_the_error_is_openais(start: Start) -> None:
+    with start([nobody(), nobody()]) as balancer:
+        async with async_openai_client(balancer.url) as client:
+            with pytest.raises(openai.InternalServerError) as failed:
+                await ask(client)
+    assert failed.value.type == "server_error"
+    assert "no node is ready" in failed.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "silence"),
+    [("haproxy.cfg", r"timeout server (\d+)h"), ("nginx.conf", r"proxy_read_timeout (\d+)h;")],
+)
+def test_an_answer_may_take_longer_than_a_client_waits(name: str, silence: str) -> None:
+    (hours,) = re.findall(silence, shipped(name))
+    read_s = openai.DEFAULT_TIMEOUT.read
+    assert read_s is not None
+    assert int(hours) * 3600 > read_s
+
+
+def test_nginx_takes_the_largest_body_that_a_router_takes() -> None:
+    limit_mb = RouterSettings.model_fields["max_body_mb"].default
+    assert f"client_max_body_size {limit_mb}m" in shipped("nginx.conf")
+
+
+async def test_haproxy_refuses_at_once_what_is_larger_by_far(node: Cluster) -> None:
+    """Told by its length: not a byte of it is sent."""
+    with haproxy([nobody(), node.url]) as balancer:
+        reader, writer = await asyncio.open_connection(
+            *balancer.url.removeprefix("http://").split(":")
+        )
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999\r\n\r\n"
+        )
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b'"code":"request_too_large"' in answer
+
+
+async def test_haproxy_leaves_out_a_node_that_ray_drains(node: Cluster, other: Cluster) -> None:
+    def drain(_: LoadBalancer) -> None:
+        address = httpx.get(f"{other.url}/v1/cluster").json()["ray_address"]
+        subprocess.run([sys.executable, "-c", SERVE_DRAINS, address], check=True)
+        assert httpx.get(f"{other.url}/-/healthz").status_code == 503
+
+    with haproxy([node.url, other.url]) as balancer:
+        await leave_in_peace(balancer, drain, other, stays=node)
+
+
+async def test_nginx_leaves_out_a_node_that_is_marked_down(node: Cluster, other: Cluster) -> None:
+    def mark(balancer: LoadBalancer) -> None:
+        address = other.url.removeprefix("http://")
+        marked = balancer.config.read_text().replace(address, f"{address} down")
+        balancer.config.write_text(marked)
+        balancer.process.send_signal(signal.SIGHUP)  # nginx -s reload
+
+    with nginx([node.url, other.url]) as balancer:
+        await leave_in_peace(balancer, mark, other, stays=node)
+
+
+async def leave_in_peace(
+    balancer: LoadBalancer,
+    take_away: Callable[[LoadBalancer], None],
+    leaves: Cluster,
+    *,
+    stays: Cluster,
+) -> None:
+    """Fifty clients stream answer after answer, and none notices."""
+    async with async_openai_client(balancer.url) as client:
+        (undisturbed,) = [await Audience(client, 1).listen()]
+        audience, over, there = Audience(client, 1), asyncio.Event(), replicas(stays)
+        listening = asyncio.create_task(audience.listen_until(over))
+        await until(lambda: min(audience.pieces) >= 5)
+        assert set(audience.replicas) & replicas(leaves)
+        await asyncio.to_thread(take_away, balancer)
+        await until(lambda: set(audience.replicas) <= there, within_s=30)
+        await asyncio.to_thread(leaves.stop)
+        over.set()
+        heard = await listening
+    assert all(set(answers) == {whole} for answers, whole in zip(heard, undisturbed, strict=True))
+
+
+@pytest.mark.parametrize("start", BOTH)
+async def test_a_node_that_is_killed_breaks_its_own_streams_and_no_later_request(
+    start: Start, node: Cluster, other: Cluster
+) -> None:
+    with start([node.url, other.url]) as balancer:
+        async with async_openai_client(balancer.url) as client:
+            undisturbed = await Audience(client, 1).listen()
+            audience, lost = Audience(client, 1), replicas(other)
+            listening = asyncio.create_task(audience.listen_to_what_comes())
+            await until(lambda: min(audience.pieces) >= 5)
+            kill(other)
+            await asyncio.gather(*(ask(client) for _ in range(REQUESTS)))
+            heard = await listening
+    broken = [isinstance(each, openai.APIError | httpx.HTTPError) for each in heard]
+    assert broken == [replica in lost for replica in audience.replicas]
+    assert 0 < sum(broken) < len(broken)
+    assert all(
+        each == whole
+        for each, whole in zip(heard, undisturbed, strict=True)
+        if isinstance(each, Heard)
+    )
+
+
+def kill(cluster: Cluster) -> None:
+    for process in cluster.processes():
+        process.kill()
