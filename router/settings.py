@@ -302,8 +302,8 @@ class ServeSettings(BaseSettings):
         each = [self._own(f"models[{number}]", own) for number, own in enumerate(self._entries())]
         if self.lora and len(each) > 1:
             raise SettingsError(
-                f"--lora is {','.join(self.lora)!r}, and there are several models; say it of one in "
-                '--models, as "lora": ["NAME=PATH"]'
+                f"--lora is {','.join(self.lora)!r}, and there are several models; say it of one "
+                'in --models, as "lora": ["NAME=PATH"]'
             )
         numbers: dict[str, int] = {}
         for number, settings in enumerate(each):
