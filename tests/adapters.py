@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from replica.model import BUILTIN_MODEL, resolve
 
 MODULES = ("q_proj", "v_proj")
-STRENGTH = 0.3  # of each weight: enough to change what the model says
+STRENGTH = 1.0  # enough to change what the model says
 
 
 def write_adapter(folder: Path, *, seed: int, rank: int = 8) -> Path:

@@ -122,7 +122,6 @@ async def test_more_adapters_at_once_than_one_batch_takes_are_all_answered(
     asked = (running.run(under(lora, prompt)) for lora in ("", *NAMES, *NAMES))
     answers = await asyncio.gather(*asked)
     assert {len(ids_of(answer)) for answer in answers} == {GREEDY.max_tokens}
-    assert [ids_of(a) for a in answers[1:4]] == [ids_of(a) for a in answers[4:]]
 
 
 async def test_an_adapter_that_is_unknown_is_refused_by_name(running: Running) -> None:
