@@ -76,7 +76,7 @@ class Replica:
             async with contextlib.aclosing(self._generate(request)) as chunks:
                 async for chunk in chunks:
                     if is_first:
-                        self._backlog.first_token(request.request_id, time.monotonic())
+                        self._begun(request)
                     self._metrics.heard(request, chunk, is_first=is_first)
                     is_first = False
                     yield chunk
@@ -88,6 +88,12 @@ class Replica:
         async with contextlib.aclosing(self._engine.generate(request)) as chunks:
             async for _ in chunks:
                 pass
+
+    def _begun(self, request: GenerateRequest) -> None:
+        """It has its first token."""
+        self._backlog.first_token(request.request_id, time.monotonic())
+        if request.lora:
+            self._publisher.renew_soon()  # its adapter may have been loaded for it
 
     async def audit(self, request: AuditRequest) -> ReplicaAudit:
         """What the engine has cached, beside what it said before and what the index has of it.
@@ -139,7 +145,10 @@ class Replica:
         facts = self._engine.facts
         identity = dataclasses.asdict(
             identify(
-                resolve(settings.model), revision=settings.revision, block_size=facts.block_size
+                resolve(settings.model),
+                revision=settings.revision,
+                block_size=facts.block_size,
+                adapters=settings.adapters,
             )
         )
         table = BlockTable(
@@ -174,7 +183,7 @@ class Replica:
             "metrics": self._exposition and self._exposition.address,
         }
 
-    def _load(self) -> Mapping[str, int]:
+    def _load(self) -> Mapping[str, Any]:
         return dataclasses.asdict(self._engine.load())
 
     async def _keep_index(self) -> None:

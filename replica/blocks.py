@@ -23,6 +23,7 @@ class Table:
 
     token_ids: list[int]  # may grow; what is there never changes
     namespace: str
+    lora: str
     hashes: list[Fingerprint]  # of the first full blocks; as many as were needed so far
     blocks: list[int] = field(default_factory=list)  # held, in order
     cached: int = 0  # leading blocks that are full, and cached under their hash
@@ -57,11 +58,11 @@ class BlockPool:
         """How many blocks are cached under each hash."""
         return {hash_: len(blocks) for hash_, blocks in self._blocks_of.items()}
 
-    def table(self, token_ids: TokenIds, namespace: str) -> Table:
-        """A table that holds no block yet. Only equal namespaces share blocks."""
-        parent = root(model="", block_size=self.block_size, namespace=namespace)
+    def table(self, token_ids: TokenIds, namespace: str, lora: str = "") -> Table:
+        """A table that holds no block yet. Blocks are shared within one namespace and adapter."""
+        parent = root(model="", block_size=self.block_size, lora=lora, namespace=namespace)
         hashes = fingerprints(token_ids, block_size=self.block_size, parent=parent)
-        return Table(token_ids.tolist(), namespace, hashes)
+        return Table(token_ids.tolist(), namespace, lora, hashes)
 
     def admit(self, table: Table) -> int | None:
         """The cached blocks that an empty table now holds; None, and it holds none, while the pool
@@ -100,7 +101,8 @@ class BlockPool:
         for block in held:
             self._hold(block)
         tokens = table.token_ids[: blocks * self.block_size]
-        return Table(tokens, table.namespace, table.hashes[:blocks], held, cached=blocks)
+        hashes = table.hashes[:blocks]
+        return Table(tokens, table.namespace, table.lora, hashes, held, cached=blocks)
 
     def reset(self) -> bool:
         """Forgets every cached block; False, and nothing is forgotten, while a block is held."""
@@ -196,7 +198,12 @@ class BlockPool:
     def _parent(self, table: Table, block: int) -> Fingerprint:
         if block:
             return table.hashes[block - 1]
-        return root(model="", block_size=self.block_size, namespace=table.namespace)
+        return root(
+            model="",
+            block_size=self.block_size,
+            lora=table.lora,
+            namespace=table.namespace,
+        )
 
     def _stored(self, table: Table, first: int) -> BlockStored:
         """The event that tells of the blocks from the first to the last cached one."""
@@ -206,4 +213,5 @@ class BlockPool:
             parent=table.hashes[first - 1] if first else None,
             token_ids=table.token_ids[first * size : table.cached * size],
             namespace="" if first else table.namespace,
+            lora=table.lora,
         )

@@ -1,4 +1,4 @@
-"""vLLM as an Engine: with scheduler.py, the only file that imports it."""
+"""vLLM as an Engine: with scheduler.py and lora.py, the only file that imports it."""
 
 import asyncio
 import contextlib
@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from replica.adapters import room_for_rank
 from replica.cores import Cores
 from replica.events import (
     AllBlocksCleared,
@@ -34,6 +35,7 @@ from replica.events import (
     EventsLost,
     KVEvent,
 )
+from replica.lora import Adapters
 from replica.pins import admit_pin, pin_budget
 from replica.protocol import (
     Alternative,
@@ -63,12 +65,18 @@ class VllmEngine:
     """One AsyncLLM with prefix caching, its KV events and its statistics."""
 
     def __init__(
-        self, llm: AsyncLLM, facts: EngineFacts, subscription: Subscription, stats: "_Stats"
+        self,
+        llm: AsyncLLM,
+        facts: EngineFacts,
+        subscription: Subscription,
+        stats: "_Stats",
+        adapters: Adapters,
     ) -> None:
         self.facts = facts
         self._llm = llm
         self._subscription = subscription
         self._stats = stats
+        self._adapters = adapters
         self._pins: dict[str, int] = {}
         self._processes = psutil.Process().children(recursive=True)  # the engine's
         self._unfinished = 0  # requests
@@ -89,7 +97,8 @@ class VllmEngine:
         except BaseException:
             subscription.close()
             raise
-        return cls(llm, _facts(llm, settings, can_pin=can_pin), subscription, stats)
+        facts, adapters = _facts(llm, settings, can_pin=can_pin), Adapters(llm, settings.adapters)
+        return cls(llm, facts, subscription, stats, adapters)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if request.pin:
@@ -97,10 +106,12 @@ class VllmEngine:
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
         self._unfinished += 1
         try:
+            lora = await self._adapters.ready(request.lora)
             async for output in self._llm.generate(
                 prompt,
                 sampling_params(request),
                 request.request_id,
+                lora_request=lora,
                 trace_headers=request.trace,
             ):
                 for chunk in _chunks(output):
@@ -132,6 +143,8 @@ class VllmEngine:
             running=self._stats.running,
             waiting=self._stats.waiting,
             used_blocks=round(self._stats.kv_usage * self.facts.capacity_blocks),
+            loras=tuple(self._adapters.loaded),
+            lora_load_s=self._adapters.load_s,
         )
 
     async def check(self) -> None:
@@ -184,6 +197,11 @@ def engine_args(
     if on_cpu:
         optional["kv_cache_memory_bytes"] = settings.kv_cache_memory_mb << 20
         optional["enforce_eager"] = True
+    if settings.adapters:
+        optional["enable_lora"] = True
+        optional["max_loras"] = settings.max_loras
+        optional["max_cpu_loras"] = max(settings.max_loras, settings.max_cpu_loras)
+        optional["max_lora_rank"] = room_for_rank(settings.adapters)
     scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
     return AsyncEngineArgs(
         model=model,
@@ -314,6 +332,7 @@ def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> Engine
             max_model_len=config.model_config.max_model_len,
         ),
         max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_cpu_loras=max(settings.max_loras, settings.max_cpu_loras),
         engine="vllm",
         **speed,
     )
@@ -364,7 +383,9 @@ def _event(event: kv_events.KVCacheEvent) -> KVEvent:
 
 
 def _salt(event: kv_events.BlockStored) -> str:
-    """The cache salt stands, untagged and last, among the extra keys of a prompt's first block."""
+    """The cache salt stands, untagged and last, among the extra keys of a prompt's first block; the
+    adapter's name comes first."""
     first = event.extra_keys[0] if event.extra_keys and event.parent_block_hash is None else None
-    keys = [key for key in first or () if isinstance(key, str) and key != event.lora_name]
-    return keys[-1] if keys else ""
+    keys = [key for key in first or () if isinstance(key, str)]
+    salts = keys[1:] if event.lora_name else keys
+    return salts[-1] if salts else ""

@@ -38,6 +38,9 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
         max_running=settings.max_num_seqs or 256,
         prefix_caching=settings.prefix_caching,
         pin_share=settings.pin_share,
+        adapters=frozenset(adapter.name for adapter in settings.adapters),
+        max_loras=settings.max_loras,
+        max_cpu_loras=settings.max_cpu_loras,
     )
     return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
 

@@ -18,7 +18,7 @@ class BlockStored:
     parent: BlockHash | None  # the block before the first; None at the start of a prompt
     token_ids: Sequence[int]  # block_size ids for each block
     namespace: str = ""  # cache salt; told with a prompt's first block only
-    lora: str = ""
+    lora: str = ""  # adapter that computed them
 
 
 @dataclass(frozen=True, slots=True)

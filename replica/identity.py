@@ -2,10 +2,12 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from replica.adapters import Adapter, digests
 from replica.kvindex.fingerprint import FINGERPRINT_VERSION
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first that there is
@@ -22,9 +24,12 @@ class Identity:
     block_size: int  # tokens
     tokenizer_digest: str
     template_digest: str
+    adapters: Mapping[str, str] = field(default_factory=dict)  # digests by name
 
 
-def identify(model: str, *, revision: str, block_size: int) -> Identity:
+def identify(
+    model: str, *, revision: str, block_size: int, adapters: Iterable[Adapter] = ()
+) -> Identity:
     """model: a folder, or a hub name whose files were fetched before."""
     return Identity(
         fingerprint_version=FINGERPRINT_VERSION,
@@ -32,6 +37,7 @@ def identify(model: str, *, revision: str, block_size: int) -> Identity:
         block_size=block_size,
         tokenizer_digest=_digest(_tokenizer(model, revision)),
         template_digest=_digest(_template(model, revision)),
+        adapters=digests(adapters),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from replica.adapters import LOAD_S
 from replica.events import Comparison, KVEvent
 
 TokenIds = NDArray[np.uint32]
@@ -48,6 +49,7 @@ class GenerateRequest:
     namespace: str = ""  # cache salt: prefixes are shared within one namespace only
     answered: int = 0  # that many trailing token_ids are the answer's beginning
     trace: TraceContext | None = None  # the span that asks; None: nobody traces it
+    lora: str = ""  # name of the LoRA adapter; empty: the model as it is
     pin: str = ""  # under this name the prompt's full blocks stay in the KV cache
     expected_tokens: int = 0  # of token_ids, that the router expects in the KV cache
 
@@ -97,6 +99,8 @@ class Load:
     running: int = 0  # requests in the batch
     waiting: int = 0  # requests queued in the engine
     used_blocks: int = 0  # KV blocks that running requests and pins hold
+    loras: tuple[str, ...] = ()  # LoRA adapters in memory, the next to go first
+    lora_load_s: float = LOAD_S  # what it took lately to load one
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class EngineFacts:
     prefix_caching: bool = True
     pin_blocks: int = 0  # KV blocks that pins may take
     max_num_seqs: int = 0  # requests in one batch; 0: unknown
+    max_cpu_loras: int = 0  # LoRA adapters that memory has room for
     engine: str = "vllm"  # "vllm" | "simulated"
 
 
@@ -154,7 +159,8 @@ class Engine(Protocol):
 
         A request with a `pin` that comes to its end leaves the prompt's full blocks pinned, in
         place of what had the name. They are never evicted, and serve requests of the same
-        namespace. PinRefusedError, before anything is computed, where pins may not take as much.
+        namespace and adapter. PinRefusedError, before anything is computed, where pins may not
+        take as much. ValueError for a LoRA adapter that the engine has not, or cannot load.
         """
         ...
 

@@ -38,7 +38,7 @@ class Publisher:
         *,
         replica_id: str,
         facts: Mapping[str, Any],
-        load: Callable[[], Mapping[str, int]],
+        load: Callable[[], Mapping[str, Any]],
         pins: Callable[[], Mapping[str, Warm]] = dict,
         lease_s: float,
     ) -> None:

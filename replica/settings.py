@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from replica.adapters import Adapter
+
 
 class ReplicaSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -19,6 +21,9 @@ class ReplicaSettings(BaseModel):
     max_num_seqs: int | None = None  # requests in one batch; None: the engine's own
     pin_share: float = 0.3  # of the KV cache, that named prefixes may take for good
     declared: tuple[str, ...] = ()  # ids of named prefixes that are there from the start
+    adapters: tuple[Adapter, ...] = ()  # LoRA
+    max_loras: int = 4  # of them in one batch
+    max_cpu_loras: int = 16  # and in the engine's memory, if that is no less
     kv_cache_memory_mb: int = 512  # on CPUs; a GPU's free memory decides by itself
     tensor_parallel_size: int = 1
     cores: int = 1  # CPU cores that compute for one replica, where there is no GPU

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from replica.adapters import LOAD_S, Residents
 from replica.blocks import BlockPool, Table
 from replica.events import EventsLost, KVEvent
 from replica.pins import admit_pin, pin_budget
@@ -41,6 +42,10 @@ class SimulatedConfig:
     max_batched_tokens: int = 2048  # in one step
     prefix_caching: bool = True
     pin_share: float = 0.3  # of the KV cache, that pins may take
+    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that it may load
+    max_loras: int = 4  # of them in one batch
+    max_cpu_loras: int = 16  # in memory
+    lora_load_s: float = LOAD_S  # what it takes to load one; no step is made meanwhile
     vocabulary: Sequence[int] = range(1000, 1512)  # token ids it may say; unused with a tokenizer
 
 
@@ -66,6 +71,10 @@ class _Choice:
     text: StopText
     computed: int = 0  # leading tokens whose KV is there
     generated: int = 0  # tokens
+
+    @property
+    def lora(self) -> str:
+        return self.job.request.lora
 
     @property
     def missing(self) -> int:
@@ -102,6 +111,7 @@ class SimulatedEngine(Engine):
                 max_model_len=config.max_model_len,
             ),
             max_num_seqs=config.max_running,
+            max_cpu_loras=max(config.max_loras, config.max_cpu_loras),
             engine="simulated",
         )
         self._vocabulary = (
@@ -114,6 +124,7 @@ class SimulatedEngine(Engine):
             capacity_blocks=config.capacity_blocks,
             prefix_caching=config.prefix_caching,
         )
+        self._adapters = Residents(self.facts.max_cpu_loras)
         self._pins: dict[str, Table] = {}
         self._jobs: set[_Job] = set()
         self._waiting: deque[_Choice] = deque()
@@ -134,6 +145,11 @@ class SimulatedEngine(Engine):
         """Raises ValueError for a request that could never run here."""
         if request.pin:
             admit_pin(request, self.pins, self.facts)
+        if request.lora and request.lora not in self.config.adapters:
+            known = ", ".join(sorted(self.config.adapters))
+            raise ValueError(
+                f"this replica has no LoRA adapter {request.lora!r}; there are {known}"
+            )
         prompt_tokens = len(request.prompt_ids)
         longest = self.config.max_model_len - 1
         if not 1 <= prompt_tokens <= longest:
@@ -157,7 +173,13 @@ class SimulatedEngine(Engine):
                 yield batch
 
     def load(self) -> Load:
-        return Load(len(self._running), len(self._waiting), self._pool.used_blocks)
+        return Load(
+            len(self._running),
+            len(self._waiting),
+            self._pool.used_blocks,
+            tuple(self._adapters.names),
+            self.config.lora_load_s,
+        )
 
     async def check(self) -> None:
         has_ended = self._scheduler is not None and self._scheduler.done()
@@ -223,7 +245,7 @@ class SimulatedEngine(Engine):
         choice = _Choice(
             job,
             index,
-            self._pool.table(request.token_ids, request.namespace),
+            self._pool.table(request.token_ids, request.namespace, request.lora),
             Voice(self._vocabulary, request.token_ids, salt=salt(request.sampling, index)),
             StopText(request.sampling.stop),
         )
@@ -253,7 +275,7 @@ class SimulatedEngine(Engine):
                 await self._has_work.wait()
                 self._pace.restart()
             batch = self._schedule()
-            await self._pace.spend(self._step_s(batch))
+            await self._pace.spend(self._loading_s(batch) + self._step_s(batch))
             self._publish()
             self._deliver(batch)
 
@@ -294,12 +316,15 @@ class SimulatedEngine(Engine):
 
     def _admit_waiting(self, budget: int) -> Batch:
         batch: Batch = []
-        while budget and self._waiting and len(self._running) < self.config.max_running:
-            choice = self._waiting[0]
+        while budget and len(self._running) < self.config.max_running:
+            choice = self._next_waiting()
+            if choice is None:
+                break
             hit_blocks = self._pool.admit(choice.table)
             if hit_blocks is None:
                 break
-            self._running.append(self._waiting.popleft())
+            self._waiting.remove(choice)
+            self._running.append(choice)
             choice.computed = hit_blocks * self.config.block_size
             if choice.job.cached_tokens is None:
                 choice.job.cached_tokens = choice.computed
@@ -308,6 +333,20 @@ class SimulatedEngine(Engine):
             batch.append((choice, tokens))
             budget -= tokens
         return batch
+
+    def _next_waiting(self) -> _Choice | None:
+        """The first one whose adapter has a place in the batch."""
+        loras = {choice.lora for choice in self._running if choice.lora}
+        is_full = len(loras) >= self.config.max_loras
+        for choice in self._waiting:
+            if not (is_full and choice.lora and choice.lora not in loras):
+                return choice
+        return None
+
+    def _loading_s(self, batch: Batch) -> float:
+        """The batch's adapters are in memory, which takes so long."""
+        loras = {choice.lora for choice, _ in batch if choice.lora}
+        return self.config.lora_load_s * sum(map(self._adapters.use, loras))
 
     def _step_s(self, batch: Batch) -> float:
         prefill_s = 0.0

@@ -26,22 +26,23 @@ async def answer(
     max_model_len: int,
     begun: Callable[[Generation], None],
     named_tokens: int = 0,
+    lora: str = "",
     receipt: Callable[[Generation], object] | None = None,
 ) -> Response:
     """Generates for every prompt. ApiError when one cannot be: then none of them runs on.
 
-    begun: called with each generation once it has its first token. named_tokens: of whole blocks,
-    of the named prefix that every prompt begins with. receipt: what to add to the
-    answer for each of them.
+    lora: the adapter that answers; empty: the model as it is. begun: called with each generation
+    once it has its first token. named_tokens: of whole blocks, of the named prefix that every
+    prompt begins with. receipt: what to add to the answer for each of them.
     """
     rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
     generations = await _begin(
-        dispatcher, body, list(zip(prompts, rooms, strict=True)), request_id, named_tokens
+        dispatcher, body, list(zip(prompts, rooms, strict=True)), request_id, named_tokens, lora
     )
     for generation in generations:
         begun(generation)
     reply = shape(
-        model,
+        lora or model,
         sum(map(len, prompts)),
         request_id=request_id,
         prompts=len(prompts),
@@ -69,6 +70,7 @@ async def _begin(
     prompts: Iterable[tuple[TokenIds, int]],
     request_id: str,
     named_tokens: int,
+    lora: str,
 ) -> list[Generation]:
     """All prompts of one call under way, or none of them."""
     tasks = [
@@ -79,6 +81,7 @@ async def _begin(
                 body.cache_salt,
                 request_id,
                 named_tokens=named_tokens,
+                lora=lora,
             )
         )
         for prompt, room in prompts

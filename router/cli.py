@@ -87,7 +87,8 @@ def scale(
 
 def _whose(model: str | None, url: str) -> str | None:
     """The model whose replicas are meant; None where there is one only."""
-    served = [card["id"] for card in call("GET", url, "/v1/models")["data"]]
+    cards = call("GET", url, "/v1/models")["data"]
+    served = [card["id"] for card in cards if "parent" not in card]  # no adapter
     if len(served) > 1 and model is None:
         fail(f"which model? Say --model; there are {', '.join(served)}")
     if model not in (None, *served):

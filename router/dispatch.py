@@ -135,12 +135,14 @@ class Dispatcher:
         request_id: str,
         *,
         named_tokens: int = 0,
+        lora: str = "",
     ) -> Generation:
         """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
 
         named_tokens: of whole blocks, of the named prefix that the prompt begins with.
         """
-        request = GenerateRequest(dispatch_id(request_id), token_ids, sampling, namespace)
+        dispatch = dispatch_id(request_id)
+        request = GenerateRequest(dispatch, token_ids, sampling, namespace, lora=lora)
         asked = Asked(
             time.monotonic(),
             sampling.n,
@@ -157,7 +159,9 @@ class Dispatcher:
         while len(lost) < LOSSES:
             running = await self._running(lost)
             now_s = time.monotonic()
-            placement = self._fleet.place(request.token_ids, request.namespace, running, now_s)
+            placement = self._fleet.place(
+                request.token_ids, request.namespace, running, now_s, request.lora
+            )
             self._fleet.witness.placed(placement, time.monotonic() - now_s)
             attempt = await self._try(request, asked, placement, lost)
             if attempt is not None:

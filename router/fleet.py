@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from replica.adapters import LOAD_S
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.kvindex.index import ReplicaRecord
 from replica.protocol import TokenIds
@@ -12,6 +13,7 @@ from router.baselines import Ranking
 from router.branches import Branches, relative
 from router.handshake import Handshake
 from router.load import (
+    UNLIMITED,
     PrefillModel,
     ReplicaLoad,
     Sent,
@@ -121,13 +123,15 @@ class Fleet:
             load.model = self._speed(replica_id)
             if record := self._records.get(replica_id):
                 load.report(record.load["waiting"])
+                _report_loras(load, record)
 
-    def chain(self, token_ids: TokenIds, namespace: str) -> list[Fingerprint]:
+    def chain(self, token_ids: TokenIds, namespace: str, lora: str = "") -> list[Fingerprint]:
         """The fingerprints of the blocks that this prompt could take from a cache."""
         parent = root(
             model=self._model,
             revision=self._revision,
             block_size=self._block_size,
+            lora=lora,
             namespace=namespace,
         )
         blocks = reusable_blocks(len(token_ids), self._block_size)
@@ -141,11 +145,18 @@ class Fleet:
         return {id_ for id_, blocks in self.mirror.hits(chain).items() if blocks == len(chain)}
 
     def place(
-        self, token_ids: TokenIds, namespace: str, running: Sequence[str], now_s: float
+        self,
+        token_ids: TokenIds,
+        namespace: str,
+        running: Sequence[str],
+        now_s: float,
+        lora: str = "",
     ) -> Placement:
-        """Ranks the running replicas for this prompt."""
-        chain = self.chain(token_ids, namespace)
-        return self.place_chain(chain, len(token_ids), running, now_s)
+        """Ranks the running replicas for this prompt; those that do not know its LoRA adapter are
+        left out, while others do."""
+        chain = self.chain(token_ids, namespace, lora)
+        knowing = [replica_id for replica_id in running if self._knows(replica_id, lora)]
+        return self.place_chain(chain, len(token_ids), knowing or running, now_s, lora)
 
     def place_chain(
         self,
@@ -153,6 +164,7 @@ class Fleet:
         prompt_tokens: int,
         running: Sequence[str],
         now_s: float,
+        lora: str = "",
     ) -> Placement:
         """Ranks the running replicas for a prompt with these reusable blocks."""
         hits = self.mirror.hits(chain)
@@ -162,6 +174,8 @@ class Fleet:
         prefix = chain[:best]
         prompt = Prompt(prompt_tokens, best, self._block_size)
         candidates = self._candidates(running, prompt, hits, prefix, now_s)
+        if lora:
+            candidates = [self._with_lora(each, lora) for each in candidates]
         forks = self._branches.forks(prefix)
         ranking = self._rank(candidates, forks=forks, rng=self._rng)
         return Placement(
@@ -171,6 +185,7 @@ class Fleet:
             prompt_tokens=prompt_tokens,
             block_size=self._block_size,
             forks=forks,
+            lora=lora,
             known_blocks=self.mirror.known(chain, at_least=best),
         )
 
@@ -183,16 +198,20 @@ class Fleet:
         asked: Asked | None = None,
     ) -> Trip:
         """The request is on its way there: it counts as load, and its blocks are expected."""
-        hit_blocks = placement.at(replica_id).hit_blocks
+        there, load = placement.at(replica_id), self._load(replica_id)
+        hit_blocks = there.hit_blocks
         hit_tokens = hit_blocks * self._block_size
+        prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
         dispatch = Dispatch(
             request_id=request_id,
             replica_id=replica_id,
-            prefill_s=self._load(replica_id).model.seconds(hit_tokens, placement.prompt_tokens),
+            prefill_s=prefill_s + there.lora_s / load.slowness,
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=placement.known_prefix[-1:],
             expected=placement.chain[hit_blocks:] if self._caches(replica_id) else (),
+            lora=placement.lora,
+            loads_lora=there.lora_s > 0,
         )
         trip = self.begin(dispatch, now_s)
         trip.placement, trip.witness = placement, self.witness
@@ -206,7 +225,14 @@ class Fleet:
         load = self._load(dispatch.replica_id)
         load.send(
             dispatch.request_id,
-            Sent(dispatch.prefill_s, dispatch.new_tokens, dispatch.prompt_tokens, now_s),
+            Sent(
+                dispatch.prefill_s,
+                dispatch.new_tokens,
+                dispatch.prompt_tokens,
+                now_s,
+                dispatch.lora,
+                dispatch.loads_lora,
+            ),
         )
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
         self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
@@ -254,11 +280,26 @@ class Fleet:
             )
         return candidates
 
+    def _with_lora(self, candidate: Candidate, lora: str) -> Candidate:
+        if lora in self._load(candidate.replica_id).loras:
+            return candidate
+        record = self._records.get(candidate.replica_id)
+        lora_s = record.load.get("lora_load_s", LOAD_S) if record else LOAD_S
+        return candidate._replace(lora_s=lora_s)
+
+    def _knows(self, replica_id: str, lora: str) -> bool:
+        """Whether it can load the adapter, as far as it says what it can."""
+        record = self._records.get(replica_id)
+        known = record.facts.get("adapters") if record and lora else None
+        return known is None or lora in known
+
     def _load(self, replica_id: str) -> ReplicaLoad:
         load = self._loads.get(replica_id)
         if load is None:
             load = newcomer(self._speed(replica_id), self._loads.values())
             self._loads[replica_id] = load
+            if record := self._records.get(replica_id):
+                _report_loras(load, record)
         return load
 
     def _speed(self, replica_id: str) -> PrefillModel:
@@ -278,3 +319,8 @@ class Fleet:
         if record is None or replica_id in self.handshake.degraded:
             return False
         return bool(record.facts["prefix_caching"])
+
+
+def _report_loras(load: ReplicaLoad, record: ReplicaRecord) -> None:
+    capacity = record.facts.get("max_cpu_loras", UNLIMITED)
+    load.report_loras(record.load.get("loras", ()), capacity)

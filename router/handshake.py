@@ -15,7 +15,11 @@ from replica.kvindex.index import ReplicaRecord
 
 log = logging.getLogger("kvroute.handshake")
 
-WORDS = {field.name: field.name.replace("_", " ") for field in fields(Identity)}
+WORDS = {
+    field.name: field.name.replace("_", " ")
+    for field in fields(Identity)
+    if field.name != "adapters"
+}
 
 
 class Handshake:
@@ -43,10 +47,15 @@ class Handshake:
 
 def differences(ours: Identity, facts: Mapping[str, Any]) -> str:
     """In words, such as "its block size is 16, the router's 32"; empty where there are none. What a
-    replica does not say counts as equal."""
+    replica does not say counts as equal, and so does a LoRA adapter that only one of them has: its
+    requests go elsewhere."""
     found = []
     for name, words in WORDS.items():
         mine, its = getattr(ours, name), facts.get(name)
         if its is not None and its != mine:
             found.append(f"its {words} is {its or 'empty'}, the router's {mine or 'empty'}")
+    for name, mine in ours.adapters.items():
+        its = facts.get("adapters", {}).get(name, mine)
+        if its != mine:
+            found.append(f"its LoRA adapter {name} is {its or 'empty'}, the router's {mine}")
     return "; ".join(found)

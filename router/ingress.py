@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
+from replica.adapters import Adapter
 from replica.kvindex.index import connect
 from replica.kvindex.prefixes import Prefix
 from replica.logs import log_to_serve
@@ -100,6 +101,11 @@ def _of(parts: Parts, shown: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**each, "model": parts.model} for each in shown]
 
 
+def _adapter(adapter: Adapter, *, parent: str) -> dict[str, Any]:
+    """What its card has besides the model's."""
+    return {"id": adapter.name, "root": adapter.path, "parent": parent}
+
+
 async def _census(parts: Parts) -> list[dict[str, Any]]:
     """A model's replicas."""
     try:
@@ -119,6 +125,7 @@ async def _census(parts: Parts) -> list[dict[str, Any]]:
             "capacity_blocks": record.facts["capacity_blocks"],
             "running": record.load["running"],
             "waiting": record.load["waiting"],
+            "loras": record.load.get("loras", []),
             "degraded": parts.fleet.handshake.degraded.get(record.id),
         }
         for record in records
@@ -170,9 +177,10 @@ class Router:
         read = self._chat if is_chat(raw) else self._completion
         body, prompts, _ = await read(request, raw)
         parts: Parts = request.state.parts
+        lora = parts.lora(body.model) or ""
         running, now_s = parts.watch.trusted(), time.monotonic()
         placements = [
-            parts.fleet.place(prompt, body.cache_salt, running, now_s) for prompt in prompts
+            parts.fleet.place(prompt, body.cache_salt, running, now_s, lora) for prompt in prompts
         ]
         receipts = [receipt(each, policy=self._settings.policy) for each in placements]
         return JSONResponse({"object": "route", "router": self._id, "receipts": receipts})
@@ -203,12 +211,15 @@ class Router:
 
     @http.get("/v1/models")
     async def models(self) -> Response:
-        cards = [self._model_card(parts) for parts in self._models.values()]
+        cards = [card for parts in self._models.values() for card in self._model_cards(parts)]
         return JSONResponse({"object": "list", "data": cards})
 
     @http.get("/v1/models/{name:path}")
     async def model(self, name: str) -> Response:
-        return JSONResponse(self._model_card(self._parts(name)))
+        parts = self._parts(name)
+        lora = parts.lora(name) or parts.model
+        (card,) = (each for each in self._model_cards(parts) if each["id"] == lora)
+        return JSONResponse(card)
 
     @http.get("/health")
     async def health(self) -> Response:
@@ -345,30 +356,35 @@ class Router:
             raise
 
     def _parts(self, model: str | None) -> Parts:
-        """Those of the model that a request names, which it may leave out where there is one only.
-        ApiError for one that is not served."""
+        """Those of the model that a request names, or whose adapter it names. It may leave the name
+        out where there is one model only. ApiError for one that is not served."""
         if model is None and len(self._models) == 1:
             return next(iter(self._models.values()))
-        served = " and ".join(repr(name) for name in self._models)
+        names = [name for parts in self._models.values() for name in (parts.model, *parts.adapters)]
+        served = " and ".join(map(repr, names))
         if model is None:
             raise invalid("model", f"model is missing; this server has {served}")
-        if model not in self._models:
-            raise ApiError(
-                404,
-                f"The model '{model}' does not exist; this server has {served}.",
-                param="model",
-                code="model_not_found",
-            )
-        return self._models[model]
+        for parts in self._models.values():
+            if parts.lora(model) is not None:
+                return parts
+        raise ApiError(
+            404,
+            f"The model '{model}' does not exist; this server has {served}.",
+            param="model",
+            code="model_not_found",
+        )
 
-    def _model_card(self, parts: Parts) -> dict[str, Any]:
-        return {
+    def _model_cards(self, parts: Parts) -> list[dict[str, Any]]:
+        """A model, and its adapters."""
+        card = {
             "id": parts.model,
             "object": "model",
             "created": self._started,
             "owned_by": "kvroute",
             "max_model_len": parts.fleet.max_model_len,
         }
+        adapters = parts.adapters.values()
+        return [card, *(card | _adapter(each, parent=parts.model) for each in adapters)]
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, limit_mb=self._settings.max_body_mb)
@@ -416,9 +432,10 @@ class Router:
         prefix: Prefix | None,
     ) -> Response:
         parts: Parts = request.state.parts
+        lora = parts.lora(body.model) or ""
 
         def begun(generation: Generation) -> None:
-            parts.count(generation, prefix, is_salted=bool(body.cache_salt))
+            parts.count(generation, prefix, is_apart=bool(body.cache_salt or lora))
 
         wants_receipt = request.headers.get(RECEIPT, "0") not in ("0", "")
         return await answer(
@@ -428,6 +445,7 @@ class Router:
             prompts,
             request_id=request_id(request),
             model=parts.model,
+            lora=lora,
             max_model_len=parts.max_model_len,
             begun=begun,
             named_tokens=parts.named_tokens(prefix),

@@ -4,14 +4,17 @@ Pure bookkeeping: the caller passes the time, in seconds of any steady clock.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+
+from replica.adapters import Residents
 
 PRIOR_S = 1.0  # prefill seconds that the replica's own guess of its speed is worth
 MEMORY_S = 40.0  # observed prefill seconds after which an old observation counts 1/e
 MEAN_SHARE = 0.05  # of the latest request in the mean prefill
 RECENT_S = 60.0  # decay of the tokens computed lately
+UNLIMITED = 1 << 30  # adapters, where a replica has not said for how many it has room
 DECODE_REQUEST_S = 20e-6  # what one decoding request adds to a step
 DECODE_TOKEN_S = 27e-9  # what each token of its context adds: KV read once a step
 
@@ -43,6 +46,8 @@ class Sent:
     new_tokens: int
     prompt_tokens: int
     sent_s: float
+    lora: str = ""  # LoRA adapter that it is for
+    loads_lora: bool = False  # first, which is in prefill_s, and teaches nothing of the speed
 
 
 @dataclass(slots=True)
@@ -65,10 +70,17 @@ class ReplicaLoad:
     recent_at_s: float = 0.0
     mean_prefill_s: float = 0.0  # of requests sent lately
     unheard_s: float = 0.0  # prefill waiting there that nobody told us of, guessed
+    loras: Residents = field(default_factory=lambda: Residents(UNLIMITED))  # as we know
+    loras_sent: tuple[list[str], list[str]] = field(
+        default_factory=lambda: ([], [])
+    )  # since the last report, and before
     peaks: tuple[int, int] = (0, 0)  # the most that waited, as we know: since last report, before
 
     def send(self, request_id: str, sent: Sent) -> None:
         self.waiting[request_id] = sent
+        if sent.lora:
+            self.loras.use(sent.lora)
+            self.loras_sent[0].append(sent.lora)
         self._find_head()
         self.waiting_s += sent.prefill_s
         self.pending_tokens += sent.new_tokens
@@ -76,6 +88,15 @@ class ReplicaLoad:
         self.recent_at_s = sent.sent_s
         self.mean_prefill_s += MEAN_SHARE * (sent.prefill_s - self.mean_prefill_s)
         self.peaks = (max(self.peaks[0], len(self.waiting)), self.peaks[1])
+
+    def report_loras(self, names: Iterable[str], capacity: int) -> None:
+        """The replica says which adapters it has loaded, as of some time since the last report but
+        one: those that were sent there since are taken for loaded as well."""
+        since, before = self.loras_sent
+        self.loras = Residents(capacity, names)
+        for name in (*before, *since):
+            self.loras.use(name)
+        self.loras_sent = ([], since)
 
     def report(self, waiting: int) -> None:
         """The replica says how many requests wait there, as of some time since the last report but
@@ -89,12 +110,8 @@ class ReplicaLoad:
         sent = self.waiting.get(request_id)
         if sent is None:
             return
-        keep = 1.0 - min(0.5, sent.prefill_s / MEMORY_S)
-        self.predicted_s = keep * self.predicted_s + sent.prefill_s
-        # Since the oldest one's turn, whichever first token comes first: those of one step arrive
-        # in any order, the other routers' later than one's own.
-        self.observed_s = keep * self.observed_s + (now_s - self.busy_since_s)
-        self.slowness = self.observed_s / self.predicted_s
+        if not sent.loads_lora:
+            self._learn(sent.prefill_s, now_s)
         self.last_first_token_s = now_s
         self._leave_waiting(request_id)
         self._count_decoding(request_id, sent.prompt_tokens)
@@ -120,6 +137,14 @@ class ReplicaLoad:
         """Seconds of prefill queued or running, less what the head has already had."""
         had_s = min(slowness * self.head_s, now_s - self.busy_since_s)
         return max(0.0, slowness * (self.waiting_s + self.unheard_s) - had_s)
+
+    def _learn(self, prefill_s: float, now_s: float) -> None:
+        keep = 1.0 - min(0.5, prefill_s / MEMORY_S)
+        self.predicted_s = keep * self.predicted_s + prefill_s
+        # Since the oldest one's turn, whichever first token comes first: those of one step arrive
+        # in any order, the other routers' later than one's own.
+        self.observed_s = keep * self.observed_s + (now_s - self.busy_since_s)
+        self.slowness = self.observed_s / self.predicted_s
 
     def _find_head(self) -> None:
         head = next(iter(self.waiting.values()))

@@ -58,6 +58,7 @@ class Parts:
         redis = connect(settings.redis_url)
         self.id = id_
         self.model = model
+        self.adapters = {adapter.name: adapter for adapter in settings.adapters}  # LoRA
         self._settings = settings
         self._prompts = prompts
         self._deployment = replicas.deployment_name
@@ -73,7 +74,12 @@ class Parts:
             block_size=block_size,
             rng=random.Random(),
             handshake=Handshake(
-                identify(prompts.model, revision=settings.revision, block_size=block_size)
+                identify(
+                    prompts.model,
+                    revision=settings.revision,
+                    block_size=block_size,
+                    adapters=settings.adapters,
+                )
             ),
             witness=Witnesses(*filter(None, heard)),
             ranking=RANKINGS[settings.policy](),
@@ -126,6 +132,14 @@ class Parts:
             self._run(self._announcer.run(), "announcer")
         await self.feed.loaded(within_s=LOADED_S)
 
+    def lora(self, asked: str | None) -> str | None:
+        """The LoRA adapter that a client asks for as `adapter` or `model:adapter`; empty: the model
+        itself, None: neither is served here."""
+        if asked in (None, self.model):
+            return ""
+        name = asked.removeprefix(f"{self.model}:")
+        return name if name in self.adapters else None
+
     def refused(self, error: Exception) -> None:
         """That is what a client got."""
         if self._metrics:
@@ -136,12 +150,13 @@ class Parts:
         block_size = self._settings.block_size
         return prefix.full_blocks(block_size) * block_size if prefix else 0
 
-    def count(self, generation: Generation, prefix: Prefix | None, *, is_salted: bool) -> None:
-        """A prompt has its first token: what it took from caches counts for its prefixes."""
+    def count(self, generation: Generation, prefix: Prefix | None, *, is_apart: bool) -> None:
+        """A prompt has its first token: what it took from caches counts for its prefixes. One that
+        shares nothing, by its salt or its adapter, makes no prefix hot."""
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)
             self.demand.count(prefix)
-        if not is_salted:
+        if not is_apart:
             chain, now_s = generation.placement.chain, time.monotonic()
             self.hot.see(generation.token_ids, chain, generation.cached_tokens, now_s)
 

@@ -36,6 +36,8 @@ class Sent(msgspec.Struct, tag="s", array_like=True):
     prompt_tokens: int
     known_prefix: bytes
     expected: bytes
+    lora: str = ""
+    loads_lora: bool = False
 
 
 class FirstToken(msgspec.Struct, tag="f", array_like=True):
@@ -77,6 +79,8 @@ class Loudspeaker(Witness):
                 dispatch.prompt_tokens,
                 pack(dispatch.known_prefix),
                 pack(dispatch.expected),
+                dispatch.lora,
+                dispatch.loads_lora,
             )
         )
 
@@ -192,4 +196,6 @@ def _dispatch(event: Sent) -> Dispatch:
         event.prompt_tokens,
         unpack(event.known_prefix),
         unpack(event.expected),
+        event.lora,
+        event.loads_lora,
     )

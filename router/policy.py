@@ -1,6 +1,8 @@
 """Where a request should run, as arithmetic: no clocks, no sockets, no Ray.
 
-    cost = W + alpha * (own + copy / (1 + forks)) + crowd + balance + turn + decode     in seconds
+    cost = W + alpha * (own + copy / (1 + forks) + lora) + crowd + balance + turn + decode
+
+in seconds, with
 
     W        prefill queued or running on the replica
     own      prefill of what no replica holds: it has to be done wherever the request goes
@@ -8,6 +10,7 @@
     forks    requests that left the prompt's longest known prefix before this one: a prefix that
              many leave from, like a system prompt, is worth a second copy; a chat's history, which
              only its own next turn leaves from, is not. Counts in an idle fleet alone
+    lora     loading the request's LoRA adapter, where it is not; the engine does nothing else then
     alpha    1 while a quarter of the fleet is idle; then the price of congestion: recomputing a
              prefix delays everybody behind it, so it rises with the lower quartile of the W
     crowd    what newcomers will wait for this request. They go to the emptier half of the fleet, so
@@ -53,6 +56,7 @@ class Candidate(NamedTuple):
     decode_step_s: float = 0.0  # time that the replica's decodes add to each step
     free_blocks: int = 0  # KV blocks that no running request holds
     unanswered: int = 0  # requests sent there and not yet answered
+    lora_s: float = 0.0  # to load the request's LoRA adapter there; 0: there is nothing to load
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,10 @@ def prices(candidates: Sequence[Candidate], forks: float) -> Prices:
 def cost_s(candidate: Candidate, prices: Prices) -> float:
     """The terms of the formula above, in its order."""
     backlog_s, own_s, copy_s = candidate.backlog_s, candidate.own_s, candidate.copy_s
-    total_s = backlog_s + prices.alpha * (own_s + prices.copy * copy_s)
+    lora_s = candidate.lora_s
+    total_s = backlog_s + prices.alpha * (own_s + prices.copy * copy_s + lora_s)
     if backlog_s < prices.crowded_s:
-        after_s = min(backlog_s + own_s + copy_s, prices.crowded_s)
+        after_s = min(backlog_s + own_s + copy_s + lora_s, prices.crowded_s)
         total_s += NEWCOMERS_PER_S * (after_s**2 - backlog_s**2) / 2.0
     total_s += BALANCE * own_s * min(2.0, candidate.recent_share - 1.0)
     if prices.branch:
@@ -102,6 +107,7 @@ class Terms(NamedTuple):
     waiting: float
     own: float
     copy: float
+    lora: float
     crowd: float
     balance: float
     turn: float
@@ -112,13 +118,14 @@ def terms_s(candidate: Candidate, prices: Prices) -> Terms:
     """For those who ask why. A decision, which asks 64 replicas at once, takes half the time to
     add them up on the way; tests/test_policy.py holds that the sum is the same."""
     backlog_s, own_s, copy_s = candidate.backlog_s, candidate.own_s, candidate.copy_s
-    after_s = min(backlog_s + own_s + copy_s, prices.crowded_s)
+    after_s = min(backlog_s + own_s + copy_s + candidate.lora_s, prices.crowded_s)
     is_joined = backlog_s < prices.crowded_s
     chunks = (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
     return Terms(
         waiting=backlog_s,
         own=prices.alpha * own_s,
         copy=prices.alpha * prices.copy * copy_s,
+        lora=prices.alpha * candidate.lora_s,
         crowd=NEWCOMERS_PER_S * (after_s**2 - backlog_s**2) / 2.0 if is_joined else 0.0,
         balance=BALANCE * own_s * min(2.0, candidate.recent_share - 1.0),
         turn=prices.branch * own_s * min(2.0, candidate.branch_share - 1.0),

@@ -14,6 +14,7 @@ REASONS = {
     "own": "{choice} computes what is new in the prompt {seconds} s sooner than {other}",
     "copy": "{choice} holds {hits} prompt tokens and {other} {other_hits}: to compute the "
     "difference again counts {seconds} s",
+    "lora": "{choice} has the LoRA adapter loaded, which counts {seconds} s",
     "crowd": "on {other}, newcomers would wait {seconds} s longer for this prompt",
     "balance": "{other} has computed more lately ({seconds} s)",
     "turn": "it is {choice}'s turn to begin a conversation ({seconds} s)",
@@ -33,6 +34,7 @@ def receipt(placement: Placement, *, policy: str, most: int | None = None) -> di
     terms = [terms_s(candidate, common) for candidate in listed] if common else []
     return {
         "policy": policy,
+        "lora": placement.lora or None,
         "prompt_tokens": placement.prompt_tokens,
         "block_size": placement.block_size,
         "reusable_blocks": len(placement.chain),

@@ -46,6 +46,7 @@ class Line(msgspec.Struct):
     outcome: str  # ok | cancelled | refused | failed: lost with its replica, perhaps sent again
     ledger: Ledger | None  # where the prompt's tokens came from; None as well without a token
     request_id: str  # the answer's x-request-id
+    lora: str | msgspec.UnsetType = msgspec.UNSET  # the adapter that was asked for
 
 
 class RequestLog(Witness):
@@ -103,6 +104,7 @@ class RequestLog(Witness):
             outcome=trip.outcome or "ok",
             ledger=trip.ledger(),
             request_id=trip.asked.request_id,
+            lora=placement.lora or msgspec.UNSET,
         )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:

@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from replica.adapters import Adapter, read_adapter
 from replica.model import BUILTIN_MODEL
 from replica.settings import ReplicaSettings
 from router.multi_task import Task, read_tasks
@@ -29,6 +30,7 @@ MODEL = "Model"
 CLUSTER = "Cluster"
 CACHE = "KV cache"
 PREFIXES = "Named prefixes"
+ADAPTERS = "LoRA adapters"
 SIMULATED = "Simulated engine (--engine simulated)"
 
 Positive = Field(ge=1)
@@ -38,6 +40,16 @@ NotNegative = Field(ge=0)
 def _absolute(path: Path | None) -> Path | None:
     """Routers run in folders of their own."""
     return path and path.absolute()
+
+
+def _listed(given: object) -> object:
+    """The environment has one string for all."""
+    return given.split(",") if isinstance(given, str) else given
+
+
+def _absolute_folders(adapters: list[str]) -> list[str]:
+    pairs = (each.partition("=") for each in adapters)
+    return [f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs]
 
 
 def _joined(names: object) -> object:
@@ -274,6 +286,27 @@ class ServeSettings(BaseSettings):
         Option(PREFIXES, "Pin hot prefixes that nobody named, for as long as they are hot."),
     ] = False
 
+    lora: Annotated[
+        list[str],
+        BeforeValidator(_listed),
+        AfterValidator(_absolute_folders),
+        Option(
+            ADAPTERS,
+            "Name of an adapter and its folder; once for each, or parted by commas.",
+            example="sql=adapters/sql",
+            default="none",
+            flags=("--lora", "--lora-modules"),
+        ),
+    ] = []
+    max_loras: Annotated[
+        int, Positive, Option(ADAPTERS, "Different adapters in one batch of a replica.")
+    ] = 4
+    max_cpu_loras: Annotated[
+        int,
+        Positive,
+        Option(ADAPTERS, "Adapters that a replica keeps in memory; never fewer than --max-loras."),
+    ] = 16
+
     simulated_prefill_tokens_per_s: Annotated[
         float, NotNegative, Option(SIMULATED, "Prompt tokens in a second; 0: no time at all.")
     ] = 20_000.0
@@ -301,13 +334,19 @@ class ServeSettings(BaseSettings):
     def each(self) -> "list[ServeSettings]":
         """The settings of each model alone. Raises SettingsError for one that cannot be served."""
         each = [self._own(f"models[{number}]", own) for number, own in enumerate(self._entries())]
+        if self.lora and len(each) > 1:
+            raise SettingsError(
+                f"--lora is {','.join(self.lora)!r}, and there are several models; say it of one "
+                'in --models, as "lora": ["NAME=PATH"]'
+            )
         numbers: dict[str, int] = {}
         for number, settings in enumerate(each):
-            if (first := numbers.setdefault(settings.name, number)) != number:
-                raise SettingsError(
-                    f"models[{first}] and models[{number}] are both served as {settings.name!r}; "
-                    "give each a served_model_name of its own"
-                )
+            for name in (settings.name, *(adapter.name for adapter in settings.adapters())):
+                if (first := numbers.setdefault(name, number)) != number:
+                    raise SettingsError(
+                        f"models[{first}] and models[{number}] are both served as {name!r}; "
+                        "give each a served_model_name of its own, or its adapter another name"
+                    )
         return each
 
     def decided(self, each: Sequence[Mapping[str, Any]]) -> "ServeSettings":
@@ -337,6 +376,7 @@ class ServeSettings(BaseSettings):
             raise SettingsError("\n".join(f"{entry}: {line}" for line in lines)) from None
         settings.tasks()
         settings.check_size()
+        settings.adapters()
         return settings
 
     def replica(self, *, beside: int = 0) -> ReplicaSettings:
@@ -349,6 +389,7 @@ class ServeSettings(BaseSettings):
             tensor_parallel_size=max(1, self.gpus_per_replica or 0),
             cores=max(1, (os.cpu_count() or 1) // (self.replicas + beside)),
             declared=tuple(task.task_id for task in self.tasks()),
+            adapters=self.adapters(),
         )
 
     def router(self) -> "RouterSettings":
@@ -356,6 +397,7 @@ class ServeSettings(BaseSettings):
         return RouterSettings(
             **self.model_dump(include=set(RouterSettings.model_fields)) | self._decided(),
             tasks=self.tasks(),
+            adapters=self.adapters(),
         )
 
     @property
@@ -388,6 +430,21 @@ class ServeSettings(BaseSettings):
         given = f"--multi-task-prompt is {str(file)!r}" if file else "--multi-task-prompt-str"
         raise SettingsError(f"{given}: {why}")
 
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters. Raises SettingsError when one cannot be used."""
+        adapters: dict[str, Adapter] = {}
+        for given in self.lora:
+            try:
+                adapter = read_adapter(given)
+            except ValueError as error:
+                raise SettingsError(f"--lora is {given!r}: {error}") from None
+            if adapter.name in (*adapters, self.name):
+                raise SettingsError(
+                    f"--lora is {given!r}, and the name {adapter.name!r} is taken; give it another"
+                )
+            adapters[adapter.name] = adapter
+        return tuple(adapters.values())
+
     def _decided(self) -> dict[str, Any]:
         if self.redis_url is None:
             raise SettingsError("redis_url is missing; give one, such as redis://127.0.0.1:6379")
@@ -401,7 +458,7 @@ class ServeSettings(BaseSettings):
 PER_MODEL = tuple(  # what one of several models may have of its own
     name
     for name, field in ServeSettings.model_fields.items()
-    if option(field).group in (MODEL, CACHE, PREFIXES, SIMULATED)
+    if option(field).group in (MODEL, CACHE, PREFIXES, ADAPTERS, SIMULATED)
     or name in ("replicas", "max_replicas", "gpus_per_replica", "max_num_seqs")
 )
 
@@ -424,6 +481,7 @@ class RouterSettings(BaseModel):
     hang_timeout_s: float = 5.0
     tasks: tuple[Task, ...] = ()  # prefixes to start with
     auto_pin: bool = False
+    adapters: tuple[Adapter, ...] = ()  # LoRA
 
 
 def load(given: Mapping[str, Any]) -> ServeSettings:

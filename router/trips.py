@@ -21,6 +21,7 @@ class Placement:
     prompt_tokens: int
     block_size: int
     forks: float = 0.0  # requests that left the known prefix before this one
+    lora: str = ""  # the LoRA adapter that it is for
     known_blocks: int = 0  # the most of the prompt that any replica has, or had once
 
     def at(self, replica_id: str) -> Candidate:
@@ -44,7 +45,7 @@ class Placement:
 
     def predicted_ttft_s(self, replica_id: str) -> float:
         there = self.at(replica_id)
-        return there.backlog_s + there.own_s + there.copy_s
+        return there.backlog_s + there.own_s + there.copy_s + there.lora_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class Dispatch:
     prompt_tokens: int
     known_prefix: tuple[Fingerprint, ...]  # the end of what some replica had of it; empty: nothing
     expected: tuple[Fingerprint, ...]  # blocks that it will put there
+    lora: str = ""  # LoRA adapter that it is for
+    loads_lora: bool = False  # first, as far as the router knows
 
 
 # How a trip ends. refused: the engine cannot run it, or nobody has room. failed: it was lost with

@@ -21,7 +21,7 @@ from replica.identity import Identity, identify
 from replica.kvindex.index import ReplicaRecord
 from replica.model import BUILTIN_MODEL, resolve
 from router.fleet import Fleet
-from router.handshake import Handshake, differences
+from router.handshake import WORDS, Handshake, differences
 from tests.conftest import async_openai_client
 from tests.serving import KVROUTE, start_cluster
 from tests.waiting import until
@@ -63,11 +63,18 @@ def test_a_replica_that_is_like_the_router_differs_in_nothing() -> None:
     assert differences(OURS, record("a").facts) == ""
 
 
-@pytest.mark.parametrize("fact", [field.name for field in dataclasses.fields(Identity)])
+@pytest.mark.parametrize("fact", WORDS)
 def test_a_difference_is_named_with_both_values(fact: str) -> None:
     reason = differences(OURS, record("a", **{fact: "other"}).facts)
     mine = getattr(OURS, fact) or "empty"
     assert reason == f"its {fact.replace('_', ' ')} is other, the router's {mine}"
+
+
+def test_another_adapter_under_one_name_is_a_difference_and_one_adapter_more_is_none() -> None:
+    ours = dataclasses.replace(OURS, adapters={"sql": "1111", "law": "2222"})
+    assert differences(ours, record("a", adapters={"sql": "1111", "poems": "3333"}).facts) == ""
+    reason = differences(ours, record("a", adapters={"sql": "4444"}).facts)
+    assert reason == "its LoRA adapter sql is 4444, the router's 1111"
 
 
 def test_what_an_older_replica_does_not_say_counts_as_equal() -> None:

@@ -108,6 +108,7 @@ candidates = st.lists(
         branch_share=st.floats(0, 64),
         decode_step_s=st.floats(0, 1),
         free_blocks=st.integers(0, 100_000),
+        lora_s=seconds,
     ),
     max_size=20,
 )
@@ -137,6 +138,6 @@ def test_a_longer_backlog_never_attracts_a_request_that_adds_nothing_to_it(
     fleet: list[Candidate], more_s: float
 ) -> None:
     common = prices(fleet, 0)
-    here = fleet[0]._replace(own_s=0.0, copy_s=0.0)
+    here = fleet[0]._replace(own_s=0.0, copy_s=0.0, lora_s=0.0)
     busier = here._replace(backlog_s=here.backlog_s + more_s)
     assert cost_s(busier, common) >= cost_s(here, common)

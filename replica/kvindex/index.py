@@ -223,7 +223,7 @@ class ReplicaRecord:
     incarnation: str  # new at every registration
     seq: int  # changes since the registration
     facts: Mapping[str, Any]  # what stays true while the incarnation lives
-    load: Mapping[str, int]  # running, waiting (requests), used_blocks
+    load: Mapping[str, Any]  # running, waiting (requests), used_blocks, loras (names), lora_load_s
     pins: Mapping[str, Warm] = field(default_factory=dict)  # by Prefix.name
 
 
@@ -290,7 +290,7 @@ class Index:
         *,
         replaces: bool = True,
         facts: Mapping[str, Any],
-        load: Mapping[str, int],
+        load: Mapping[str, Any],
         pins: Mapping[str, Warm] = NO_PINS,
         lease_s: float,
     ) -> Standing:
@@ -324,7 +324,7 @@ class Index:
         self,
         standing: Standing,
         *,
-        load: Mapping[str, int],
+        load: Mapping[str, Any],
         pins: Mapping[str, Warm] = NO_PINS,
         lease_s: float,
     ) -> None:

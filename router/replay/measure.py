@@ -99,7 +99,7 @@ class _Cluster:
                 await asyncio.sleep(STALE_S)
                 facts = await _facts(client, url)
             cards = (await client.get(f"{url}/v1/models")).raise_for_status().json()["data"]
-            card = _card(cards, model)
+            card = _card([each for each in cards if "parent" not in each], model)
             census = [each for each in facts["replicas"] if each["model"] == card["id"]]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise ClusterError(nobody_there(url, error)) from None

@@ -8,6 +8,8 @@ export const CAUSES = [
   ["surprise", "came from the cache, and were not expected there", "look at kvroute_index_age_seconds"],
   ["stale", "were expected, and did not come: evicted meanwhile, or the index was wrong", "more memory for the cache; look at kvroute_publisher_lag_seconds"],
   ["spilled", "were cached on a replica where the request did not go, mostly since it is busy", "more replicas"],
+  ["unpinned", "belong to the named prefix that the request goes on from, and were cached nowhere", "GET /v1/prefixes/ID says where it is warm; a larger --pin-share, or fewer prefixes"],
+  ["evicted", "were cached once, and are no more: evicted, cleared, or lost with their replica", "more memory for the cache, more replicas, or names for what must stay"],
   ["new", "were cached nowhere", "see whether prompts begin alike; more memory if they do"],
   ["apart", "were cached nowhere under the prompt's cache_salt; another one's were not looked for", "fewer salts, if that is allowed"],
   ["tail", "no block covers, or belong to the last token's block, which is always computed", "a smaller --block-size"],

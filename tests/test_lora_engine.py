@@ -1,0 +1,148 @@
+"""Requests under LoRA adapters: asked of the simulated engine and of vLLM with real adapters."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from replica.adapters import WEIGHTS_FILES, Adapter
+from replica.engines import start_engine
+from replica.events import BlockTable
+from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
+from replica.model import BUILTIN_MODEL
+from replica.protocol import GenerateRequest
+from replica.settings import ReplicaSettings
+from tests.adapters import write_adapter
+from tests.test_engine import BLOCK, GREEDY, Running, ids_of, prompt_of, request_of
+from tests.waiting import until
+
+NAMES = ("sql", "law", "poems")
+BROKEN = "broken"
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(240),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["simulated", "vllm"])
+async def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Running]:
+    """An engine that has memory for two of its adapters, and one in a batch."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate((*NAMES, BROKEN)):
+        write_adapter(folder / name, seed=seed)
+    (folder / BROKEN / WEIGHTS_FILES[0]).write_bytes(b"no weights")
+    settings = ReplicaSettings(
+        model=BUILTIN_MODEL,
+        served_model_name="m",
+        redis_url="",
+        engine=request.param,
+        max_model_len=1024,
+        kv_cache_memory_mb=64,
+        adapters=tuple(Adapter(name=name, path=str(folder / name)) for name in (*NAMES, BROKEN)),
+        max_loras=1,
+        max_cpu_loras=2,
+        simulated_prefill_tokens_per_s=0,
+        simulated_decode_ms=5,
+    )
+    engine = await start_engine(settings)
+    running = Running(engine, BlockTable(model="m", revision="", block_size=BLOCK))
+    pump = asyncio.create_task(running.pump())
+    yield running
+    pump.cancel()
+    await asyncio.gather(pump, return_exceptions=True)
+    await engine.close()
+    vars(running).clear()
+    del engine
+    gc.collect()
+
+
+def under(lora: str, prompt: list[int], namespace: str = "") -> GenerateRequest:
+    return replace(request_of(prompt, GREEDY, namespace), lora=lora)
+
+
+def chain_of(prompt: list[int], lora: str, namespace: str = "") -> set[Fingerprint]:
+    parent = root(model="m", block_size=BLOCK, lora=lora, namespace=namespace)
+    return set(fingerprints(np.array(prompt, np.uint32), block_size=BLOCK, parent=parent))
+
+
+async def cached_tokens(running: Running, request: GenerateRequest) -> int:
+    return (await running.run(request))[0].cached_tokens
+
+
+async def test_an_adapter_shares_blocks_with_itself_alone(running: Running) -> None:
+    prompt = prompt_of(200, seed=1)
+    for lora in ("", "sql", "law"):
+        assert await cached_tokens(running, under(lora, prompt)) == 0
+        assert await cached_tokens(running, under(lora, prompt)) == 192
+
+
+async def test_the_events_tell_an_adapters_fingerprints(running: Running) -> None:
+    prompt = prompt_of(200, seed=2)
+    await running.run(under("sql", prompt))
+    await until(lambda: chain_of(prompt, "sql") <= set(running.table.held()))
+    assert not chain_of(prompt, "") & set(running.table.held())
+
+
+async def test_a_salt_that_is_called_like_the_adapter_is_still_a_salt(running: Running) -> None:
+    prompt = prompt_of(200, seed=3)
+    await running.run(under("sql", prompt, namespace="sql"))
+    await until(lambda: chain_of(prompt, "sql", "sql") <= set(running.table.held()))
+    assert not chain_of(prompt, "sql") & set(running.table.held())
+
+
+async def test_adapters_answer_otherwise_than_the_model_and_each_other(running: Running) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("what it says comes from the prompt alone")
+    prompt = prompt_of(100, seed=4)
+    answers = [ids_of(await running.run(under(lora, prompt))) for lora in ("", "sql", "law")]
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert ids_of(await running.run(under("sql", prompt))) == answers[1]
+
+
+async def test_the_adapter_that_was_used_least_recently_makes_room(running: Running) -> None:
+    for lora in ("sql", "law", "sql", "poems"):
+        await running.run(under(lora, prompt_of(40, seed=5)))
+    load = running.engine.load()
+    assert set(load.loras) == {"sql", "poems"}
+    assert load.lora_load_s > 0
+
+
+async def test_more_adapters_at_once_than_one_batch_takes_are_all_answered(
+    running: Running,
+) -> None:
+    prompt = prompt_of(100, seed=6)
+    asked = (running.run(under(lora, prompt)) for lora in ("", *NAMES, *NAMES))
+    answers = await asyncio.gather(*asked)
+    assert {len(ids_of(answer)) for answer in answers} == {GREEDY.max_tokens}
+
+
+async def test_an_adapter_that_is_unknown_is_refused_by_name(running: Running) -> None:
+    with pytest.raises(ValueError, match=r"no LoRA adapter 'nobody'.*sql"):
+        await running.run(under("nobody", prompt_of(40, seed=7)))
+
+
+async def test_an_adapter_that_cannot_be_loaded_costs_its_own_requests_only(
+    running: Running,
+) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("it reads no weights")
+    with pytest.raises(ValueError, match=f"'{BROKEN}' cannot be loaded from .*{BROKEN}"):
+        await running.run(under(BROKEN, prompt_of(40, seed=8)))
+    await running.engine.check()
+    assert await cached_tokens(running, under("", prompt_of(40, seed=8))) == 0
+
+
+async def test_an_answer_goes_on_under_its_adapter(running: Running) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("what it says comes from the prompt alone")
+    request = under("law", prompt_of(100, seed=9))
+    said = ids_of(await running.run(request))
+    assert ids_of(await running.run(request.after(said[:3]))) == said[3:]
