@@ -9,7 +9,6 @@ import requests
 from openai import OpenAI
 
 from replica.model import BUILTIN_MODEL
-from router.ledger import CAUSES
 from tests.browser import CHROMIUM, Page, page
 from tests.serving import Cluster, start_cluster
 from tests.test_readme import README
@@ -128,8 +127,3 @@ def test_a_page_that_hears_nothing_says_so_and_goes_on_by_itself(
         for router in routers:
             router.resume()
     shown.wait_for(f"{state} === 'live'")
-
-
-def test_the_page_explains_every_cause_of_the_ledger() -> None:
-    source = (UI / "ledger.js").read_text()
-    assert tuple(re.findall(r'^  \["(\w+)"', source, flags=re.MULTILINE)) == CAUSES
