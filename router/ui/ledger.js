@@ -10,8 +10,8 @@ export const CAUSES = [
   ["spilled", "were cached on a replica where the request did not go, mostly since it is busy", "more replicas"],
   ["unpinned", "belong to the named prefix that the request goes on from, and were cached nowhere", "GET /v1/prefixes/ID says where it is warm; a larger --pin-share, or fewer prefixes"],
   ["evicted", "were cached once, and are no more: evicted, cleared, or lost with their replica", "more memory for the cache, more replicas, or names for what must stay"],
-  ["new", "were cached nowhere", "see whether prompts begin alike; more memory if they do"],
-  ["apart", "were cached nowhere under the prompt's cache_salt; another one's were not looked for", "fewer salts, if that is allowed"],
+  ["new", "were never cached, as far as the router remembers (the last 100,000 blocks that went)", "see whether prompts could begin alike"],
+  ["apart", "the same under the prompt's cache_salt; those of other salts were not looked for", "fewer salts, if that is allowed"],
   ["tail", "no block covers, or belong to the last token's block, which is always computed", "a smaller --block-size"],
 ];
 const LETTER = 9; // pixels in the bar
