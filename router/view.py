@@ -19,11 +19,10 @@ from replica.kvindex.index import Index, ReplicaRecord
 from router.feed import Feed
 from router.fleet import Fleet
 from router.hot_routes import HotRoutes
-from router.ledger import CAUSES
 from router.live import State
 from router.peers import Listener
 from router.receipts import receipt
-from router.recent import WINDOW_S, Decision, Recent, Sums
+from router.recent import Decision, Recent, Sums, summed
 from router.settings import RouterSettings
 from router.watch import Watch
 
@@ -70,7 +69,7 @@ class View:
         sums = self._recent.window.sums()
         state = {
             "router": encode(self._router()),
-            "ledger": encode(_ledger(list(sums.values()))),
+            "ledger": encode(summed(sums.values())),
             "prefixes": self._hot_prefixes(),
         }
         states = self._states(records)
@@ -179,12 +178,3 @@ class View:
             return
         known = {record.id for record in records}
         self._blocks = {id_: n for id_, n in self._blocks.items() if id_ in known} | counts
-
-
-def _ledger(sums: Sequence[Sums]) -> dict[str, Any]:
-    """The fleet's."""
-    return {
-        "window_s": WINDOW_S,
-        "requests": sum(each.requests for each in sums),
-        "tokens": {cause: sum(getattr(each.tokens, cause) for each in sums) for cause in CAUSES},
-    }

@@ -1,6 +1,7 @@
 """Each trouble of a fleet under mixed work has its own name in the ledger, and its own alert."""
 
 import asyncio
+import json
 import re
 import shutil
 import signal
@@ -27,7 +28,7 @@ from tests.clearing import cache_clearer
 from tests.conftest import async_openai_client, openai_client
 from tests.prometheus_server import CONFIG, Prometheus, prometheus
 from tests.scraping import ledger, wait_until
-from tests.serving import Cluster, start_cluster
+from tests.serving import Cluster, doctor, start_cluster
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -87,6 +88,11 @@ class Fleet:
             yield
         finally:
             process.send_signal(signal.SIGCONT)
+
+    def doctor_on_hits(self) -> str:
+        """What the doctor says of the last minutes' prompts."""
+        found = json.loads(doctor(self.cluster, "--json").stdout)
+        return " ".join(check["finding"] for check in found if check["name"] == "hits")
 
     def firing(self) -> set[str]:
         """Alerts whose condition holds, were it looked at over seconds instead of minutes."""
@@ -166,6 +172,7 @@ def test_a_cleared_cache_is_stale_until_the_routers_know_and_then_evicted(fleet:
     assert aware["evicted"] >= DOCUMENT_TOKENS * len(lost[1:])
     assert quiet.isdisjoint(alerts)
     wait_until(lambda: alerts <= fleet.firing())
+    assert "evicted" in fleet.doctor_on_hits()
 
 
 def test_an_overloaded_replica_spills_what_it_has_cached(fleet: Fleet) -> None:
@@ -176,3 +183,4 @@ def test_an_overloaded_replica_spills_what_it_has_cached(fleet: Fleet) -> None:
     assert all_at_once["spilled"] >= DOCUMENT_TOKENS
     assert "KvrouteHitsSpilled" not in quiet
     wait_until(lambda: "KvrouteHitsSpilled" in fleet.firing())
+    assert "spilled" in fleet.doctor_on_hits()

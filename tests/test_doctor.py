@@ -12,11 +12,12 @@ import httpx
 import pytest
 import redis
 
-from router.doctor import checks, clocks, ports
+from router.doctor import checks, clocks, ports, work
 from router.doctor.checks import Check
 from router.doctor.clocks import Offset
 from router.doctor.examination import examine
 from router.doctor.ports import Probe
+from router.ledger import CAUSES
 from router.ports import free_port
 from tests.redis_server import redis_server
 from tests.serving import Cluster, doctor, start_cluster
@@ -124,6 +125,41 @@ def test_a_replica_with_another_tokenizer_is_wrong() -> None:
     assert wrong.finding == "replica a: its tokenizer is another one"
 
 
+def of_hits(requests: int = 100, **tokens: int) -> list[Check]:
+    ledger = dict.fromkeys(CAUSES, 0) | tokens
+    return [*work.hits({"window_s": 300, "requests": requests, "tokens": ledger})]
+
+
+@pytest.mark.parametrize("cause", work.LIMITS)
+def test_a_cause_that_costs_many_hits_is_a_warning_with_its_share(cause: str) -> None:
+    (check,) = of_hits(hit=60, new=10, **{cause: 30})
+    assert (check.name, check.grade) == ("hits", "warning")
+    assert check.finding.startswith(f"{cause}: 30% of the prompts' tokens")
+    assert check.remedy
+
+
+def test_few_misses_are_told_largest_first_and_are_well() -> None:
+    (check,) = of_hits(hit=700, surprise=50, new=160, spilled=90)
+    assert check.grade == "ok"
+    assert check.finding == (
+        "75% of prompt tokens from a cache, new 16%, spilled 9%, of 1,000 in 5 minutes"
+    )
+
+
+def test_a_few_requests_say_nothing() -> None:
+    (check,) = of_hits(requests=3, stale=100)
+    assert check.grade == "ok"
+
+
+def test_one_replica_with_a_long_queue_is_named_and_a_full_fleet_is_said() -> None:
+    (one,) = work.load({"a": 30.0, "b": 0.5, "c": 0.0})
+    assert (one.grade, "replica a has 30 s" in one.finding) == ("warning", True)
+    (full,) = work.load({"a": 30.0, "b": 20.0, "c": 10.0})
+    assert (full.grade, "more replicas" in full.remedy) == ("warning", True)
+    (well,) = work.load({"a": 0.5, "b": 0.0})
+    assert well.grade == "ok"
+
+
 def test_another_version_of_the_command_is_a_warning() -> None:
     cluster = {"kvroute": "0.1.0", "ray": "2.60.0"}
     assert checks.versions(cluster, "0.1.0", ["10.0.0.1"]).grade == "ok"
@@ -228,7 +264,7 @@ def test_a_cluster_that_is_well_has_exit_code_0_and_nothing_to_do(cluster: Clust
     assert examined.returncode == 0
     names = {check.name for check in found}
     assert names >= {"cluster", "handshake", "serve", "redis", "leases", "haproxy", "versions"}
-    assert names >= {"ports", "clocks", "canary"}
+    assert names >= {"ports", "clocks", "canary", "hits", "load"}
     (canary,) = [check for check in found if check.name == "canary"]
     assert "answered by 2 replicas" in canary.finding
 

@@ -23,7 +23,7 @@ from replica.model import BUILTIN_MODEL, resolve
 from router.fleet import Fleet
 from router.handshake import WORDS, Handshake, differences
 from tests.conftest import async_openai_client
-from tests.serving import KVROUTE, start_cluster
+from tests.serving import KVROUTE, Cluster, doctor, start_cluster
 from tests.waiting import until
 
 BLOCK = 4
@@ -152,6 +152,10 @@ async def test_a_replica_that_read_another_template_is_degraded_until_it_is_rest
         assert reason.startswith("its template digest is ")
         assert f"{stranger} is DEGRADED" in kvroute("status", "--url", cluster.url)
 
+        (check,) = (each for each in examined(cluster) if each["name"] == "handshake")
+        assert (check["grade"], stranger in check["finding"]) == ("wrong", True)
+        assert "template digest" in check["finding"]
+
         answers = [await answered(cluster.url) for _ in range(2)]
         served = Counter(replica for replica, _ in answers[0] + answers[1])
         assert served[stranger] > 0, "it gets its share of the work"
@@ -162,6 +166,13 @@ async def test_a_replica_that_read_another_template_is_degraded_until_it_is_rest
         (pid,) = (each["pid"] for each in replicas(cluster.url) if each["id"] == stranger)
         os.kill(pid, signal.SIGKILL)
         await until(lambda: len(replicas(cluster.url)) == 2 and not degraded(), within_s=60)
+
+
+def examined(cluster: Cluster) -> list[dict[str, Any]]:
+    """What the doctor finds; something is wrong."""
+    found = doctor(cluster, "--json")
+    assert found.returncode == 1
+    return list(json.loads(found.stdout))
 
 
 def replicas(url: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from router.client import refusal
-from router.doctor import checks, clocks, ports
+from router.doctor import checks, clocks, ports, work
 from router.doctor.checks import Check
 from router.doctor.clocks import Offset
 
@@ -77,6 +77,8 @@ class _Examination:
         yield from checks.deployments(found["serve"]["deployments"])
         yield from checks.redis(found["redis"])
         yield from checks.leases(replicas["running"], replicas["leases_s"])
+        yield from work.hits(found["hits"])
+        yield from work.load(replicas["backlogs_s"])
         yield checks.haproxy(found["serve"])
         yield checks.versions(found["versions"], ours, found["nodes"])
         yield from self._processes(router, found["redis"])
