@@ -429,6 +429,7 @@ async def test_a_cluster_grows_under_load_with_its_prefixes_warm_and_shrinks_aft
     with start_cluster(*SERVE) as cluster:
         declare(cluster, "rules", RULES)
         (old,) = replicas(cluster)
+        await until(lambda: warm_on(cluster, "rules") == [old], within_s=30)
         answered_by, cached = set[str](), set[int]()
         async with async_openai_client(cluster.url) as client, asyncio.TaskGroup() as burst:
             for number in range(12):  # a second of prefill each
@@ -437,7 +438,7 @@ async def test_a_cluster_grows_under_load_with_its_prefixes_warm_and_shrinks_aft
                 replica, tokens = await complete(client, "Why?", prefix_id="rules")
                 answered_by.add(replica)
                 cached.add(tokens)
-        assert len(cached) == 1, "it was not warm before its first request"
+        assert len(cached) == 1, f"{cached}: it was not warm before its first request"
         assert min(cached) > 200
         await until(lambda: replicas(cluster) == [old], within_s=180)
         refused = scale(cluster, 2)
@@ -447,6 +448,12 @@ async def test_a_cluster_grows_under_load_with_its_prefixes_warm_and_shrinks_aft
 def declare(cluster: Cluster, id_: str, prompt: str) -> None:
     declared = {"id": id_, "prompt": prompt}
     httpx.post(f"{cluster.url}/v1/prefixes", json=declared, timeout=60).raise_for_status()
+
+
+def warm_on(cluster: Cluster, id_: str) -> list[str]:
+    """Ids of the replicas that have the prefix cached."""
+    found: list[str] = httpx.get(f"{cluster.url}/v1/prefixes/{id_}", timeout=30).json()["warm_on"]
+    return found
 
 
 async def complete(client: AsyncOpenAI, prompt: Any, **body: Any) -> tuple[str, int]:
