@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import requests
 
 from router.ports import free_port
-from tests.serving import Cluster
 
 CONFIG = Path(__file__).parent.parent / "deploy" / "prometheus" / "prometheus.yml"
 READY_S = 30.0
@@ -35,8 +34,13 @@ class Prometheus:
         return [float(series["value"][1]) for series in result]
 
 
+class Reachable(Protocol):
+    @property
+    def url(self) -> str: ...
+
+
 @contextmanager
-def prometheus(cluster: Cluster) -> Iterator[Prometheus]:
+def prometheus(cluster: Reachable) -> Iterator[Prometheus]:
     """It reads every second, which is all that differs from the configuration that we ship."""
     with TemporaryDirectory() as folder:
         config = Path(folder) / CONFIG.name

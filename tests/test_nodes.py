@@ -1,6 +1,7 @@
 """Nodes are lost, and cut off, while fifty clients listen: none of them notices."""
 
 import asyncio
+import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ from tests.audience import Audience
 from tests.conftest import async_openai_client
 from tests.hosts import Host
 from tests.nodes import GPUS, Nodes, ray_up
+from tests.prometheus_server import prometheus
 from tests.waiting import until
 from tests.workloads import ask, user
 
@@ -86,6 +88,20 @@ def test_replicas_run_on_both_workers(nodes: Nodes) -> None:
     assert set(nodes.index().values()) == {host.address for host in nodes.workers}
 
 
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
+async def test_prometheus_reads_from_every_process_on_every_node(nodes: Nodes) -> None:
+    with prometheus(nodes) as server:
+
+        def read() -> set[str]:
+            """Nodes with a process that tells its metrics; all that are known do."""
+            targets = server.get("targets", state="active")["activeTargets"]
+            found = [each["labels"] for each in targets if each["labels"]["job"] == "kvroute"]
+            is_whole = all(each["health"] == "up" for each in targets) and len(found) > REPLICAS
+            return {labels["node"] for labels in found} if is_whole else set()
+
+        await until(lambda: read() == {host.address for host in nodes.hosts}, within_s=60)
+
+
 async def test_a_node_that_is_cut_off_for_a_while_is_used_again(nodes: Nodes) -> None:
     victim = busiest(nodes)
     async with fifty_streams(nodes):
@@ -104,3 +120,15 @@ async def test_a_node_that_is_lost_is_done_without_until_it_is_back(nodes: Nodes
         nodes.network.boot(victim)
         await settle(nodes, REPLICAS)
     assert_hits_are_as_expected(nodes)
+
+
+async def test_ray_down_leaves_nothing_of_ray_on_any_node(nodes: Nodes) -> None:
+    """The last one: the cluster is gone."""
+    nodes.ray("down")
+    await until(lambda: not running(nodes), within_s=60)
+
+
+def running(nodes: Nodes) -> list[str]:
+    """Ray's own processes and its workers."""
+    names = [process.name() for host in nodes.hosts for process in host.processes()]
+    return [name for name in names if name.startswith(("ray", "gcs_server"))]
