@@ -3,6 +3,7 @@
 import importlib.metadata
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -175,6 +176,7 @@ def _prepare_environment(folder: Path) -> None:
         # When the routers change, a new HAProxy takes over, and the old one has so long for the
         # streams that it carries, those of other routers too.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("kvroute-haproxy")),
         # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),

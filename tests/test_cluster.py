@@ -1,8 +1,10 @@
 """A real cluster (Ray Serve, HAProxy, Redis) with simulated engines, as its clients see it."""
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from typing import Any
@@ -190,18 +192,35 @@ def test_status_prints_the_replicas(simulated_cluster: Cluster) -> None:
     assert all(replica["id"] in shown for replica in replicas)
 
 
-def test_a_client_that_disconnects_frees_its_slot(simulated_cluster: Cluster) -> None:
-    def running() -> int:
-        cluster = httpx.get(simulated_cluster.url + "/v1/cluster").json()
-        return sum(replica["running"] for replica in cluster["replicas"])
+def running(cluster: Cluster) -> int:
+    """Requests that engines work on."""
+    replicas = httpx.get(cluster.url + "/v1/cluster").json()["replicas"]
+    return sum(replica["running"] for replica in replicas)
 
+
+def test_a_client_that_disconnects_frees_its_slot(simulated_cluster: Cluster) -> None:
     body = {**CHAT, "max_tokens": 4000, "stream": True}
     url = simulated_cluster.url + "/v1/chat/completions"
     with httpx.stream("POST", url, json=body, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
-        until(lambda: running() == 1)
-    until(lambda: running() == 0, within_s=5)
+        until(lambda: running(simulated_cluster) == 1)
+    until(lambda: running(simulated_cluster) == 0, within_s=5)
+
+
+def test_so_does_one_that_waits_for_a_whole_answer(simulated_cluster: Cluster) -> None:
+    """Its body comes apart from its headers, as most clients send it."""
+    body = json.dumps({**CHAT, "max_tokens": 4000, "ignore_eos": True}).encode()
+    host, port = simulated_cluster.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: kvroute\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        )
+        time.sleep(0.05)
+        client.sendall(body)
+        until(lambda: running(simulated_cluster) == 1)
+    until(lambda: running(simulated_cluster) == 0, within_s=5)
 
 
 def test_a_route_says_where_a_prompt_would_go_and_it_goes_there(
