@@ -155,8 +155,9 @@ class Fleet:
         """Ranks the running replicas for this prompt; those that do not know its LoRA adapter are
         left out, while others do."""
         chain = self.chain(token_ids, namespace, lora)
-        knowing = [replica_id for replica_id in running if self._knows(replica_id, lora)]
-        return self.place_chain(chain, len(token_ids), knowing or running, now_s, lora)
+        if lora:
+            running = [id_ for id_ in running if self._knows(id_, lora)] or running
+        return self.place_chain(chain, len(token_ids), running, now_s, lora)
 
     def place_chain(
         self,
@@ -290,7 +291,7 @@ class Fleet:
     def _knows(self, replica_id: str, lora: str) -> bool:
         """Whether it can load the adapter, as far as it says what it can."""
         record = self._records.get(replica_id)
-        known = record.facts.get("adapters") if record and lora else None
+        known = record.facts.get("adapters") if record else None
         return known is None or lora in known
 
     def _load(self, replica_id: str) -> ReplicaLoad:
