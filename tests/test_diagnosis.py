@@ -176,7 +176,7 @@ def test_a_cleared_cache_is_stale_until_the_routers_know_and_then_evicted(fleet:
 
 
 def test_an_overloaded_replica_spills_what_it_has_cached(fleet: Fleet) -> None:
-    hot = max(by_replica(fleet, documents(24)).values(), key=len)
+    hot = max(by_replica(fleet, documents(48)).values(), key=len)  # a dozen, or more
     quiet = fleet.firing()
     with ThreadPoolExecutor(len(hot)) as pool:
         all_at_once = fleet.gained(lambda: list(pool.map(lambda d: fleet.ask(d, LONG_TOKENS), hot)))
