@@ -30,7 +30,7 @@ class Prometheus:
     """Answers queries about the last minutes before now."""
 
     def __init__(self, url: str, minutes: float) -> None:
-        self._client = httpx.Client(base_url=f"{url.rstrip('/')}/api/v1", timeout=60)
+        self._url = f"{url.rstrip('/')}/api/v1"
         self._end_s = time.time()
         self._range_s = round(60 * minutes)
 
@@ -49,7 +49,7 @@ class Prometheus:
         else:
             path, asked["end"] = "query_range", self._end_s
             asked |= {"start": self._end_s - self._range_s, "step": self._range_s / POINTS}
-        answer = self._client.get(path, params=asked).raise_for_status()
+        answer = httpx.get(f"{self._url}/{path}", params=asked, timeout=60).raise_for_status()
         result: list[dict[str, Any]] = answer.json()["data"]["result"]
         return result
 
