@@ -1,4 +1,4 @@
-"""Each trouble of a fleet under mixed work has its own name in the ledger, and its own alert."""
+"""Each trouble of a fleet under mixed work has its own name: in the ledger, and by the doctor."""
 
 import asyncio
 import json
@@ -177,10 +177,7 @@ def test_a_cleared_cache_is_stale_until_the_routers_know_and_then_evicted(fleet:
 
 def test_an_overloaded_replica_spills_what_it_has_cached(fleet: Fleet) -> None:
     hot = max(by_replica(fleet, documents(48)).values(), key=len)  # a dozen, or more
-    quiet = fleet.firing()
     with ThreadPoolExecutor(len(hot)) as pool:
         all_at_once = fleet.gained(lambda: list(pool.map(lambda d: fleet.ask(d, LONG_TOKENS), hot)))
     assert all_at_once["spilled"] >= DOCUMENT_TOKENS
-    assert "KvrouteHitsSpilled" not in quiet
-    wait_until(lambda: "KvrouteHitsSpilled" in fleet.firing())
     assert "spilled" in fleet.doctor_on_hits()
