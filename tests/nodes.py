@@ -22,7 +22,7 @@ from tests.hosts import HOME, Host, Network, network
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("router", "replica", "deploy")  # what a host needs of the checkout
 REPLICA_PROCESS = "ray::ServeRepli"  # Linux cuts names there
-GPUS = 2  # that each worker says it has; simulated engines need none
+GPUS = 2  # that a worker says it has; engines on CPUs need none
 START_S = 240.0
 OPTIONS = {"up": ("--no-config-cache",), "down": ()}
 
@@ -87,8 +87,11 @@ class Nodes:
 
 
 @contextmanager
-def ray_up(*, workers: int, args: Mapping[str, Any]) -> Iterator[Nodes]:
-    """The shipped application with these args, on a head and workers; all is gone afterwards."""
+def ray_up(*, workers: int, args: Mapping[str, Any], gpus: int = GPUS) -> Iterator[Nodes]:
+    """The shipped application with these args, on a head and workers; all is gone afterwards.
+
+    gpus: that each worker says it has; each replica takes one.
+    """
     resolve(BUILTIN_MODEL)
     environment = {
         "PYTHONPATH": f"{HOME}/kvroute",
@@ -97,7 +100,7 @@ def ray_up(*, workers: int, args: Mapping[str, Any]) -> Iterator[Nodes]:
     with network(environment) as made:
         hosts = [made.add(f"worker{number}") for number in range(workers)]
         nodes = Nodes(made, made.add("head"), tuple(hosts), made.folder / "cluster.yaml")
-        nodes.file.write_text(yaml.safe_dump(_cluster(nodes, _checkout(made.folder, args))))
+        nodes.file.write_text(yaml.safe_dump(_cluster(nodes, _checkout(made.folder, args), gpus)))
         nodes.ray("up")
         _wait_until_ready(nodes, args["replicas"])
         yield nodes
@@ -115,7 +118,7 @@ def _checkout(folder: Path, args: Mapping[str, Any]) -> Path:
     return checkout
 
 
-def _cluster(nodes: Nodes, checkout: Path) -> dict[str, Any]:
+def _cluster(nodes: Nodes, checkout: Path, gpus: int) -> dict[str, Any]:
     """The shipped file for these hosts, which have our packages already."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "on-premises.yaml").read_text())
     addresses = [host.address for host in nodes.workers]
@@ -125,7 +128,7 @@ def _cluster(nodes: Nodes, checkout: Path) -> dict[str, Any]:
     config["file_mounts"] = {"~/kvroute": str(checkout)}
     config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/kvroute/.venv"]
     (start,) = config["worker_start_ray_commands"]
-    config["worker_start_ray_commands"] = [f"{start} --num-gpus={GPUS}"]
+    config["worker_start_ray_commands"] = [f"{start} --num-gpus={gpus}"]
     return config
 
 

@@ -24,7 +24,7 @@ HEARD = 10  # when the node is lost
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     args = {"engine": "vllm", "replicas": 2, "block_size": 32, "kv_cache_memory_mb": 128}
-    with ray_up(workers=2, args=args | {"max_model_len": 2048}) as nodes:
+    with ray_up(workers=2, gpus=1, args=args | {"max_model_len": 2048}) as nodes:
         yield nodes
 
 
