@@ -87,11 +87,8 @@ class Nodes:
 
 
 @contextmanager
-def ray_up(*, workers: int, args: Mapping[str, Any], gpus: int = GPUS) -> Iterator[Nodes]:
-    """The shipped application with these args, on a head and workers; all is gone afterwards.
-
-    gpus: that each worker says it has; each replica takes one.
-    """
+def ray_up(*, workers: int, args: Mapping[str, Any]) -> Iterator[Nodes]:
+    """The shipped application with these args, on a head and workers; all is gone afterwards."""
     resolve(BUILTIN_MODEL)
     environment = {
         "PYTHONPATH": f"{HOME}/kvroute",
@@ -100,7 +97,7 @@ def ray_up(*, workers: int, args: Mapping[str, Any], gpus: int = GPUS) -> Iterat
     with network(environment) as made:
         hosts = [made.add(f"worker{number}") for number in range(workers)]
         nodes = Nodes(made, made.add("head"), tuple(hosts), made.folder / "cluster.yaml")
-        nodes.file.write_text(yaml.safe_dump(_cluster(nodes, _checkout(made.folder, args), gpus)))
+        nodes.file.write_text(yaml.safe_dump(_cluster(nodes, _checkout(made.folder, args))))
         nodes.ray("up")
         _wait_until_ready(nodes, args["replicas"])
         yield nodes
@@ -118,7 +115,7 @@ def _checkout(folder: Path, args: Mapping[str, Any]) -> Path:
     return checkout
 
 
-def _cluster(nodes: Nodes, checkout: Path, gpus: int) -> dict[str, Any]:
+def _cluster(nodes: Nodes, checkout: Path) -> dict[str, Any]:
     """The shipped file for these hosts, which have our packages already."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "on-premises.yaml").read_text())
     addresses = [host.address for host in nodes.workers]
@@ -128,7 +125,7 @@ def _cluster(nodes: Nodes, checkout: Path, gpus: int) -> dict[str, Any]:
     config["file_mounts"] = {"~/kvroute": str(checkout)}
     config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/kvroute/.venv"]
     (start,) = config["worker_start_ray_commands"]
-    config["worker_start_ray_commands"] = [f"{start} --num-gpus={gpus}"]
+    config["worker_start_ray_commands"] = [f"{start} --num-gpus={GPUS}"]
     return config
 
 
