@@ -22,9 +22,8 @@ from tests.hosts import HOME, Host, Network, network
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("router", "replica", "deploy")  # what a host needs of the checkout
 REPLICA_PROCESS = "ray::ServeRepli"  # Linux cuts names there
-GPUS = 2  # that a worker says it has; engines on CPUs need none
+GPUS = 2  # that each worker says it has; simulated engines need none
 START_S = 240.0
-OPTIONS = {"up": ("--no-config-cache",), "down": ()}
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class Nodes:
     network: Network
     head: Host
     workers: tuple[Host, ...]
-    file: Path  # that `ray up` was given
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -73,15 +71,6 @@ class Nodes:
         """What the index, Serve and the hosts themselves say about replicas."""
         return self.index(), self.serving(), self.processes()
 
-    def ray(self, verb: str) -> None:
-        """`ray up` or `ray down`. Fails with what it has printed."""
-        command = [f"{sys.prefix}/bin/ray", verb, "--yes", *OPTIONS[verb], str(self.file)]
-        env = {**os.environ, "RAY_TMPDIR": str(self.network.folder)}  # where it keeps its notes
-        with (self.network.folder / f"ray-{verb}.log").open("w+") as log:
-            done = subprocess.run(command, env=env, stdout=log, stderr=log, timeout=START_S)
-            log.seek(0)
-            assert done.returncode == 0, log.read()[-4000:]
-
     def worker(self, address: str) -> Host:
         return next(host for host in self.workers if host.address == address)
 
@@ -95,10 +84,15 @@ def ray_up(*, workers: int, args: Mapping[str, Any]) -> Iterator[Nodes]:
         "XDG_CACHE_HOME": str(folder().parent.parent),  # the model, made once for all hosts
     }
     with network(environment) as made:
-        hosts = [made.add(f"worker{number}") for number in range(workers)]
-        nodes = Nodes(made, made.add("head"), tuple(hosts), made.folder / "cluster.yaml")
-        nodes.file.write_text(yaml.safe_dump(_cluster(nodes, _checkout(made.folder, args))))
-        nodes.ray("up")
+        nodes = Nodes(made, made.add("head"), tuple(made.add(f"worker{n}") for n in range(workers)))
+        file = made.folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump(_cluster(nodes, _checkout(made.folder, args))))
+        with (made.folder / "ray-up.log").open("w+") as log:
+            command = [f"{sys.prefix}/bin/ray", "up", "--yes", "--no-config-cache", str(file)]
+            env = {**os.environ, "RAY_TMPDIR": str(made.folder)}  # where it keeps its notes
+            done = subprocess.run(command, env=env, stdout=log, stderr=log, timeout=START_S)
+            log.seek(0)
+            assert done.returncode == 0, log.read()[-4000:]
         _wait_until_ready(nodes, args["replicas"])
         yield nodes
 

@@ -120,15 +120,3 @@ async def test_a_node_that_is_lost_is_done_without_until_it_is_back(nodes: Nodes
         nodes.network.boot(victim)
         await settle(nodes, REPLICAS)
     assert_hits_are_as_expected(nodes)
-
-
-async def test_ray_down_leaves_nothing_of_ray_on_any_node(nodes: Nodes) -> None:
-    """The last one: the cluster is gone. Ray stops the head; the workers end for want of it."""
-    nodes.ray("down")
-    await until(lambda: not running(nodes), within_s=180)
-
-
-def running(nodes: Nodes) -> list[str]:
-    """Ray's own processes and its workers."""
-    names = [process.name() for host in nodes.hosts for process in host.processes()]
-    return [name for name in names if name.startswith(("ray", "gcs_server"))]
