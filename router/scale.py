@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.progress import Progress
-from router.ray_cluster import APPLICATION, deployment, plain
+from router.ray_cluster import APPLICATION, deployment, last_line
 
 POLL_S = 0.2
 
@@ -76,7 +76,7 @@ def describe(deployed: Deployed) -> str:
     if finishing := deployed.states.get("STOPPING", 0):
         line += f", {finishing} taken away: finishing what they run, for --drain-timeout-s at most"
     if deployed.message:
-        line += f"; {plain(deployed.message).strip().splitlines()[-1]}"
+        line += f"; {last_line(deployed.message)}"
     return line
 
 

@@ -90,6 +90,13 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
         simulated_prefill_tokens_per_s=0,
         simulated_decode_ms=5,
     )
+    async with started(settings) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def started(settings: ReplicaSettings) -> AsyncIterator[Running]:
+    """An engine and what is heard of its cache; closed when the block ends."""
     engine = await start_engine(settings)
     running = Running(engine, BlockTable(model="m", revision="", block_size=BLOCK))
     pump = asyncio.create_task(running.pump())

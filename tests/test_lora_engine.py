@@ -1,7 +1,6 @@
 """Requests under LoRA adapters: asked of the simulated engine and of vLLM with real adapters."""
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -10,14 +9,12 @@ import pytest
 import pytest_asyncio
 
 from replica.adapters import WEIGHTS_FILES, Adapter
-from replica.engines import start_engine
-from replica.events import BlockTable
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
 from replica.model import BUILTIN_MODEL
 from replica.protocol import GenerateRequest
 from replica.settings import ReplicaSettings
 from tests.adapters import write_adapter
-from tests.test_engine import BLOCK, GREEDY, Running, ids_of, prompt_of, request_of
+from tests.test_engine import BLOCK, GREEDY, Running, ids_of, prompt_of, request_of, started
 from tests.waiting import until
 
 NAMES = ("sql", "law", "poems")
@@ -52,16 +49,8 @@ async def running(
         simulated_prefill_tokens_per_s=0,
         simulated_decode_ms=5,
     )
-    engine = await start_engine(settings)
-    running = Running(engine, BlockTable(model="m", revision="", block_size=BLOCK))
-    pump = asyncio.create_task(running.pump())
-    yield running
-    pump.cancel()
-    await asyncio.gather(pump, return_exceptions=True)
-    await engine.close()
-    vars(running).clear()
-    del engine
-    gc.collect()
+    async with started(settings) as running:
+        yield running
 
 
 def under(lora: str, prompt: list[int], namespace: str = "") -> GenerateRequest:
