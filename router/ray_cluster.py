@@ -177,9 +177,12 @@ def _prepare_environment(folder: Path) -> None:
         # streams that it carries, those of other routers too.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("kvroute-haproxy")),
-        # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel.
+        # HAProxy's ports and files have fixed defaults, over which two clusters would quarrel; the
+        # proxies behind it would even share theirs, and answer for each other.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),

@@ -271,6 +271,19 @@ def test_without_prefix_caching_nothing_is_cached() -> None:
     assert (replica["block_size"], replica["blocks"]) == (64, 0)
 
 
+def test_two_clusters_on_one_computer_share_no_port(simulated_cluster: Cluster) -> None:
+    """Linux would let them, and give requests now to the one and now to the other."""
+    with start_cluster("--engine", "simulated", "--replicas", "1") as other:
+        assert listening(other).isdisjoint(listening(simulated_cluster))
+
+
+def listening(cluster: Cluster) -> set[int]:
+    connections = [each for process in cluster.processes() for each in process.net_connections()]
+    ports = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    assert int(cluster.url.split(":")[-1]) in ports
+    return ports
+
+
 def test_a_killed_replica_is_left_out_and_replaced() -> None:
     with (
         start_cluster("--engine", "simulated", "--simulated-decode-ms", "1") as cluster,

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -170,7 +171,8 @@ async def test_a_request_under_which_every_replica_dies_ends(life: int) -> None:
 async def test_no_load_is_left_where_a_replica_was_lost() -> None:
     client = Client(5, 0, IMMORTAL)
     await client.ask()
-    candidates = client.fleet.place_chain([], 1, client.replicas.ids(), now_s=0).ranking
+    ids = client.replicas.ids()
+    candidates = client.fleet.place_chain([], 1, ids, now_s=time.monotonic()).ranking
     assert [(each.backlog_s, each.decode_step_s) for each in candidates] == [(0, 0)] * 3
 
 
