@@ -23,6 +23,7 @@ main() {
     local role=$1
     shift
     ulimit -S -n 65536 2>/dev/null || true # not where the machine allows fewer files
+    put_on_path
     ray stop
     "$role" "$@"
 }
@@ -41,6 +42,12 @@ head() {
 worker() {
     export KVROUTE_REDIS_URL=${KVROUTE_REDIS_URL:-redis://$RAY_HEAD_IP:$redis_port}
     ray start --address="$RAY_HEAD_IP:$ray_port" "$@"
+}
+
+# `ray down`, `ray exec` and `ray attach` want ray, and people kvroute, where they log in.
+put_on_path() {
+    local line="export PATH=\$PATH:$PWD/.venv/bin # for kvroute"
+    grep --quiet --no-messages --line-regexp --fixed-strings "$line" ~/.bashrc || echo "$line" >>~/.bashrc
 }
 
 # It has no password and no copy elsewhere: whoever reaches the port can mislead the routing, and

@@ -33,6 +33,8 @@ chmod 1777 "$files/tmp"
 touch "$files/$HOME/.bashrc"
 sed "s#^\\(root:.*\\):[^:]*:\\([^:]*\\)\\$#\\1:$HOME:\\2#" /etc/passwd >"$files/passwd"
 mount --bind "$files/passwd" /etc/passwd
+printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$name" >"$files/hosts"
+mount --bind "$files/hosts" /etc/hosts
 mount --bind "$files/run" /run
 mount -t tmpfs tmpfs /dev/shm
 case $kept in /tmp/*) mkdir -p "$files$kept"; mount --bind "$kept" "$files$kept" ;; esac

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 SHIPPED = ("router", "replica", "deploy")  # what a host needs of the checkout
 REPLICA_PROCESS = "ray::ServeRepli"  # Linux cuts names there
 GPUS = 2  # that each worker says it has; simulated engines need none
-START_S = 240.0
+START_S = 480.0
+OPTIONS = {"up": ("--yes", "--no-config-cache"), "down": ("--yes",), "exec": ()}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Nodes:
     network: Network
     head: Host
     workers: tuple[Host, ...]
+    file: Path  # that `ray up` was given
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -71,28 +73,37 @@ class Nodes:
         """What the index, Serve and the hosts themselves say about replicas."""
         return self.index(), self.serving(), self.processes()
 
+    def ray(self, verb: str, *words: str) -> str:
+        """What `ray up`, `ray down` or `ray exec` prints. Fails with it."""
+        command = [f"{sys.prefix}/bin/ray", verb, *OPTIONS[verb], str(self.file), *words]
+        env = {**os.environ, "RAY_TMPDIR": str(self.network.folder)}  # where it keeps its notes
+        with (self.network.folder / f"ray-{verb}.log").open("w+") as log:
+            done = subprocess.run(command, env=env, stdout=log, stderr=log, timeout=START_S)
+            log.seek(0)
+            said = log.read()
+        assert done.returncode == 0, said[-4000:]
+        return said
+
     def worker(self, address: str) -> Host:
         return next(host for host in self.workers if host.address == address)
 
 
 @contextmanager
-def ray_up(*, workers: int, args: Mapping[str, Any]) -> Iterator[Nodes]:
-    """The shipped application with these args, on a head and workers; all is gone afterwards."""
+def ray_up(*, workers: int, args: Mapping[str, Any], gpus: int = GPUS) -> Iterator[Nodes]:
+    """The shipped application with these args, on a head and workers; all is gone afterwards.
+
+    gpus: that each worker says it has; each replica takes one.
+    """
     resolve(BUILTIN_MODEL)
     environment = {
         "PYTHONPATH": f"{HOME}/kvroute",
         "XDG_CACHE_HOME": str(folder().parent.parent),  # the model, made once for all hosts
     }
     with network(environment) as made:
-        nodes = Nodes(made, made.add("head"), tuple(made.add(f"worker{n}") for n in range(workers)))
-        file = made.folder / "cluster.yaml"
-        file.write_text(yaml.safe_dump(_cluster(nodes, _checkout(made.folder, args))))
-        with (made.folder / "ray-up.log").open("w+") as log:
-            command = [f"{sys.prefix}/bin/ray", "up", "--yes", "--no-config-cache", str(file)]
-            env = {**os.environ, "RAY_TMPDIR": str(made.folder)}  # where it keeps its notes
-            done = subprocess.run(command, env=env, stdout=log, stderr=log, timeout=START_S)
-            log.seek(0)
-            assert done.returncode == 0, log.read()[-4000:]
+        hosts = [made.add(f"worker{number}") for number in range(workers)]
+        nodes = Nodes(made, made.add("head"), tuple(hosts), made.folder / "cluster.yaml")
+        nodes.file.write_text(yaml.safe_dump(_cluster(nodes, _checkout(made.folder, args), gpus)))
+        nodes.ray("up")
         _wait_until_ready(nodes, args["replicas"])
         yield nodes
 
@@ -109,7 +120,7 @@ def _checkout(folder: Path, args: Mapping[str, Any]) -> Path:
     return checkout
 
 
-def _cluster(nodes: Nodes, checkout: Path) -> dict[str, Any]:
+def _cluster(nodes: Nodes, checkout: Path, gpus: int) -> dict[str, Any]:
     """The shipped file for these hosts, which have our packages already."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "on-premises.yaml").read_text())
     addresses = [host.address for host in nodes.workers]
@@ -119,7 +130,7 @@ def _cluster(nodes: Nodes, checkout: Path) -> dict[str, Any]:
     config["file_mounts"] = {"~/kvroute": str(checkout)}
     config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/kvroute/.venv"]
     (start,) = config["worker_start_ray_commands"]
-    config["worker_start_ray_commands"] = [f"{start} --num-gpus={GPUS}"]
+    config["worker_start_ray_commands"] = [f"{start} --num-gpus={gpus}"]
     return config
 
 

@@ -88,6 +88,11 @@ def test_replicas_run_on_both_workers(nodes: Nodes) -> None:
     assert set(nodes.index().values()) == {host.address for host in nodes.workers}
 
 
+def test_ray_exec_finds_our_command_on_the_head(nodes: Nodes) -> None:
+    said = nodes.ray("exec", "kvroute status")
+    assert all(replica in said for replica in nodes.index())
+
+
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
 async def test_prometheus_reads_from_every_process_on_every_node(nodes: Nodes) -> None:
     with prometheus(nodes) as server:
@@ -120,3 +125,16 @@ async def test_a_node_that_is_lost_is_done_without_until_it_is_back(nodes: Nodes
         nodes.network.boot(victim)
         await settle(nodes, REPLICAS)
     assert_hits_are_as_expected(nodes)
+
+
+async def test_ray_down_ends_the_head_at_once_and_its_workers_soon_after(nodes: Nodes) -> None:
+    """The last one: the cluster is gone."""
+    nodes.ray("down")
+    await until(lambda: not rays(nodes.head), within_s=20)
+    await until(lambda: not nodes.processes(), within_s=120)
+
+
+def rays(host: Host) -> list[str]:
+    """Ray's own processes there, and its workers."""
+    names = [process.name() for process in host.processes()]
+    return [name for name in names if name.startswith(("ray", "gcs_server"))]
