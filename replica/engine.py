@@ -209,6 +209,7 @@ def engine_args(
         block_size=settings.block_size,
         tensor_parallel_size=settings.tensor_parallel_size,
         enable_prefix_caching=settings.prefix_caching,
+        stream_interval=settings.stream_interval,
         scheduler_cls=f"replica.scheduler.{scheduler}",
         kv_events_config=KVEventsConfig(
             enable_kv_cache_events=settings.prefix_caching,
@@ -279,6 +280,7 @@ def _continue(
     detokenizer.update(said, stop_terminated=False)
     detokenizer.get_next_output_text(finished=False, delta=True)
     state.detokenizer = detokenizer
+    state.sent_tokens_offset = answered
     if state.logprobs_processor.logprobs is not None:
         context = said[-CONTEXT_TOKENS:]
         state.logprobs_processor.logprobs += [{id_: Logprob(0.0)} for id_ in context]

@@ -36,6 +36,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
         decode_step_s=settings.simulated_decode_ms / 1000,
         decode_per_seq_s=0.0,
         max_running=settings.max_num_seqs or 256,
+        stream_interval=settings.stream_interval,
         prefix_caching=settings.prefix_caching,
         pin_share=settings.pin_share,
         adapters=frozenset(adapter.name for adapter in settings.adapters),

@@ -19,6 +19,7 @@ class ReplicaSettings(BaseModel):
     block_size: int = 32  # tokens
     max_model_len: int | None = None  # tokens; None: the model's own
     max_num_seqs: int | None = None  # requests in one batch; None: the engine's own
+    stream_interval: int = 1  # tokens in a chunk of an answer; its first token has one of its own
     pin_share: float = 0.3  # of the KV cache, that named prefixes may take for good
     declared: tuple[str, ...] = ()  # ids of named prefixes that are there from the start
     adapters: tuple[Adapter, ...] = ()  # LoRA

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from replica.adapters import LOAD_S, Residents
 from replica.blocks import BlockPool, Table
@@ -40,6 +40,7 @@ class SimulatedConfig:
     decode_per_seq_s: float = 0.00005  # what each decoding sequence adds to it
     max_running: int = 128  # sequences in the batch
     max_batched_tokens: int = 2048  # in one step
+    stream_interval: int = 1  # tokens in a chunk of an answer, after the first
     prefix_caching: bool = True
     pin_share: float = 0.3  # of the KV cache, that pins may take
     adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that it may load
@@ -71,6 +72,7 @@ class _Choice:
     text: StopText
     computed: int = 0  # leading tokens whose KV is there
     generated: int = 0  # tokens
+    unsent: list[Chunk] = field(default_factory=list)  # of a token each
 
     @property
     def lora(self) -> str:
@@ -388,7 +390,7 @@ class SimulatedEngine(Engine):
         choice.table.token_ids.append(token_id)
         choice.generated += 1
         text, finish_reason = self._text(choice, token_id)
-        job.chunks.put_nowait(
+        choice.unsent.append(
             Chunk(
                 index=choice.index,
                 text=text,
@@ -398,6 +400,10 @@ class SimulatedEngine(Engine):
                 finish_reason=finish_reason,
             )
         )
+        is_due = len(choice.unsent) == self.config.stream_interval
+        if is_due or choice.generated == 1 or finish_reason:
+            job.chunks.put_nowait(_joined(choice.unsent))
+            choice.unsent = []
         if choice.index == 0 and choice.generated == 1:
             self._queue_siblings(job)
         if finish_reason:
@@ -434,6 +440,16 @@ class SimulatedEngine(Engine):
         """The job's other choices are next; they find its prompt in the cache."""
         indexes = range(1, job.request.sampling.n)
         self._waiting.extendleft(self._choice(job, index) for index in reversed(indexes))
+
+
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """All that they say, as one."""
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(id_ for chunk in chunks for id_ in chunk.token_ids),
+        logprobs=tuple(each for chunk in chunks for each in chunk.logprobs),
+    )
 
 
 class _Pace:

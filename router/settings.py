@@ -169,6 +169,15 @@ class ServeSettings(BaseSettings):
         Positive,
         Option(CLUSTER, "Requests in one batch.", example="64", default="the engine's"),
     ] = None
+    stream_interval: Annotated[
+        int,
+        Positive,
+        Option(
+            CLUSTER,
+            "Tokens in one chunk of a streamed answer, after its first; a router's work for long "
+            "answers is by the chunk.",
+        ),
+    ] = 1
     max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Largest request body, in MB.")] = 16
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],

@@ -36,6 +36,7 @@ HEARD = 200  # requests of other routers
 REQUESTS = 400
 LONG_ANSWERS = 40
 LONG_TOKENS = 500
+STREAM_INTERVALS = (1, 4, 16)  # tokens in a chunk
 
 
 def growth() -> Section:
@@ -45,19 +46,26 @@ def growth() -> Section:
 
 def streaming() -> Section:
     """On a real cluster: what a request and a token of its answer cost the router's process."""
+    return Section(
+        "CPU time of a router's process, 20 streams at once",
+        [_streaming(interval) for interval in STREAM_INTERVALS],
+    )
+
+
+def _streaming(interval: int) -> Row:
     with start_cluster(
         *("--engine", "simulated", "--replicas", "1", "--simulated-prefill-tokens-per-s", "0"),
-        *("--simulated-decode-ms", "20"),
+        *("--simulated-decode-ms", "20", "--stream-interval", str(interval)),
     ) as cluster:
         short_s = asyncio.run(_router_cpu_s(cluster, REQUESTS, tokens=1, at_once=4))
         long_s = asyncio.run(_router_cpu_s(cluster, LONG_ANSWERS, LONG_TOKENS, at_once=20))
     request_s = short_s / REQUESTS
     token_s = (long_s - LONG_ANSWERS * request_s) / (LONG_ANSWERS * LONG_TOKENS)
-    row: Row = {
+    return {
+        "--stream-interval": interval,
         "ms a request of 500 tokens": 1000 * request_s,
         "us a token of the answer": 1e6 * token_s,
     }
-    return Section("CPU time of a router's process, 20 streams at once", [row])
 
 
 def _growth(replicas: int) -> Row:
