@@ -43,6 +43,7 @@ from router.schemas import (
 )
 from router.settings import RouterSettings
 from router.targets import targets
+from router.trips import Asked
 from router.ui_routes import PAGE, file, read_files
 
 log = logging.getLogger("kvroute.ingress")
@@ -427,10 +428,17 @@ class Router:
         prefix: Prefix | None,
     ) -> Response:
         parts: Parts = request.state.parts
-        lora = parts.lora(body.model) or ""
+        asked = Asked(
+            time.monotonic(),
+            request_id(request),
+            choices=body.n,
+            namespace=body.cache_salt,
+            lora=parts.lora(body.model) or "",
+            named_tokens=parts.named_tokens(prefix),
+        )
 
         def begun(generation: Generation) -> None:
-            parts.count(generation, prefix, is_apart=bool(body.cache_salt or lora))
+            parts.count(generation, prefix, is_apart=bool(asked.namespace or asked.lora))
 
         wants_receipt = request.headers.get(RECEIPT, "0") not in ("0", "")
         return await answer(
@@ -438,12 +446,10 @@ class Router:
             shape,
             body,
             prompts,
-            request_id=request_id(request),
+            asked,
             model=parts.model,
-            lora=lora,
             max_model_len=parts.max_model_len,
             begun=begun,
-            named_tokens=parts.named_tokens(prefix),
             receipt=self._receipt if wants_receipt else None,
         )
 
