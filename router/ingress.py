@@ -97,9 +97,12 @@ async def read_body(request: Request, *, limit_mb: int) -> bytes:
     return b"".join(parts)
 
 
-def _of(parts: Parts, shown: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, each with the model that it belongs to."""
-    return [{**each, "model": parts.model} for each in shown]
+def _together(
+    models: Iterable[Parts], answers: Iterable[Iterable[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The models' answers as one list, each entry with the model that it belongs to."""
+    pairs = zip(models, answers, strict=True)
+    return [{**entry, "model": parts.model} for parts, answer in pairs for entry in answer]
 
 
 def _adapter(adapter: Adapter, *, parent: str) -> dict[str, Any]:
@@ -117,7 +120,6 @@ async def _census(parts: Parts) -> list[dict[str, Any]]:
     return [
         {
             "id": record.id,
-            "model": parts.model,
             "pid": record.facts["pid"],
             "incarnation": record.incarnation,
             "node": record.facts["node"],
@@ -192,18 +194,18 @@ class Router:
         shown, is_new = await parts.prefix_routes.declare(
             declaration, max_model_len=parts.max_model_len
         )
-        return JSONResponse(_of(parts, [shown])[0], 201 if is_new else 200)
+        return JSONResponse({**shown, "model": parts.model}, 201 if is_new else 200)
 
     @http.get("/v1/prefixes")
     async def list_prefixes(self, model: str | None = None) -> Response:
         asked = self._models.values() if model is None else [self._parts(model)]
-        found = [each for parts in asked for each in _of(parts, await parts.prefix_routes.list())]
-        return JSONResponse({"object": "list", "data": found})
+        found = await asyncio.gather(*(parts.prefix_routes.list() for parts in asked))
+        return JSONResponse({"object": "list", "data": _together(asked, found)})
 
     @http.get("/v1/prefixes/{name:path}")
     async def get_prefix(self, name: str, model: str | None = None) -> Response:
         parts = self._parts(model)
-        return JSONResponse(_of(parts, [await parts.prefix_routes.get(name)])[0])
+        return JSONResponse({**await parts.prefix_routes.get(name), "model": parts.model})
 
     @http.delete("/v1/prefixes/{name:path}")
     async def drop_prefix(self, name: str, model: str | None = None) -> Response:
@@ -244,12 +246,13 @@ class Router:
     @http.get("/v1/cluster")
     async def cluster(self) -> Response:
         """The replicas in the index, or those last seen there while Redis is away or slow."""
-        replicas = await asyncio.gather(*(_census(parts) for parts in self._models.values()))
+        models = self._models.values()
+        replicas = await asyncio.gather(*(_census(parts) for parts in models))
         return JSONResponse(
             {
                 "model": next(iter(self._models)) if len(self._models) == 1 else None,
                 "ray_address": ray.get_runtime_context().gcs_address,
-                "replicas": list(chain.from_iterable(replicas)),
+                "replicas": _together(models, replicas),
             }
         )
 
@@ -283,16 +286,14 @@ class Router:
         except (RedisError, OSError) as error:
             message = f"Redis is away ({error}), so there is nothing to compare; try again later"
             raise ApiError(503, message, type="server_error") from error
-        replicas = list(chain.from_iterable(map(_of, models, audits)))
-        return JSONResponse({"router": self._id, "replicas": replicas})
+        return JSONResponse({"router": self._id, "replicas": _together(models, audits)})
 
     @http.post("/v1/cluster/canary")
     async def canary(self) -> Response:
         """A tiny request of our own to every replica, and whether its blocks were seen."""
         models = self._models.values()
         found = await asyncio.gather(*(parts.canaries.run() for parts in models))
-        replicas = list(chain.from_iterable(map(_of, models, found)))
-        return JSONResponse({"router": self._id, "replicas": replicas})
+        return JSONResponse({"router": self._id, "replicas": _together(models, found)})
 
     @http.get("/v1/cluster/diagnosis")
     async def diagnosis(self, request: Request) -> Response:
@@ -304,7 +305,7 @@ class Router:
     async def hot(self) -> Response:
         """The prefixes that saved most of late, as far as this router's own requests tell."""
         models = self._models.values()
-        found = [each for parts in models for each in _of(parts, parts.hot_routes.top())]
+        found = _together(models, [parts.hot_routes.top() for parts in models])
         found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
         return JSONResponse({"object": "list", "data": found})
 
