@@ -22,18 +22,18 @@ from router.audit import Audit, asking
 from router.auto_pin import AutoPin
 from router.baselines import RANKINGS
 from router.canary import Canaries, sending
+from router.declarations import Declarations
 from router.demand import Demand
 from router.dispatch import Dispatcher, Generation
 from router.feed import Feed
 from router.fleet import Fleet
 from router.handshake import Handshake
 from router.hot import HotPrefixes
-from router.hot_routes import HotRoutes
+from router.hottest import Hottest
 from router.joint import Joint
 from router.live import Live
 from router.metrics import RouterMetrics
 from router.peers import Listener, Loudspeaker
-from router.prefix_routes import PrefixRoutes
 from router.prefixes import Catalogue
 from router.prompt import Prompts
 from router.recent import Recent
@@ -59,7 +59,7 @@ class Parts:
         self.id = id_
         self.model = model
         self.adapters = {adapter.name: adapter for adapter in settings.adapters}  # LoRA
-        self._settings = settings
+        self.settings = settings
         self._prompts = prompts
         self._deployment = replicas.deployment_name
         self._loudspeaker = Loudspeaker(id_)
@@ -104,8 +104,8 @@ class Parts:
         self.catalogue = Catalogue(Prefixes(redis, model), self.fleet, block_size=block_size)
         self.demand = Demand(self.catalogue, self.fleet)
         self.hot = HotPrefixes(block_size=block_size)
-        self.hot_routes = HotRoutes(self.hot, self.fleet, self.catalogue, prompts)
-        self.prefix_routes = PrefixRoutes(
+        self.hottest = Hottest(self.hot, self.fleet, self.catalogue, prompts)
+        self.declarations = Declarations(
             self.catalogue, self.joint, self.index.records, block_size=block_size
         )
         self._listener = Listener(self.fleet, own=self.id)
@@ -115,7 +115,7 @@ class Parts:
 
     async def start(self) -> None:
         """Returns when the first request will be placed well, or after LOADED_S."""
-        settings = self._settings
+        settings = self.settings
         self._run(self.feed.run(), "feed")
         self._run(self._loudspeaker.run(self.index), "loudspeaker")
         self._run(self._listener.run(self.index), "listener")
@@ -147,7 +147,7 @@ class Parts:
 
     def named_tokens(self, prefix: Prefix | None) -> int:
         """Its tokens in whole blocks."""
-        block_size = self._settings.block_size
+        block_size = self.settings.block_size
         return prefix.full_blocks(block_size) * block_size if prefix else 0
 
     def count(self, generation: Generation, prefix: Prefix | None, *, is_apart: bool) -> None:
@@ -189,21 +189,21 @@ class Parts:
         self._tasks.append(asyncio.create_task(work, name=name))
 
     def _request_log(self) -> RequestLog | None:
-        folder = self._settings.request_log
+        folder = self.settings.request_log
         if folder is None:
             return None
         file = folder / f"{self.id}-{quote(self.model, safe='')}.jsonl"
-        return RequestLog(file, model=self.model, block_size=self._settings.block_size)
+        return RequestLog(file, model=self.model, block_size=self.settings.block_size)
 
     def _live(self) -> Live:
         view = View(
             self.recent,
-            self._settings,
+            self.settings,
             index=self.index,
             fleet=self.fleet,
             feed=self.feed,
             watch=self.watch,
-            hot=self.hot_routes,
+            hot=self.hottest,
             peers=self._listener,
         )
         return Live(view.look, draining)
