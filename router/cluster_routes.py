@@ -84,7 +84,7 @@ async def diagnosis(request: Request, models: Served) -> Response:
 @routes.get("/v1/cluster/hot")
 async def hot(models: Served) -> Response:
     """The prefixes that saved most of late, as far as this router's own requests tell."""
-    found = together(models.all, [parts.hottest.top() for parts in models.all])
+    found = together(models.all, [parts.prefixes.hottest.top() for parts in models.all])
     found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
     return JSONResponse({"object": "list", "data": found})
 

@@ -99,7 +99,7 @@ async def _chat(request: Request, models: Models, raw: bytes) -> Call:
     parts, prefix = await _meant(request, models, body)
     limit = parts.max_model_len
     with tracing.step("tokenise"):
-        prompt = await parts.joint.chat(body.messages, prefix, max_model_len=limit)
+        prompt = await parts.prefixes.joint.chat(body.messages, prefix, max_model_len=limit)
     return Call(parts, body, [prompt], prefix)
 
 
@@ -109,7 +109,7 @@ async def _completion(request: Request, models: Models, raw: bytes) -> Call:
     limit = parts.max_model_len
     with tracing.step("tokenise"):
         prompts = [
-            await parts.joint.completion(prompt, prefix, max_model_len=limit)
+            await parts.prefixes.joint.completion(prompt, prefix, max_model_len=limit)
             for prompt in body.prompts()
         ]
     return Call(parts, body, prompts, prefix)
@@ -122,7 +122,7 @@ async def _meant(
     has the model's parts."""
     request.state.parts = parts = models.named(body.model)
     named = body.prefix()
-    return parts, await parts.catalogue.named(*named) if named else None
+    return parts, await parts.prefixes.catalogue.named(*named) if named else None
 
 
 async def _answer(shape: type[Reply], request: Request, call: Call) -> Response:
@@ -133,11 +133,11 @@ async def _answer(shape: type[Reply], request: Request, call: Call) -> Response:
         choices=body.n,
         namespace=body.cache_salt,
         lora=call.lora,
-        named_tokens=parts.named_tokens(prefix),
+        named_tokens=parts.prefixes.named_tokens(prefix),
     )
 
     def begun(generation: Generation) -> None:
-        parts.count(generation, prefix, is_apart=bool(asked.namespace or asked.lora))
+        parts.prefixes.count(generation, prefix, is_apart=bool(asked.namespace or asked.lora))
 
     def told(generation: Generation) -> dict[str, Any]:
         return _receipt(generation, parts.settings.policy)
