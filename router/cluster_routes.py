@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 
-from router.errors import ApiError
+from router.errors import ApiError, needing_redis
 from router.models import Served, together
 from router.parts import Parts
 from router.targets import targets
@@ -56,11 +56,8 @@ async def cluster(models: Served) -> Response:
 @routes.get("/v1/cluster/audit")
 async def audit(models: Served) -> Response:
     """This router's mirror, Redis, the replicas and their engines, compared."""
-    try:
+    with needing_redis():
         audits = await asyncio.gather(*(parts.audit.run() for parts in models.all))
-    except (RedisError, OSError) as error:
-        message = f"Redis is away ({error}), so there is nothing to compare; try again later"
-        raise ApiError(503, message, type="server_error") from error
     replicas = together(models.all, audits)
     return JSONResponse({"router": models.router_id, "replicas": replicas})
 
@@ -92,10 +89,8 @@ async def hot(models: Served) -> Response:
 @routes.get("/v1/metrics/targets")
 async def metrics_targets(models: Served) -> Response:
     """All processes of the cluster; 503 without Redis, where Prometheus keeps those it has."""
-    try:
+    with needing_redis():
         found = await asyncio.gather(*(targets(parts.index, parts.model) for parts in models.all))
-    except (RedisError, OSError) as error:
-        raise ApiError(503, f"Redis is away ({error}); try again", type="server_error") from None
     return JSONResponse(list(chain.from_iterable(found)))
 
 

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from replica.kvindex.index import ReplicaRecord
 from replica.kvindex.prefixes import Prefix, is_same
-from router.errors import ApiError
+from router.errors import ApiError, needing_redis
 from router.joint import Joint
 from router.prefixes import Catalogue, is_warm, keepers
 from router.schemas import PrefixDeclaration
@@ -54,10 +54,8 @@ class Declarations:
             declaration.pinned,
             declaration.ttl_s and time.time() + declaration.ttl_s,
         )
-        try:
+        with needing_redis():
             return await self._declare(wanted)
-        except (RedisError, OSError) as error:
-            raise _away(error) from None
 
     async def list(self) -> list[dict[str, Any]]:
         """The latest version of each name, in the order of their declarations."""
@@ -75,11 +73,9 @@ class Declarations:
 
     async def drop(self, id_: str) -> dict[str, Any]:
         """No version of it is left. ApiError when there is none of that name."""
-        try:
+        with needing_redis():
             was_there = await self._catalogue.store.drop(id_)
             await self._catalogue.refresh()
-        except (RedisError, OSError) as error:
-            raise _away(error) from None
         if not was_there:
             raise self._catalogue.unknown("id", id_)
         return {"id": id_, "object": "prefix", "deleted": True}
@@ -185,11 +181,3 @@ class Declarations:
 def _is_pinned(prefix: Prefix, record: ReplicaRecord) -> bool:
     warm = record.pins.get(prefix.name)
     return warm is not None and warm.is_pinned
-
-
-def _away(error: Exception) -> ApiError:
-    return ApiError(
-        503,
-        f"Redis, where prefixes are declared, does not answer ({error}); try again",
-        type="server_error",
-    )

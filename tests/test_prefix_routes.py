@@ -200,7 +200,7 @@ async def test_without_redis_nothing_is_declared(catalogue: Catalogue, prompts: 
     routes = make_routes(catalogue, prompts)
     assert await routes.list() == []
     for attempt in (declare(routes, "law", 1), routes.drop("law")):
-        with pytest.raises(ApiError, match="does not answer") as refusal:
+        with pytest.raises(ApiError, match="Redis is away") as refusal:
             await attempt
         assert refusal.value.status == 503
 
