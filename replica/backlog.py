@@ -6,9 +6,9 @@ The caller passes the time, in seconds of any steady clock.
 import math
 from dataclasses import dataclass
 
+from replica.speed import Speed
+
 STEP_S = 0.02  # what a first token takes besides its prompt's prefill
-PRIOR_S = 1.0  # prefill seconds that the engine's own guess of its speed is worth
-MEMORY_S = 40.0  # observed prefill seconds after which an old observation counts 1/e
 MEAN_SHARE = 0.05  # of the latest request in the mean
 BUSY_S = 10.0  # over which the busy share is decayed
 
@@ -29,8 +29,7 @@ class Backlog:
     def __init__(self, prefill_tokens_per_s: float) -> None:
         self._tokens_per_s = prefill_tokens_per_s
         self._pending: dict[str, _Pending] = {}  # by request id, oldest first
-        self._predicted_s = PRIOR_S  # decayed sums over first tokens
-        self._observed_s = PRIOR_S
+        self._speed = Speed()
         self._mean_s = 0.0  # of one request's prefill, as predicted
         self._last_first_token_s = -math.inf
         self._busy_share = 0.0  # as of _looked_s
@@ -50,9 +49,7 @@ class Backlog:
         self._look(now_s)
         took_s = now_s - self._since_s()
         prefill_s = self._pending.pop(request_id).prefill_s
-        keep = 1.0 - min(0.5, prefill_s / MEMORY_S)
-        self._predicted_s = keep * self._predicted_s + prefill_s
-        self._observed_s = keep * self._observed_s + took_s
+        self._speed.learn(prefill_s, took_s)
         self._last_first_token_s = now_s
 
     def gone(self, request_id: str, now_s: float) -> None:
@@ -65,15 +62,15 @@ class Backlog:
         if not self._pending:
             return 0.0
         head_s, had_s = self._head().prefill_s, now_s - self._since_s()
-        slowness = self._observed_s / self._predicted_s
+        speed, slowness = self._speed, self._speed.slowness
         if had_s > slowness * head_s:  # overdue: it is at least as slow as if it came now
-            slowness = (self._observed_s + had_s) / (self._predicted_s + head_s)
+            slowness = (speed.observed_s + had_s) / (speed.predicted_s + head_s)
         queued_s = slowness * sum(each.prefill_s for each in self._pending.values())
         return max(0.0, queued_s - min(had_s, slowness * head_s))
 
     def service_s(self) -> float:
         """The mean time that a request keeps the others waiting."""
-        return self._mean_s * self._observed_s / self._predicted_s
+        return self._mean_s * self._speed.slowness
 
     def busy_share(self, now_s: float) -> float:
         """Of the last seconds, in which something was pending."""

@@ -200,7 +200,7 @@ def engine_args(
     if settings.adapters:
         optional["enable_lora"] = True
         optional["max_loras"] = settings.max_loras
-        optional["max_cpu_loras"] = max(settings.max_loras, settings.max_cpu_loras)
+        optional["max_cpu_loras"] = settings.kept_loras
         optional["max_lora_rank"] = room_for_rank(settings.adapters)
     scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
     return AsyncEngineArgs(
@@ -334,7 +334,7 @@ def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> Engine
             max_model_len=config.model_config.max_model_len,
         ),
         max_num_seqs=config.scheduler_config.max_num_seqs,
-        max_cpu_loras=max(settings.max_loras, settings.max_cpu_loras),
+        max_cpu_loras=settings.kept_loras,
         engine="vllm",
         **speed,
     )

@@ -41,7 +41,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
         pin_share=settings.pin_share,
         adapters=frozenset(adapter.name for adapter in settings.adapters),
         max_loras=settings.max_loras,
-        max_cpu_loras=settings.max_cpu_loras,
+        max_cpu_loras=settings.kept_loras,
     )
     return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
 

@@ -33,3 +33,8 @@ class ReplicaSettings(BaseModel):
     simulated_prefill_tokens_per_s: float = 20_000.0  # 0: no time at all
     simulated_decode_ms: float = 10.0  # one decode step
     simulated_blocks: int = 4096
+
+    @property
+    def kept_loras(self) -> int:
+        """LoRA adapters that an engine's memory is to have room for."""
+        return max(self.max_loras, self.max_cpu_loras)

@@ -45,7 +45,7 @@ class SimulatedConfig:
     pin_share: float = 0.3  # of the KV cache, that pins may take
     adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that it may load
     max_loras: int = 4  # of them in one batch
-    max_cpu_loras: int = 16  # in memory
+    max_cpu_loras: int = 16  # in memory, no fewer
     lora_load_s: float = LOAD_S  # what it takes to load one; no step is made meanwhile
     vocabulary: Sequence[int] = range(1000, 1512)  # token ids it may say; unused with a tokenizer
 
@@ -113,7 +113,7 @@ class SimulatedEngine(Engine):
                 max_model_len=config.max_model_len,
             ),
             max_num_seqs=config.max_running,
-            max_cpu_loras=max(config.max_loras, config.max_cpu_loras),
+            max_cpu_loras=config.max_cpu_loras,
             engine="simulated",
         )
         self._vocabulary = (

@@ -7,12 +7,13 @@ from contextlib import aclosing
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 
-from replica.protocol import TokenIds
+from replica.protocol import Sampling, TokenIds
 from router.dispatch import Dispatcher, Generation
 from router.errors import ApiError
 from router.merge import merge
 from router.responses import Reply
 from router.sampling import SamplingRequest
+from router.trips import Asked
 
 
 async def answer(
@@ -20,31 +21,26 @@ async def answer(
     shape: type[Reply],
     body: SamplingRequest,
     prompts: Sequence[TokenIds],
+    asked: Asked,
     *,
-    request_id: str,
     model: str,
     max_model_len: int,
     begun: Callable[[Generation], None],
-    named_tokens: int = 0,
-    lora: str = "",
     receipt: Callable[[Generation], object] | None = None,
 ) -> Response:
     """Generates for every prompt. ApiError when one cannot be: then none of them runs on.
 
-    lora: the adapter that answers; empty: the model as it is. begun: called with each generation
-    once it has its first token. named_tokens: of whole blocks, of the named prefix that every
-    prompt begins with. receipt: what to add to the answer for each of them.
+    begun: called with each generation once it has its first token. receipt: what to add to the
+    answer for each of them.
     """
-    rooms = [body.room(len(prompt), max_model_len) for prompt in prompts]
-    generations = await _begin(
-        dispatcher, body, list(zip(prompts, rooms, strict=True)), request_id, named_tokens, lora
-    )
+    samplings = [body.sampling(body.room(len(prompt), max_model_len)) for prompt in prompts]
+    generations = await _begin(dispatcher, zip(prompts, samplings, strict=True), asked)
     for generation in generations:
         begun(generation)
     reply = shape(
-        lora or model,
+        asked.lora or model,
         sum(map(len, prompts)),
-        request_id=request_id,
+        request_id=asked.request_id,
         prompts=len(prompts),
         n=body.n,
         logprobs=body.reported_logprobs() is not None,
@@ -65,26 +61,12 @@ async def answer(
 
 
 async def _begin(
-    dispatcher: Dispatcher,
-    body: SamplingRequest,
-    prompts: Iterable[tuple[TokenIds, int]],
-    request_id: str,
-    named_tokens: int,
-    lora: str,
+    dispatcher: Dispatcher, prompts: Iterable[tuple[TokenIds, Sampling]], asked: Asked
 ) -> list[Generation]:
     """All prompts of one call under way, or none of them."""
     tasks = [
-        asyncio.create_task(
-            dispatcher.begin(
-                prompt,
-                body.sampling(room),
-                body.cache_salt,
-                request_id,
-                named_tokens=named_tokens,
-                lora=lora,
-            )
-        )
-        for prompt, room in prompts
+        asyncio.create_task(dispatcher.begin(prompt, sampling, asked))
+        for prompt, sampling in prompts
     ]
     try:
         return await asyncio.gather(*tasks)

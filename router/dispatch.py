@@ -127,29 +127,10 @@ class Dispatcher:
         self._generate = handle.options(stream=True).generate
         self._fleet = fleet
 
-    async def begin(
-        self,
-        token_ids: TokenIds,
-        sampling: Sampling,
-        namespace: str,
-        request_id: str,
-        *,
-        named_tokens: int = 0,
-        lora: str = "",
-    ) -> Generation:
-        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
-
-        named_tokens: of whole blocks, of the named prefix that the prompt begins with.
-        """
-        dispatch = dispatch_id(request_id)
-        request = GenerateRequest(dispatch, token_ids, sampling, namespace, lora=lora)
-        asked = Asked(
-            time.monotonic(),
-            sampling.n,
-            bool(namespace),
-            named_tokens=named_tokens,
-            request_id=request_id,
-        )
+    async def begin(self, token_ids: TokenIds, sampling: Sampling, asked: Asked) -> Generation:
+        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
+        dispatch = dispatch_id(asked.request_id)
+        request = GenerateRequest(dispatch, token_ids, sampling, asked.namespace, lora=asked.lora)
         lost: list[str] = []
         return Generation(self, request, asked, await self.attempt(request, asked, lost), lost)
 

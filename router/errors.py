@@ -1,9 +1,12 @@
 """Errors a client sees, in OpenAI's shape."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
+from redis.exceptions import RedisError
 
 
 @dataclass(eq=False)
@@ -46,6 +49,21 @@ def unsupported(param: str, message: str) -> ApiError:
 
 def context_length_exceeded(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def redis_away(error: Exception, param: str | None = None) -> ApiError:
+    """A 503 for what only Redis knows."""
+    message = f"Redis is away ({error}); try again"
+    return ApiError(503, message, type="server_error", param=param)
+
+
+@contextmanager
+def needing_redis() -> Iterator[None]:
+    """The block raises ApiError when Redis is away."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise redis_away(error) from None
 
 
 def shown(value: object, limit: int = 80) -> str:

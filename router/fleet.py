@@ -98,12 +98,12 @@ class Fleet:
     def backlogs_s(self, replica_ids: Sequence[str], now_s: float) -> list[float]:
         """Seconds of prefill queued or running on each."""
         loads = [self._load(replica_id) for replica_id in replica_ids]
-        return [load.backlog_s(load.slowness, now_s) for load in loads]
+        return [load.backlog_s(load.speed.slowness, now_s) for load in loads]
 
     def prefill_s(self, replica_id: str, tokens: int) -> float:
         """Seconds to compute a prompt of so many tokens there, if it has nothing else to do."""
         load = self._load(replica_id)
-        return load.slowness * load.model.seconds(0, tokens)
+        return load.speed.slowness * load.model.seconds(0, tokens)
 
     def update(self, records: Iterable[ReplicaRecord], *, unleased: Iterable[str] = ()) -> None:
         """The replicas, with their loads of now. `unleased`: whose lease ran out not long ago."""
@@ -206,7 +206,7 @@ class Fleet:
         dispatch = Dispatch(
             request_id=request_id,
             replica_id=replica_id,
-            prefill_s=prefill_s + there.lora_s / load.slowness,
+            prefill_s=prefill_s + there.lora_s / load.speed.slowness,
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=placement.known_prefix[-1:],

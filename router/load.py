@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from replica.adapters import Residents
+from replica.speed import PRIOR_S, Speed
 
-PRIOR_S = 1.0  # prefill seconds that the replica's own guess of its speed is worth
-MEMORY_S = 40.0  # observed prefill seconds after which an old observation counts 1/e
 MEAN_SHARE = 0.05  # of the latest request in the mean prefill
 RECENT_S = 60.0  # decay of the tokens computed lately
 UNLIMITED = 1 << 30  # adapters, where a replica has not said for how many it has room
@@ -55,11 +54,9 @@ class ReplicaLoad:
     model: PrefillModel
     waiting: dict[str, Sent] = field(default_factory=dict)  # no first token yet, oldest first
     decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
-    predicted_s: float = PRIOR_S  # decayed sums over first tokens seen
-    observed_s: float = PRIOR_S
+    speed: Speed = field(default_factory=Speed)  # as the first tokens seen taught it
     last_first_token_s: float = -math.inf
     # What follows from the above, kept as requests come and go: every decision reads all replicas'.
-    slowness: float = 1.0  # seconds observed for each second predicted
     waiting_s: float = 0.0
     head_s: float = 0.0  # of the oldest waiting request's prefill
     busy_since_s: float = -math.inf  # when that can have begun; not before the last one's end
@@ -111,7 +108,9 @@ class ReplicaLoad:
         if sent is None:
             return
         if not sent.loads_lora:
-            self._learn(sent.prefill_s, now_s)
+            # Since the oldest one's turn, whichever first token comes first: those of one step
+            # arrive in any order, the other routers' later than one's own.
+            self.speed.learn(sent.prefill_s, now_s - self.busy_since_s)
         self.last_first_token_s = now_s
         self._leave_waiting(request_id)
         self._count_decoding(request_id, sent.prompt_tokens)
@@ -137,14 +136,6 @@ class ReplicaLoad:
         """Seconds of prefill queued or running, less what the head has already had."""
         had_s = min(slowness * self.head_s, now_s - self.busy_since_s)
         return max(0.0, slowness * (self.waiting_s + self.unheard_s) - had_s)
-
-    def _learn(self, prefill_s: float, now_s: float) -> None:
-        keep = 1.0 - min(0.5, prefill_s / MEMORY_S)
-        self.predicted_s = keep * self.predicted_s + prefill_s
-        # Since the oldest one's turn, whichever first token comes first: those of one step arrive
-        # in any order, the other routers' later than one's own.
-        self.observed_s = keep * self.observed_s + (now_s - self.busy_since_s)
-        self.slowness = self.observed_s / self.predicted_s
 
     def _find_head(self) -> None:
         head = next(iter(self.waiting.values()))
@@ -176,8 +167,8 @@ class ReplicaLoad:
 def newcomer(model: PrefillModel, fleet: Collection[ReplicaLoad]) -> ReplicaLoad:
     """A replica that nothing was sent to yet: as slow as the others proved, beside what it says of
     itself. It would get more than it can take, were it believed."""
-    slowness = _fleet_slowness(fleet) if fleet else 1.0
-    return ReplicaLoad(model, observed_s=slowness * PRIOR_S, slowness=slowness)
+    slowness = _fleet_slowness([load.speed for load in fleet]) if fleet else 1.0
+    return ReplicaLoad(model, speed=Speed(observed_s=slowness * PRIOR_S))
 
 
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
@@ -187,11 +178,12 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
     """
     if not loads:
         return []
-    own = [load.slowness for load in loads]
-    fleet = _fleet_slowness(loads)
+    speeds = [load.speed for load in loads]
+    own = [speed.slowness for speed in speeds]
+    fleet = _fleet_slowness(speeds)
     median = sorted(own)[len(own) // 2]
     return [(c + fleet) / 2 if abs(c - median) <= 0.25 * median else c for c in own]
 
 
-def _fleet_slowness(loads: Collection[ReplicaLoad]) -> float:
-    return sum([load.observed_s for load in loads]) / sum([load.predicted_s for load in loads])
+def _fleet_slowness(speeds: Sequence[Speed]) -> float:
+    return sum([speed.observed_s for speed in speeds]) / sum([s.predicted_s for s in speeds])

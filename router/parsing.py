@@ -1,10 +1,11 @@
-"""A request body becomes a model, or an ApiError that names the field and what to write there."""
+"""A request's body becomes a model, or an ApiError that names the field and what to write there."""
 
 from typing import TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from starlette.requests import Request
 
 from router.errors import ApiError, invalid, shown, unsupported
 
@@ -22,6 +23,28 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
+
+
+async def read_body(request: Request, *, limit_mb: int) -> bytes:
+    """The whole body. One that is too large is read to its end, so that the client, which listens
+    only after it has sent everything, gets to see why it was refused."""
+    limit = limit_mb << 20
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        else:
+            parts.clear()
+    if size > limit:
+        raise ApiError(
+            413,
+            f"the body has {size} bytes; the limit is {limit} ({limit_mb} MB). Send a shorter "
+            "prompt, or raise KVROUTE_MAX_BODY_MB",
+            code="request_too_large",
+        )
+    return b"".join(parts)
 
 
 def parse(model: type[Model], raw: bytes) -> Model:

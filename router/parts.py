@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -16,31 +15,25 @@ from replica.draining import draining
 from replica.exposition import Exposition, Process
 from replica.identity import identify
 from replica.kvindex.index import Index, connect
-from replica.kvindex.prefixes import Prefix, Prefixes
+from replica.kvindex.prefixes import Prefixes
 from router import routes, tracing
 from router.audit import Audit, asking
-from router.auto_pin import AutoPin
 from router.baselines import RANKINGS
 from router.canary import Canaries, sending
-from router.demand import Demand
-from router.dispatch import Dispatcher, Generation
+from router.dispatch import Dispatcher
 from router.feed import Feed
 from router.fleet import Fleet
 from router.handshake import Handshake
-from router.hot import HotPrefixes
-from router.hot_routes import HotRoutes
-from router.joint import Joint
 from router.live import Live
 from router.metrics import RouterMetrics
 from router.peers import Listener, Loudspeaker
-from router.prefix_routes import PrefixRoutes
-from router.prefixes import Catalogue
+from router.prefix_parts import PrefixParts
 from router.prompt import Prompts
 from router.recent import Recent
 from router.request_log import RequestLog
 from router.settings import RouterSettings
 from router.targets import Announcer
-from router.trips import Witnesses
+from router.trips import Witness, Witnesses
 from router.view import View
 from router.watch import Watch
 
@@ -54,12 +47,11 @@ class Parts:
     def __init__(
         self, id_: str, settings: RouterSettings, replicas: DeploymentHandle, prompts: Prompts
     ) -> None:
-        model, block_size = settings.served_model_name, settings.block_size
         redis = connect(settings.redis_url)
         self.id = id_
-        self.model = model
+        self.model = settings.served_model_name
         self.adapters = {adapter.name: adapter for adapter in settings.adapters}  # LoRA
-        self._settings = settings
+        self.settings = settings
         self._prompts = prompts
         self._deployment = replicas.deployment_name
         self._loudspeaker = Loudspeaker(id_)
@@ -68,23 +60,8 @@ class Parts:
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
         self.recent = Recent()
         heard = (self._loudspeaker, self._log, self._metrics, self.recent, tracing.dispatches())
-        self.fleet = Fleet(
-            model=model,
-            revision=settings.revision,
-            block_size=block_size,
-            rng=random.Random(),
-            handshake=Handshake(
-                identify(
-                    prompts.model,
-                    revision=settings.revision,
-                    block_size=block_size,
-                    adapters=settings.adapters,
-                )
-            ),
-            witness=Witnesses(*filter(None, heard)),
-            ranking=RANKINGS[settings.policy](),
-        )
-        self.index = Index(redis, model)
+        self.fleet = _fleet(settings, prompts, Witnesses(*filter(None, heard)))
+        self.index = Index(redis, self.model)
         self.feed = Feed(self.index, self.fleet)
         self.watch = Watch(
             partial(routes.replicas, self._deployment),
@@ -98,16 +75,10 @@ class Parts:
             self.fleet,
             sending(replicas),
             lambda: self.running,
-            block_size=block_size,
+            block_size=settings.block_size,
         )
-        self.joint = Joint(prompts)
-        self.catalogue = Catalogue(Prefixes(redis, model), self.fleet, block_size=block_size)
-        self.demand = Demand(self.catalogue, self.fleet)
-        self.hot = HotPrefixes(block_size=block_size)
-        self.hot_routes = HotRoutes(self.hot, self.fleet, self.catalogue, prompts)
-        self.prefix_routes = PrefixRoutes(
-            self.catalogue, self.joint, self.index.records, block_size=block_size
-        )
+        store = Prefixes(redis, self.model)
+        self.prefixes = PrefixParts(settings, store, self.index, self.fleet, prompts)
         self._listener = Listener(self.fleet, own=self.id)
         self.live = self._live() if settings.ui else None  # None: it is off
         self._announcer: Announcer | None = None
@@ -115,16 +86,12 @@ class Parts:
 
     async def start(self) -> None:
         """Returns when the first request will be placed well, or after LOADED_S."""
-        settings = self._settings
         self._run(self.feed.run(), "feed")
         self._run(self._loudspeaker.run(self.index), "loudspeaker")
         self._run(self._listener.run(self.index), "listener")
         self._run(self.watch.run(), "watch")
-        self._run(self.demand.run(), "demand")
-        self._run(self.catalogue.run(settings.tasks, self.joint), "catalogue")
-        if settings.auto_pin:
-            auto_pin = AutoPin(self.hot, self.fleet, self.catalogue, self._prompts)
-            self._run(auto_pin.run(), "auto-pin")
+        for name, work in self.prefixes.work().items():
+            self._run(work, name)
         if self._log:
             self._run(self._log.run(), "request log")
         if self._metrics:
@@ -144,21 +111,6 @@ class Parts:
         """That is what a client got."""
         if self._metrics:
             self._metrics.refused(error)
-
-    def named_tokens(self, prefix: Prefix | None) -> int:
-        """Its tokens in whole blocks."""
-        block_size = self._settings.block_size
-        return prefix.full_blocks(block_size) * block_size if prefix else 0
-
-    def count(self, generation: Generation, prefix: Prefix | None, *, is_apart: bool) -> None:
-        """A prompt has its first token: what it took from caches counts for its prefixes. One that
-        shares nothing, by its salt or its adapter, makes no prefix hot."""
-        if prefix is not None:
-            self.catalogue.count(prefix, generation.cached_tokens)
-            self.demand.count(prefix)
-        if not is_apart:
-            chain, now_s = generation.placement.chain, time.monotonic()
-            self.hot.see(generation.token_ids, chain, generation.cached_tokens, now_s)
 
     @property
     def running(self) -> list[str]:
@@ -189,21 +141,21 @@ class Parts:
         self._tasks.append(asyncio.create_task(work, name=name))
 
     def _request_log(self) -> RequestLog | None:
-        folder = self._settings.request_log
+        folder = self.settings.request_log
         if folder is None:
             return None
         file = folder / f"{self.id}-{quote(self.model, safe='')}.jsonl"
-        return RequestLog(file, model=self.model, block_size=self._settings.block_size)
+        return RequestLog(file, model=self.model, block_size=self.settings.block_size)
 
     def _live(self) -> Live:
         view = View(
             self.recent,
-            self._settings,
+            self.settings,
             index=self.index,
             fleet=self.fleet,
             feed=self.feed,
             watch=self.watch,
-            hot=self.hot_routes,
+            hot=self.prefixes.hottest,
             peers=self._listener,
         )
         return Live(view.look, draining)
@@ -211,7 +163,7 @@ class Parts:
     async def _announce(self, metrics: RouterMetrics) -> Announcer:
         """Metrics are told from now on."""
         metrics.watch(self.fleet, self.feed)
-        metrics.watch_prefixes(self.catalogue)
+        metrics.watch_prefixes(self.prefixes.catalogue)
         metrics.watch_audit(self.audit)
         if self._log:
             metrics.watch_log(self._log)
@@ -219,3 +171,21 @@ class Parts:
         node = ray.util.get_node_ip_address()
         exposition = await asyncio.to_thread(Exposition, node, self._registry)
         return Announcer(self.index, self.id, exposition, node)
+
+
+def _fleet(settings: RouterSettings, prompts: Prompts, witness: Witness) -> Fleet:
+    identity = identify(
+        prompts.model,
+        revision=settings.revision,
+        block_size=settings.block_size,
+        adapters=settings.adapters,
+    )
+    return Fleet(
+        model=settings.served_model_name,
+        revision=settings.revision,
+        block_size=settings.block_size,
+        rng=random.Random(),
+        handshake=Handshake(identity),
+        witness=witness,
+        ranking=RANKINGS[settings.policy](),
+    )

@@ -14,7 +14,7 @@ from replica.kvindex.index import ReplicaRecord
 from replica.kvindex.outage import Outage
 from replica.kvindex.prefixes import Prefix, Prefixes, assigned
 from replica.protocol import TokenIds
-from router.errors import ApiError
+from router.errors import ApiError, redis_away
 from router.fleet import Fleet
 from router.joint import Joint
 from router.multi_task import Task
@@ -73,7 +73,7 @@ class Catalogue:
         when it is not there either."""
         prefix = self.get(id_)
         if prefix is None:
-            await self._look_again(param, id_)
+            await self._look_again(param)
             prefix = self.get(id_)
         if prefix is None:
             raise self.unknown(param, id_)
@@ -213,18 +213,12 @@ class Catalogue:
                     await self.store.retire(old.id, old.version)
         self._settled_s = settled
 
-    async def _look_again(self, param: str, id_: str) -> None:
+    async def _look_again(self, param: str) -> None:
         try:
             await self.refresh()
         except (RedisError, OSError) as error:
             if self._revision is None:
-                raise ApiError(
-                    503,
-                    f"{param} is {id_!r}, and Redis, where prefixes are declared, does not answer "
-                    f"({error}); try again",
-                    param=param,
-                    type="server_error",
-                ) from None
+                raise redis_away(error, param) from None
 
     def _living(self, id_: str) -> list[Prefix]:
         now_s = time.time()

@@ -50,14 +50,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a client asked for, as far as it matters to those who watch."""
+    """What a client's call asks for, the same for each of its prompts."""
 
-    at_s: float  # when its request came to be sent somewhere, on the clock of the trips
-    choices: int = 1
-    is_salted: bool = False
-    named_tokens: int = 0  # of whole blocks, of the named prefix it goes on from
-    is_resumed: bool = False  # another replica, lost since, has said the beginning
+    at_s: float  # when its prompts came to be sent somewhere, on the clock of the trips
     request_id: str = ""  # as the client knows it; a dispatch's is a longer one
+    choices: int = 1  # for each prompt
+    namespace: str = ""  # its cache_salt; empty: it shares what is cached
+    lora: str = ""  # LoRA adapter that answers; empty: the model itself
+    named_tokens: int = 0  # of whole blocks, of the named prefix that it goes on from
+    is_resumed: bool = False  # another replica, lost since, has said the beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,5 +198,5 @@ class Trip:
             delivered=self.cached_tokens,
             named=self.asked.named_tokens,
             known=self.placement.known_blocks * self.placement.block_size,
-            is_salted=self.asked.is_salted,
+            is_salted=bool(self.asked.namespace),
         )

@@ -1,11 +1,14 @@
-"""The live page's files, which lie in `ui/`, as HTTP answers."""
+"""The live page: its files, which lie in `ui/`, and the stream of events that it follows."""
 
-from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
 
-from fastapi import Response
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
 
 from router.errors import ApiError
+from router.live import Live
+from router.models import Models, Served
 
 PAGE = "index.html"
 TYPES = {
@@ -24,18 +27,42 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 
+routes = APIRouter()
 
-def read_files() -> Mapping[str, bytes]:
+
+@routes.get("/ui")
+async def page(models: Served) -> Response:
+    return await file(PAGE, models)
+
+
+@routes.get("/ui/{name}")
+async def file(name: str, models: Served) -> Response:
+    _live(models, None)
+    if name not in _files():
+        raise ApiError(404, f"There is no file '{name}' of the live page; it begins at /ui.")
+    return Response(_files()[name], headers=HEADERS, media_type=TYPES[name.rpartition(".")[2]])
+
+
+@routes.get("/v1/cluster/live")
+async def live(models: Served, model: str | None = None) -> Response:
+    """What the page shows of a model, or of the first, as server-sent events."""
+    events = await _live(models, model).listen()
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+
+
+def _live(models: Models, model: str | None) -> Live:
+    live = (models.named(model) if model else models.first).live
+    if live is None:
+        raise ApiError(404, "the live page is off (--no-ui); start with --ui, or KVROUTE_UI=1")
+    return live
+
+
+@cache
+def _files() -> dict[str, bytes]:
     """All of them by name."""
     return {
         file.name: file.read_bytes()
         for file in files("router").joinpath("ui").iterdir()
         if file.name.rpartition(".")[2] in TYPES
     }
-
-
-def file(found: Mapping[str, bytes], name: str) -> Response:
-    """404 as ApiError for what is none of them."""
-    if name not in found:
-        raise ApiError(404, f"There is no file '{name}' of the live page; it begins at /ui.")
-    return Response(found[name], headers=HEADERS, media_type=TYPES[name.rpartition(".")[2]])

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from replica.kvindex.index import Index, ReplicaRecord
 from router.feed import Feed
 from router.fleet import Fleet
-from router.hot_routes import HotRoutes
+from router.hottest import Hottest
 from router.live import State
 from router.peers import Listener
 from router.receipts import receipt
@@ -46,7 +46,7 @@ class View:
         fleet: Fleet,
         feed: Feed,
         watch: Watch,
-        hot: HotRoutes,
+        hot: Hottest,
         peers: Listener,
     ) -> None:
         self._recent = recent

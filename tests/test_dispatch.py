@@ -20,7 +20,7 @@ from router.fleet import Fleet
 from router.responses import CompletionReply
 from router.routes import ROUTES
 from router.schemas import CompletionRequest
-from router.trips import Trip, Witness
+from router.trips import Asked, Trip, Witness
 from router.watch import Watch
 from tests.waiting import until
 
@@ -111,7 +111,8 @@ class Client:
     async def ask(self, prompt: TokenIds = PROMPT, **sampling: Any) -> list[Chunk]:
         greedy = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
         try:
-            generation = await self.dispatcher.begin(prompt, greedy, "", "r")
+            asked = Asked(time.monotonic(), choices=greedy.n)
+            generation = await self.dispatcher.begin(prompt, greedy, asked)
             return [chunk async for chunk in generation.chunks()]
         finally:
             for engine in self.replicas.engines.values():
@@ -183,7 +184,7 @@ async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have
     asking = asyncio.create_task(
         answer(
             *(client.dispatcher, CompletionReply, body, [PROMPT, PROMPT + 1]),
-            request_id="r",
+            Asked(time.monotonic()),
             model="m",
             max_model_len=1000,
             begun=lambda generation: None,

@@ -25,7 +25,7 @@ from router.errors import ApiError
 from router.feed import Feed
 from router.fleet import Fleet
 from router.hot import HotPrefixes
-from router.hot_routes import HotRoutes
+from router.hottest import Hottest
 from router.ledger import CAUSES, Ledger, account
 from router.live import LISTENERS, Live, State
 from router.peers import Listener
@@ -114,7 +114,7 @@ class Seen:
         self.serving = Serving(self.names)
         index = Index(client, "seen")
         catalogue = Catalogue(Prefixes(client, "seen"), self.fleet, block_size=4)
-        hot = HotRoutes(HotPrefixes(block_size=4), self.fleet, catalogue, prompts)
+        hot = Hottest(HotPrefixes(block_size=4), self.fleet, catalogue, prompts)
         self.view = View(
             self.recent,
             RouterSettings(model="m", served_model_name="m", redis_url="", block_size=4),

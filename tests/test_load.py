@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.load import PRIOR_S, PrefillModel, ReplicaLoad, Sent, learned_slowness, newcomer
+from replica.speed import PRIOR_S, Speed
+from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness, newcomer
 
 MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
 
@@ -52,7 +53,7 @@ def test_the_real_speed_is_learned_from_first_tokens() -> None:
         load.send(str(i), sent(float(3 * i)))
         load.first_token(str(i), 3 * i + 3.0)
         load.finish(str(i))
-    assert load.slowness == pytest.approx(3.0, rel=0.05)
+    assert load.speed.slowness == pytest.approx(3.0, rel=0.05)
 
 
 def test_a_request_behind_another_is_timed_from_when_its_own_turn_came() -> None:
@@ -61,8 +62,8 @@ def test_a_request_behind_another_is_timed_from_when_its_own_turn_came() -> None
     load.send("b", sent(0.0))
     load.first_token("a", 1.0)
     load.first_token("b", 2.0)
-    assert load.observed_s == pytest.approx(load.predicted_s)
-    assert load.observed_s < PRIOR_S + 2.0
+    assert load.speed.observed_s == pytest.approx(load.speed.predicted_s)
+    assert load.speed.observed_s < PRIOR_S + 2.0
 
 
 def test_first_tokens_of_one_step_teach_the_same_in_any_order() -> None:
@@ -72,7 +73,7 @@ def test_first_tokens_of_one_step_teach_the_same_in_any_order() -> None:
         load.send("younger", sent(1.5))
         for name in order:
             load.first_token(name, 2.0)
-        return load.slowness
+        return load.speed.slowness
 
     assert learned("older", "younger") == pytest.approx(learned("younger", "older"), rel=0.02)
 
@@ -82,12 +83,12 @@ def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
     load.send("a", sent(0.0))
     load.finish("a")
     load.first_token("a", 99.0)
-    assert load.slowness == 1.0
+    assert load.speed.slowness == 1.0
 
 
 def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None:
     loads = [
-        ReplicaLoad(MODEL, predicted_s=5.0, observed_s=seconds, slowness=seconds / 5.0)
+        ReplicaLoad(MODEL, speed=Speed(predicted_s=5.0, observed_s=seconds))
         for seconds in (5.0, 5.5, 5.2, 50.0)
     ]
     one, two, three, slow = learned_slowness(loads)
@@ -97,14 +98,14 @@ def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None
 
 
 def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:
-    slow = ReplicaLoad(MODEL, predicted_s=5.0, observed_s=20.0, slowness=4.0)
+    slow = ReplicaLoad(MODEL, speed=Speed(predicted_s=5.0, observed_s=20.0))
     load = newcomer(MODEL, [slow])
-    assert newcomer(MODEL, []).slowness == 1.0
-    assert load.slowness == 4.0
+    assert newcomer(MODEL, []).speed.slowness == 1.0
+    assert load.speed.slowness == 4.0
     for i in range(100):
         load.send(str(i), sent(float(i)))
         load.first_token(str(i), i + 1.0)
-    assert load.slowness == pytest.approx(1.0, rel=0.1)
+    assert load.speed.slowness == pytest.approx(1.0, rel=0.1)
 
 
 def test_work_done_lately_is_forgotten_with_time() -> None:

@@ -88,7 +88,7 @@ def test_loading_is_part_of_the_backlog_and_teaches_nothing_about_the_prefill() 
     trip = send(fleet, "sql", 0.0)
     assert fleet.backlogs_s(["a"], 0.0) == pytest.approx([2.1], rel=0.01)
     trip.first_token(9.0)
-    assert trip.load.slowness == 1.0
+    assert trip.load.speed.slowness == 1.0
     assert fleet.backlogs_s(["a"], 9.0) == [0.0]
 
 

@@ -104,7 +104,7 @@ async def test_a_known_name_needs_no_redis(store: Prefixes, known: Catalogue) ->
 
 async def test_without_redis_a_router_that_never_read_it_does_not_know(fleet: Fleet) -> None:
     known = Catalogue(NOWHERE, fleet, block_size=BLOCK)
-    with pytest.raises(ApiError, match="does not answer") as refusal:
+    with pytest.raises(ApiError, match="Redis is away") as refusal:
         await known.named("task_id", "law")
     assert refusal.value.status == 503
 

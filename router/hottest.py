@@ -12,7 +12,7 @@ SHOWN = 20  # prefixes
 SHOWN_TOKENS = 32  # of each, as text
 
 
-class HotRoutes:
+class Hottest:
     """What there is to tell of the hottest prefixes."""
 
     def __init__(
