@@ -19,6 +19,9 @@ SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbi
 TOOLS = ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "rsync", "curl", "hostname")
 HOME = "/tmp/home"  # root's, on every host
 
+# The switch's own. Without one it has its lowest port's, and with that port all hosts lose it.
+MAC = "02:00:00:00:00:01"
+
 # $1: the host's files; $2: its name; $3: a folder to keep where a /tmp of its own would hide it.
 # It waits for its address, which only its maker can give it. Bash, since it reaps orphans. Ray's
 # files do not outlive a boot, as they do not on a machine whose /tmp is in memory.
@@ -150,7 +153,7 @@ def network(environment: Mapping[str, str]) -> Iterator[Network]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-hosts-")))
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
         bridge, prefix = _free_network()
-        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "add", bridge, "address", MAC, "type", "bridge")
         stack.callback(_ip, "link", "delete", bridge)
         _ip("address", "add", f"{prefix}1/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
