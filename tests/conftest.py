@@ -36,9 +36,15 @@ def prompts() -> Iterator[Prompts]:
     prompts.close()
 
 
+@pytest.fixture(scope="session")
+def cluster(simulated_cluster: Cluster) -> Cluster:
+    """Which cluster a module's tests talk to, unless the module starts one of its own."""
+    return simulated_cluster
+
+
 @pytest.fixture
-def client(simulated_cluster: Cluster) -> Iterator[OpenAI]:
-    with openai_client(simulated_cluster) as client:
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    with openai_client(cluster) as client:
         yield client
 
 
