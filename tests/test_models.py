@@ -199,7 +199,7 @@ async def test_a_model_whose_replica_dies_waits_and_the_other_does_not_notice(
     (killed,), large = replicas(cluster, SMALL), replicas(cluster, LARGE)
     async with async_openai_client(cluster.url) as client:
         stream = await client.completions.create(
-            model=LARGE, prompt="Go on", max_tokens=2000, stream=True
+            model=LARGE, prompt="Go on", max_tokens=1000, stream=True
         )
         await anext(stream)
         os.kill(replicas(cluster, SMALL)[killed], signal.SIGKILL)
