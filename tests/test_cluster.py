@@ -30,7 +30,7 @@ CHAT: dict[str, Any] = {"model": BUILTIN_MODEL, "messages": user("Hello there"),
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Cluster]:
-    """Two replicas behind one router, with a Redis that the last test takes away."""
+    """Two replicas behind one router."""
     with start_cluster("--engine", "simulated", "--simulated-decode-ms", "1") as cluster:
         yield cluster
 
@@ -304,15 +304,17 @@ def test_a_killed_replica_is_left_out_and_replaced(pair: Cluster, pairs_client: 
     assert len(pids(pair)) == 2
 
 
-def test_without_redis_requests_go_on_and_still_find_their_caches(
-    pair: Cluster, pairs_client: OpenAI
-) -> None:
-    """The last one: this Redis does not come back."""
-    until(lambda: ask(pairs_client, user(people_table())).expected_tokens > 1000)
-    processes = psutil.Process(pair.process.pid).children(recursive=True)
-    (redis,) = [each for each in processes if each.name() == "redis-server"]
-    redis.kill()
-    answers = [ask(pairs_client, user(f"{people_table()} {number}")) for number in range(10)]
-    assert httpx.get(pair.url + "/health").status_code == 200
-    assert len(pids(pair)) == 2
+def test_without_redis_requests_go_on_and_still_find_their_caches() -> None:
+    """A cluster of its own: this Redis does not come back."""
+    with (
+        start_cluster("--engine", "simulated", "--simulated-decode-ms", "1") as cluster,
+        openai_client(cluster) as client,
+    ):
+        until(lambda: ask(client, user(people_table())).expected_tokens > 1000)
+        processes = psutil.Process(cluster.process.pid).children(recursive=True)
+        (redis,) = [each for each in processes if each.name() == "redis-server"]
+        redis.kill()
+        answers = [ask(client, user(f"{people_table()} {number}")) for number in range(10)]
+        assert httpx.get(cluster.url + "/health").status_code == 200
+        assert len(pids(cluster)) == 2
     assert all(answer.cached_tokens > 1000 for answer in answers)
