@@ -4,6 +4,9 @@
 MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 
+# Every cluster is a dozen processes that import the same modules: they keep them compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Once set up for GPUs, a checkout stays so.
 PROFILE := $(if $(GPU),gpu,$(if $(wildcard .venv/ready-gpu),gpu,cpu))
 READY := .venv/ready-$(PROFILE)

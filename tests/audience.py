@@ -1,4 +1,4 @@
-"""Fifty clients that listen while something happens to the cluster."""
+"""Clients that listen while something happens to the cluster."""
 
 import asyncio
 import time
@@ -24,19 +24,20 @@ class Heard:
 class Audience:
     """Clients that stream all at once, each an answer of its own of 60 tokens."""
 
-    def __init__(self, client: AsyncOpenAI, words: int) -> None:
-        self.pieces = [0] * CLIENTS  # heard so far
-        self.replicas = [""] * CLIENTS  # that began the answers
+    def __init__(self, client: AsyncOpenAI, words: int, *, clients: int = CLIENTS) -> None:
+        self.pieces = [0] * clients  # heard so far
+        self.replicas = [""] * clients  # that began the answers
         self.longest_pause_s = 0.0  # that any of them heard nothing
         self._client = client
+        self._numbers = range(clients)
         self._words = words
 
     async def listen(self) -> list[Heard]:
-        return await asyncio.gather(*map(self._listen, range(CLIENTS)))
+        return await asyncio.gather(*map(self._listen, self._numbers))
 
     async def listen_to_what_comes(self) -> list[Heard | BaseException]:
         """The same, with an error for each answer that breaks."""
-        listening = map(self._listen, range(CLIENTS))
+        listening = map(self._listen, self._numbers)
         return await asyncio.gather(*listening, return_exceptions=True)
 
     async def listen_until(self, over: asyncio.Event) -> list[list[Heard]]:
@@ -48,7 +49,7 @@ class Audience:
                 heard.append(await self._listen(number))
             return heard
 
-        return await asyncio.gather(*map(listen, range(CLIENTS)))
+        return await asyncio.gather(*map(listen, self._numbers))
 
     async def _listen(self, number: int) -> Heard:
         last_s = time.monotonic()

@@ -11,6 +11,17 @@ from router.prompt import Prompts
 from tests.serving import Cluster, start_cluster
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever asks the cluster of all tests comes last: it would take its share of the cores from
+    the others, and the fewest of them run after it has started."""
+    shared = {
+        item.path
+        for item in items
+        if isinstance(item, pytest.Function) and "simulated_cluster" in item.fixturenames
+    }
+    items.sort(key=lambda item: item.path in shared)
+
+
 @pytest.fixture(scope="session")
 def simulated_cluster() -> Iterator[Cluster]:
     """Four replicas without a model behind two routers."""
@@ -36,9 +47,15 @@ def prompts() -> Iterator[Prompts]:
     prompts.close()
 
 
+@pytest.fixture(scope="session")
+def cluster(simulated_cluster: Cluster) -> Cluster:
+    """Which cluster a module's tests talk to, unless the module starts one of its own."""
+    return simulated_cluster
+
+
 @pytest.fixture
-def client(simulated_cluster: Cluster) -> Iterator[OpenAI]:
-    with openai_client(simulated_cluster) as client:
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    with openai_client(cluster) as client:
         yield client
 
 

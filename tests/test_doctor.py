@@ -4,13 +4,16 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import redis
+from openai import OpenAI
 
 from router.doctor import checks, clocks, ports, work
 from router.doctor.checks import Check
@@ -21,6 +24,8 @@ from router.ledger import CAUSES
 from router.ports import free_port
 from tests.redis_server import redis_server
 from tests.serving import Cluster, doctor, start_cluster
+from tests.test_audit import NO_DRIFT
+from tests.workloads import ask, user
 
 REDIS = {
     "version": "7.2.4",
@@ -243,10 +248,13 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, port: int) -> Iterator[Cluster]:
-    """Two replicas and two routers, with a Redis that the last test takes away."""
+    """Small caches behind two routers, and a Redis that the last test takes away."""
     with (
         redis_server(port, folder) as url,
-        start_cluster("--engine", "simulated", "--routers", "2", "--redis-url", url) as cluster,
+        start_cluster(
+            *("--engine", "simulated", "--simulated-blocks", "300", "--routers", "2"),
+            *("--simulated-decode-ms", "1", "--max-model-len", "4096", "--redis-url", url),
+        ) as cluster,
     ):
         yield cluster
 
@@ -307,6 +315,44 @@ def test_canaries_count_as_nobodys_requests(cluster: Cluster) -> None:
     assert any("kvroute_engine_requests_total" in line for line in before)
     assert doctor(cluster).returncode == 0
     assert counted(cluster) == before
+
+
+def audit(cluster: Cluster) -> list[dict[str, Any]]:
+    answer = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).raise_for_status()
+    return list(answer.json()["replicas"])
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_under_load_and_evictions_has_no_drift(cluster: Cluster, client: OpenAI) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, client, user(f"{i % 40} " * 400)) for i in range(150)]
+        while not all(each.done() for each in asking):
+            assert [replica["drift"] for replica in audit(cluster)] == [NO_DRIFT, NO_DRIFT]
+        replicas = {each.result().replica for each in asking}
+    found = {replica["id"]: replica["blocks"] for replica in audit(cluster)}
+    assert found.keys() == replicas
+    for blocks in found.values():
+        assert blocks["engine"] == blocks["replica"] == blocks["redis"] == blocks["mirror"] > 100
+
+
+@pytest.mark.timeout(240)
+def test_a_wrong_set_in_redis_is_found_until_it_has_healed(
+    cluster: Cluster, client: OpenAI, port: int
+) -> None:
+    replica = ask(client, user("some blocks " * 100)).replica
+    assert doctor(cluster, "--audit").returncode == 0
+    with redis.Redis(port=port) as store:
+        (key,) = store.keys(f"kvroute:*:blocks:{replica}:*")
+        store.srem(key, store.srandmember(key))
+        store.sadd(key, b"surplus!")
+    found = doctor(cluster, "--audit", "--json")
+    (wrong,) = [check for check in findings(found) if check.grade == "wrong"]
+    assert found.returncode == 1
+    assert replica in wrong.name
+    assert "drift of 2 in Redis" in wrong.finding
+    deadline = time.monotonic() + 20
+    while doctor(cluster, "--audit").returncode != 0:
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.timeout(240)

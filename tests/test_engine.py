@@ -53,8 +53,8 @@ class Running:
         return (await self.ask([*prompt, 0], replace(GREEDY, max_tokens=1)))[0].cached_tokens
 
     async def flood(self, seeds: range) -> None:
-        """Half of the prompts one by one, half at once; 1,500 tokens each."""
-        prompts = [prompt_of(1500, seed) for seed in seeds]
+        """Half of the prompts one by one, half at once; 750 tokens each."""
+        prompts = [prompt_of(750, seed) for seed in seeds]
         for prompt in prompts[::2]:
             await self.cached_tokens(prompt)
         await asyncio.gather(*(self.cached_tokens(prompt) for prompt in prompts[1::2]))
@@ -84,9 +84,9 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
         served_model_name="m",
         redis_url="",
         engine=request.param,
-        max_model_len=2048,
-        kv_cache_memory_mb=128,
-        simulated_blocks=180,
+        max_model_len=1024,
+        kv_cache_memory_mb=64,
+        simulated_blocks=90,
         simulated_prefill_tokens_per_s=0,
         simulated_decode_ms=5,
     )
@@ -187,7 +187,7 @@ async def test_evicted_blocks_leave_the_table(running: Running) -> None:
     await running.ask(first)
     await until(lambda: chain_of(first)[0] in running.table.held())
     for seed in range(100, 106):
-        await running.ask(prompt_of(1500, seed))
+        await running.ask(prompt_of(750, seed))
     await until(lambda: chain_of(first)[-1] not in running.table.held())
     assert len(running.table) <= running.engine.facts.capacity_blocks
 
@@ -217,7 +217,7 @@ async def test_a_batch_of_events_that_was_lost_is_told_again(
     await running.compare()
     monkeypatch.setattr(subscription, "_receive", lossy)
     for seed in range(22, 28):
-        await running.ask(prompt_of(1500, seed))
+        await running.ask(prompt_of(750, seed))
     await running.ask(prompt_of(100, seed=28))
     assert lost
     monkeypatch.undo()
@@ -269,17 +269,17 @@ async def test_a_pin_beyond_the_budget_is_refused_and_the_others_stay(running: R
     budget = running.engine.facts.pin_blocks
     assert 0 < budget < running.engine.facts.capacity_blocks / 3
     await running.pin("a", prompt_of((budget - 10) * BLOCK, seed=34))
-    with pytest.raises(PinRefusedError, match="b needs 11 KV blocks and 10 of the 5"):
+    with pytest.raises(PinRefusedError, match="b needs 11 KV blocks and 10 of the 2"):
         await running.pin("b", prompt_of(11 * BLOCK, seed=35))
     await running.pin("b", prompt_of(10 * BLOCK, seed=35))
     assert running.engine.pins == {"a": budget - 10, "b": 10}
-    assert len(ids_of(await running.ask(prompt_of(2040, seed=36)))) == 8  # the longest still runs
+    assert len(ids_of(await running.ask(prompt_of(1016, seed=36)))) == 8  # the longest still runs
     await running.engine.unpin("a")
     await running.engine.unpin("b")
 
 
 async def test_a_pin_whose_caller_leaves_is_none(running: Running) -> None:
-    sampling = Sampling(max_tokens=1500, temperature=0.0, ignore_eos=True)
+    sampling = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
     request = replace(request_of(prompt_of(100, seed=37), sampling), pin="a")
     async with contextlib.aclosing(running.engine.generate(request)) as chunks:
         await anext(chunks)
@@ -291,7 +291,7 @@ async def test_a_pin_whose_caller_leaves_is_none(running: Running) -> None:
 async def test_pins_go_with_the_cache_but_not_when_it_has_to_stay(running: Running) -> None:
     prompt = prompt_of(4 * BLOCK, seed=39)
     await running.pin("a", prompt)
-    longer = Sampling(max_tokens=1500, temperature=0.0, ignore_eos=True)
+    longer = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
     request = request_of(prompt_of(40, seed=40), longer)
     async with contextlib.aclosing(running.engine.generate(request)) as chunks:
         await anext(chunks)
@@ -328,7 +328,7 @@ async def test_a_caller_that_leaves_frees_the_engine(running: Running) -> None:
     request = GenerateRequest(
         "leaver",
         np.array(prompt_of(100, seed=10), np.uint32),
-        Sampling(max_tokens=1500, temperature=0.0, ignore_eos=True),
+        Sampling(max_tokens=900, temperature=0.0, ignore_eos=True),
     )
     async with contextlib.aclosing(running.engine.generate(request)) as chunks:
         await anext(chunks)
@@ -411,6 +411,6 @@ async def test_a_seeded_answer_goes_on_the_same_way_each_time(running: Running) 
 
 
 async def test_an_impossible_request_is_refused_and_the_next_one_served(running: Running) -> None:
-    with pytest.raises(ValueError, match=r"2\d\d\d"):
-        await running.ask(prompt_of(2100, seed=16))
+    with pytest.raises(ValueError, match=r"1\d\d\d"):
+        await running.ask(prompt_of(1100, seed=16))
     assert ids_of(await running.ask(prompt_of(40, seed=17)))

@@ -29,6 +29,7 @@ Start = Callable[..., AbstractContextManager[LoadBalancer]]
 
 OPTIONS = ("--engine", "simulated", "--replicas", "2", "--simulated-decode-ms", "30")
 BOTH = [haproxy, nginx]
+LISTENERS = 25  # behind each, where both are in front of two nodes
 REQUESTS = 60  # new ones, when a node has gone
 SERVE_DRAINS = """
 import sys, ray
@@ -230,70 +231,75 @@ async def test_haproxy_refuses_at_once_what_is_larger_by_far(node: Cluster) -> N
     assert b'"code":"request_too_large"' in answer
 
 
-async def test_haproxy_leaves_out_a_node_that_ray_drains(node: Cluster, other: Cluster) -> None:
-    def drain(_: LoadBalancer) -> None:
-        address = httpx.get(f"{other.url}/v1/cluster").json()["ray_address"]
-        subprocess.run([sys.executable, "-c", SERVE_DRAINS, address], check=True)
-        assert httpx.get(f"{other.url}/-/healthz").status_code == 503
-
-    with haproxy([node.url, other.url]) as balancer:
-        await leave_in_peace(balancer, drain, other, stays=node)
+@pytest.fixture
+def balancers(node: Cluster, other: Cluster) -> Iterator[list[LoadBalancer]]:
+    """HAProxy and nginx, each in front of both nodes."""
+    with contextlib.ExitStack() as running:
+        yield [running.enter_context(start([node.url, other.url])) for start in BOTH]
 
 
-async def test_nginx_leaves_out_a_node_that_is_marked_down(node: Cluster, other: Cluster) -> None:
-    def mark(balancer: LoadBalancer) -> None:
-        address = other.url.removeprefix("http://")
-        marked = balancer.config.read_text().replace(address, f"{address} down")
-        balancer.config.write_text(marked)
-        balancer.process.send_signal(signal.SIGHUP)  # nginx -s reload
-
-    with nginx([node.url, other.url]) as balancer:
-        await leave_in_peace(balancer, mark, other, stays=node)
+@pytest.fixture
+async def clients(balancers: list[LoadBalancer]) -> AsyncIterator[list[AsyncOpenAI]]:
+    """One of each."""
+    async with contextlib.AsyncExitStack() as open_:
+        urls = [balancer.url for balancer in balancers]
+        yield [await open_.enter_async_context(async_openai_client(url)) for url in urls]
 
 
-async def leave_in_peace(
-    balancer: LoadBalancer,
-    take_away: Callable[[LoadBalancer], None],
-    leaves: Cluster,
-    *,
-    stays: Cluster,
+def audiences_of(clients: list[AsyncOpenAI]) -> list[Audience]:
+    """One behind each load balancer."""
+    return [Audience(client, 1, clients=LISTENERS) for client in clients]
+
+
+async def test_a_node_that_ray_drains_or_that_is_marked_down_leaves_in_peace(
+    balancers: list[LoadBalancer], clients: list[AsyncOpenAI], node: Cluster, other: Cluster
 ) -> None:
-    """Fifty clients stream answer after answer, and none notices."""
-    async with async_openai_client(balancer.url) as client:
-        (undisturbed,) = [await Audience(client, 1).listen()]
-        audience, over, there = Audience(client, 1), asyncio.Event(), replicas(stays)
-        listening = asyncio.create_task(audience.listen_until(over))
-        await until(lambda: min(audience.pieces) >= 5)
-        assert set(audience.replicas) & replicas(leaves)
-        await asyncio.to_thread(take_away, balancer)
-        await until(lambda: set(audience.replicas) <= there, within_s=30)
-        await asyncio.to_thread(leaves.stop)
-        over.set()
-        heard = await listening
-    assert all(set(answers) == {whole} for answers, whole in zip(heard, undisturbed, strict=True))
+    """HAProxy looks, nginx is told. All stream answer after answer, and nobody notices."""
+    undisturbed = await asyncio.gather(*(each.listen() for each in audiences_of(clients)))
+    audiences, over, there = audiences_of(clients), asyncio.Event(), replicas(node)
+    listening = asyncio.gather(*(each.listen_until(over) for each in audiences))
+    for audience, take_away, balancer in zip(audiences, (drain, mark_down), balancers, strict=True):
+        await until(lambda: min(audience.pieces) >= 5, within_s=30)  # noqa: B023
+        assert set(audience.replicas) & replicas(other)
+        await asyncio.to_thread(take_away, other, balancer)
+        await until(lambda: set(audience.replicas) <= there, within_s=30)  # noqa: B023
+    await asyncio.to_thread(other.stop)
+    over.set()
+    for heard, wholes in zip(await listening, undisturbed, strict=True):
+        assert [set(answers) for answers in heard] == [{whole} for whole in wholes]
 
 
-@pytest.mark.parametrize("start", BOTH)
+def drain(node: Cluster, _: LoadBalancer) -> None:
+    address = httpx.get(f"{node.url}/v1/cluster").json()["ray_address"]
+    subprocess.run([sys.executable, "-c", SERVE_DRAINS, address], check=True)
+    assert httpx.get(f"{node.url}/-/healthz").status_code == 503
+
+
+def mark_down(node: Cluster, balancer: LoadBalancer) -> None:
+    address = node.url.removeprefix("http://")
+    marked = balancer.config.read_text().replace(address, f"{address} down")
+    balancer.config.write_text(marked)
+    balancer.process.send_signal(signal.SIGHUP)  # nginx -s reload
+
+
 async def test_a_node_that_is_killed_breaks_its_own_streams_and_no_later_request(
-    start: Start, node: Cluster, other: Cluster
+    clients: list[AsyncOpenAI], other: Cluster
 ) -> None:
-    with start([node.url, other.url]) as balancer:
-        async with async_openai_client(balancer.url) as client:
-            undisturbed = await Audience(client, 1).listen()
-            audience, lost = Audience(client, 1), replicas(other)
-            listening = asyncio.create_task(audience.listen_to_what_comes())
-            await until(lambda: min(audience.pieces) >= 5)
-            kill(other)
-            await asyncio.gather(*(ask(client) for _ in range(REQUESTS)))
-            heard = await listening
-    broken = [isinstance(each, openai.APIError | httpx.HTTPError) for each in heard]
-    assert broken == [replica in lost for replica in audience.replicas]
-    assert 0 < sum(broken) < len(broken)
-    assert all(
-        each == whole
-        for each, whole in zip(heard, undisturbed, strict=True)
-        if isinstance(each, Heard)
-    )
+    undisturbed = await asyncio.gather(*(each.listen() for each in audiences_of(clients)))
+    audiences, lost = audiences_of(clients), replicas(other)
+    listening = asyncio.gather(*(each.listen_to_what_comes() for each in audiences))
+    await until(lambda: all(min(each.pieces) >= 5 for each in audiences), within_s=30)
+    kill(other)
+    await asyncio.gather(*(ask(client) for client in clients for _ in range(REQUESTS)))
+    for audience, heard, wholes in zip(audiences, await listening, undisturbed, strict=True):
+        broken = [isinstance(each, openai.APIError | httpx.HTTPError) for each in heard]
+        assert broken == [replica in lost for replica in audience.replicas]
+        assert 0 < sum(broken) < len(broken)
+        assert all(
+            each == whole
+            for each, whole in zip(heard, wholes, strict=True)
+            if isinstance(each, Heard)
+        )
 
 
 def kill(cluster: Cluster) -> None:

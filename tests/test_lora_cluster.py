@@ -13,7 +13,6 @@ from openai import OpenAI
 
 from replica.model import BUILTIN_MODEL
 from tests.adapters import write_adapter
-from tests.conftest import openai_client
 from tests.serving import Cluster, start_cluster
 from tests.waiting import until
 from tests.workloads import people_table
@@ -40,12 +39,6 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         *("--request-log", str(folder / "log")),
     ) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[OpenAI]:
-    with openai_client(cluster) as client:
-        yield client
 
 
 def ask(client: OpenAI, model: str, text: str, **body: Any) -> tuple[str, int]:

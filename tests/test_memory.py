@@ -19,7 +19,6 @@ from replica.protocol import TokenIds
 from replica.publisher import Publisher
 from router.feed import Feed
 from router.fleet import Fleet
-from router.gone import GENERATION
 from router.peers import Listener, Loudspeaker
 from tests.records import FACTS, LOAD
 from tests.waiting import until
@@ -31,7 +30,9 @@ BLOCK = 4  # tokens
 CAPACITY = 1000  # blocks of one replica
 PROMPT = 100  # blocks
 LIFE = 200  # prompts, until the replica leaves
-GROWTH_BYTES = 1_000_000  # one fingerprint kept of each block would be 28 times that
+GENERATION = 20_000  # blocks that are gone and remembered: a life's
+WARM_UP, LIVES = 5, 10
+GROWTH_BYTES = 250_000  # one fingerprint kept of each block would be 28 times that
 
 
 class Replica:
@@ -123,6 +124,7 @@ async def index(redis_url: str) -> AsyncIterator[Index]:
 async def router(index: Index, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
     monkeypatch.setattr("router.feed.POLL_S", 0.05)
     monkeypatch.setattr("router.feed.WAIT_MS", 10)
+    monkeypatch.setattr("router.gone.GENERATION", GENERATION)
     router = Router(index)
     following = asyncio.create_task(router.feed.run())
     yield router
@@ -130,14 +132,16 @@ async def router(index: Index, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await asyncio.wait([following])
 
 
-async def test_a_million_blocks_leave_nothing_behind(index: Index, router: Router) -> None:
+async def test_three_hundred_thousand_blocks_leave_nothing_behind(
+    index: Index, router: Router
+) -> None:
     rng = np.random.default_rng(0)
     tracemalloc.start()
     try:
-        for _ in range(10):
+        for _ in range(WARM_UP):
             await live(index, router, rng)
         before = traced_bytes()
-        for _ in range(40):
+        for _ in range(LIVES):
             await live(index, router, rng)
         assert traced_bytes() - before < GROWTH_BYTES
     finally:

@@ -122,14 +122,6 @@ def test_metrics_of_a_process_found_by_chance_are_not_offered(cluster: Cluster) 
     assert "/v1/metrics/targets" in answer.json()["error"]["message"]
 
 
-@pytest.mark.timeout(240)
-def test_a_cluster_without_metrics_has_no_targets() -> None:
-    options = ("--engine", "simulated", "--replicas", "1", "--no-metrics")
-    with start_cluster(*options) as cluster, openai_client(cluster) as client:
-        client.completions.create(model=BUILTIN_MODEL, prompt="Hello", max_tokens=2)
-        assert requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json() == []
-
-
 async def test_a_router_is_known_until_it_leaves_or_its_lease_ends(redis_url: str) -> None:
     client = connect(redis_url)
     index = Index(client, "leases")

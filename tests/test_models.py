@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.app import build
 from router.replay.trace import TraceError, read
-from tests.conftest import async_openai_client, openai_client
+from tests.conftest import async_openai_client
 from tests.serving import KVROUTE, Cluster, start_cluster
 from tests.waiting import until
 from tests.workloads import ask, people_table, user
@@ -43,12 +43,6 @@ def cluster(log: Path) -> Iterator[Cluster]:
         *("--engine", "simulated", "--models", json.dumps(MODELS), "--request-log", str(log)),
     ) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[OpenAI]:
-    with openai_client(cluster) as client:
-        yield client
 
 
 def get(cluster: Cluster, path: str, **query: str) -> Any:
@@ -205,7 +199,7 @@ async def test_a_model_whose_replica_dies_waits_and_the_other_does_not_notice(
     (killed,), large = replicas(cluster, SMALL), replicas(cluster, LARGE)
     async with async_openai_client(cluster.url) as client:
         stream = await client.completions.create(
-            model=LARGE, prompt="Go on", max_tokens=2000, stream=True
+            model=LARGE, prompt="Go on", max_tokens=1000, stream=True
         )
         await anext(stream)
         os.kill(replicas(cluster, SMALL)[killed], signal.SIGKILL)

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from replica.model import BUILTIN_MODEL
 from tests.browser import CHROMIUM, Page, page
-from tests.serving import Cluster, start_cluster
+from tests.serving import Cluster
 from tests.test_readme import README
 from tests.workloads import ask, user
 
@@ -107,14 +107,6 @@ def test_the_causes_are_explained_in_the_readmes_words() -> None:
     words = [tuple(cell.replace("`", "").strip() for cell in row) for row in rows]
     told = re.findall(r'^  \["(\w+)", "(.*)", "(.*)"\],$', (UI / "ledger.js").read_text(), re.M)
     assert told == words
-
-
-def test_a_cluster_without_the_page_says_how_to_have_it() -> None:
-    with start_cluster("--engine", "simulated", "--replicas", "1", "--no-ui") as cluster:
-        for path in ("/ui", "/ui/app.js", "/v1/cluster/live"):
-            answer = requests.get(cluster.url + path, timeout=10)
-            assert answer.status_code == 404
-            assert "--ui" in answer.json()["error"]["message"]
 
 
 def test_a_page_that_hears_nothing_says_so_and_goes_on_by_itself(

@@ -118,7 +118,7 @@ async def test_the_engines_own_span_is_part_of_the_requests_trace(
 
 
 def test_interleaved_chats_keep_their_caches_and_share_the_work(vllm: OpenAI) -> None:
-    outcome = interleaved_chats(vllm, chats=8, turns=6, system_words=60, user_words=40, seed=1)
+    outcome = interleaved_chats(vllm, chats=8, turns=4, system_words=60, user_words=40, seed=1)
     assert outcome.hit_share >= 0.95
     assert outcome.imbalance < 2.0
 
@@ -127,7 +127,7 @@ def test_engines_replicas_redis_and_routers_agree_on_what_is_cached(
     cluster: Cluster, vllm: OpenAI
 ) -> None:
     with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(ask, vllm, user(f"{i} " * 900), max_tokens=40) for i in range(12)]
+        asking = [pool.submit(ask, vllm, user(f"{i} " * 450), max_tokens=40) for i in range(12)]
         while not all(each.done() for each in asking):
             assert drifts(cluster) == {0}
     audit = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).json()
