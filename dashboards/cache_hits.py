@@ -6,7 +6,7 @@ from dashboards.promql import in_range, on, per_second, replica, router, share
 
 PROMPTS = router("kvroute_prompt_tokens_total")
 SAVED = "kvroute_prefix_saved_tokens_total"
-LEDGER = (  # from the prompt's start to its end, as in router/ledger.py
+LEDGER = (  # from the prompt's start to its end, as in router/routing/ledger.py
     ("hit", "green"),
     ("surprise", "light-green"),
     ("stale", "red"),

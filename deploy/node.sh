@@ -13,7 +13,7 @@ dashboard=http://127.0.0.1:8265
 # Ray reads these on every node, and only when it starts.
 export RAY_SERVE_ENABLE_HA_PROXY=1
 export RAY_SERVE_THROUGHPUT_OPTIMIZED=1
-export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=router.request_id:middlewares
+export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=router.api.request_id:middlewares
 export RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE=1
 export RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600 # for streams under way when the routers change
 export RAY_SERVE_HAPROXY_BINARY_PATH=$PWD/.venv/bin/kvroute-haproxy

@@ -9,10 +9,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from replica.app import Replica
 from replica.logs import logging_config
 from router import autoscaling
+from router.command.ray_cluster import deployment
 from router.ingress import Router
-from router.ray_cluster import deployment
-from router.request_router import CacheAwareRequestRouter
 from router.settings import ServeSettings
+from router.streams.request_router import CacheAwareRequestRouter
 
 REQUESTS_EACH = 1024  # running and waiting at one replica before it refuses more
 REQUESTS_WAITING = 4096  # in one router for a replica with room, before it answers 429

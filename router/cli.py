@@ -9,11 +9,11 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Column, Table
 
-from router.client import LOCAL, Model, Url, call, fail, with_model
+from router.command.client import LOCAL, Model, Url, call, fail, with_model
+from router.command.explain import explain
+from router.command.options import SettingsError, env_names, flags, option
+from router.command.prefixes_command import prefixes
 from router.doctor.command import doctor
-from router.explain import explain
-from router.options import SettingsError, env_names, flags, option
-from router.prefixes_command import prefixes
 from router.replay.calibrate import calibrate
 from router.replay.command import replay
 from router.settings import ServeSettings, load
@@ -44,7 +44,7 @@ def kvroute(
 
 def serve(**given: Any) -> None:
     """Start a cluster and serve it until Ctrl-C."""
-    from router.launch import run
+    from router.command.launch import run
 
     try:
         settings = load({name: value for name, value in given.items() if value not in (None, [])})
@@ -70,9 +70,9 @@ def scale(
     url: Url = LOCAL,
 ) -> None:
     """Add replicas to a running cluster, or take some away; no request is lost over it."""
-    from router.progress import Progress
-    from router.scale import ScaleError
-    from router.scale import scale as scale_to
+    from router.command.progress import Progress
+    from router.command.scale import ScaleError
+    from router.command.scale import scale as scale_to
 
     if replicas < 1:
         fail(f"REPLICAS is {replicas}; at least 1 stays. Ctrl-C of kvroute serve ends them all")

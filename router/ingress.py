@@ -13,12 +13,13 @@ from starlette.exceptions import HTTPException
 
 from replica.logs import log_to_serve
 from replica.model import resolve
-from router import cluster_routes, openai_routes, prefix_routes, tracing, ui_routes
-from router.errors import ApiError
+from router.api import cluster_routes, openai_routes, prefix_routes, ui_routes
+from router.api.errors import ApiError
+from router.api.prompt import Prompts
+from router.api.request_id import request_id
+from router.insight import tracing
 from router.models import Models
 from router.parts import Parts
-from router.prompt import Prompts
-from router.request_id import request_id
 from router.settings import RouterSettings
 
 log = logging.getLogger("kvroute.ingress")

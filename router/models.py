@@ -8,8 +8,8 @@ from fastapi import Depends, Request
 
 from replica.adapters import Adapter
 from replica.kvindex.index import connect
-from router.diagnosis import Diagnosis
-from router.errors import ApiError, invalid
+from router.api.errors import ApiError, invalid
+from router.insight.diagnosis import Diagnosis
 from router.parts import Parts
 
 

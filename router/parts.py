@@ -16,26 +16,27 @@ from replica.exposition import Exposition, Process
 from replica.identity import identify
 from replica.kvindex.index import Index, connect
 from replica.kvindex.prefixes import Prefixes
-from router import routes, tracing
-from router.audit import Audit, asking
-from router.baselines import RANKINGS
-from router.canary import Canaries, sending
-from router.dispatch import Dispatcher
-from router.feed import Feed
-from router.fleet import Fleet
-from router.handshake import Handshake
-from router.live import Live
-from router.metrics import RouterMetrics
-from router.peers import Listener, Loudspeaker
+from router.api.prompt import Prompts
+from router.insight import tracing
+from router.insight.audit import Audit, asking
+from router.insight.canary import Canaries, sending
+from router.insight.live import Live
+from router.insight.metrics import RouterMetrics
+from router.insight.recent import Recent
+from router.insight.request_log import RequestLog
+from router.insight.targets import Announcer
+from router.insight.view import View
 from router.prefix_parts import PrefixParts
-from router.prompt import Prompts
-from router.recent import Recent
-from router.request_log import RequestLog
+from router.routing.baselines import RANKINGS
+from router.routing.feed import Feed
+from router.routing.fleet import Fleet
+from router.routing.handshake import Handshake
+from router.routing.peers import Listener, Loudspeaker
+from router.routing.trips import Witness, Witnesses
 from router.settings import RouterSettings
-from router.targets import Announcer
-from router.trips import Witness, Witnesses
-from router.view import View
-from router.watch import Watch
+from router.streams import routes
+from router.streams.dispatch import Dispatcher
+from router.streams.watch import Watch
 
 UNKNOWN_CONTEXT = 2**31  # tokens; until a replica has told its own
 LOADED_S = 5.0  # the longest that a new router waits for what the fleet's caches hold

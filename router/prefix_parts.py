@@ -6,17 +6,17 @@ from typing import Any
 
 from replica.kvindex.index import Index
 from replica.kvindex.prefixes import Prefix, Prefixes
-from router.auto_pin import AutoPin
-from router.declarations import Declarations
-from router.demand import Demand
-from router.dispatch import Generation
-from router.fleet import Fleet
-from router.hot import HotPrefixes
-from router.hottest import Hottest
-from router.joint import Joint
-from router.prefixes import Catalogue
-from router.prompt import Prompts
+from router.api.prompt import Prompts
+from router.named.auto_pin import AutoPin
+from router.named.declarations import Declarations
+from router.named.demand import Demand
+from router.named.hot import HotPrefixes
+from router.named.hottest import Hottest
+from router.named.joint import Joint
+from router.named.prefixes import Catalogue
+from router.routing.fleet import Fleet
 from router.settings import RouterSettings
+from router.streams.dispatch import Generation
 
 
 class PrefixParts:

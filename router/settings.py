@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from replica.adapters import Adapter, read_adapter
 from replica.model import BUILTIN_MODEL
 from replica.settings import ReplicaSettings
-from router.choices import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE, PER_MODEL, Choices
-from router.multi_task import Task, read_tasks
-from router.options import SettingsError, explain
+from router.command.choices import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE, PER_MODEL, Choices
+from router.command.options import SettingsError, explain
+from router.named.multi_task import Task, read_tasks
 
 
 class RouterSettings(BaseModel):

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from router.scale import _connected
+from router.command.scale import _connected
 from tests.serving import Cluster
 
 

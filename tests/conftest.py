@@ -6,8 +6,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from replica.model import BUILTIN_MODEL, resolve
-from router.embedded_redis import embedded_redis
-from router.prompt import Prompts
+from router.api.prompt import Prompts
+from router.command.embedded_redis import embedded_redis
 from tests.serving import Cluster, start_cluster
 
 

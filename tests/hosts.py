@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from router.processes import die_with_parent
+from router.command.processes import die_with_parent
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 TOOLS = ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "rsync", "curl", "hostname")

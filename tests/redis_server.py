@@ -7,7 +7,7 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Iterator
 from pathlib import Path
 
-from router.embedded_redis import _start, _wait_for_ping
+from router.command.embedded_redis import _start, _wait_for_ping
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from replica.model import BUILTIN_MODEL
-from router.ledger import CAUSES
+from router.routing.ledger import CAUSES
 from tests.serving import Cluster
 
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from router.ports import free_port
+from router.command.ports import free_port
 
 KVROUTE = (sys.executable, "-c", "from router.cli import main; main()")
 COMMAND = (*KVROUTE, "serve")

@@ -1,6 +1,6 @@
 """The README's table of settings, from the settings: `python -m tests.settings_table`."""
 
-from router.options import env_names, flags, option
+from router.command.options import env_names, flags, option
 from router.settings import ServeSettings
 
 

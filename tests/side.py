@@ -12,9 +12,9 @@ from replica.kvindex.index import Index, connect
 from replica.protocol import GenerateRequest, ReplicaAudit, Sampling
 from replica.publisher import Publisher
 from replica.simulated import SimulatedConfig, SimulatedEngine
-from router.audit import Audit
-from router.feed import Feed
-from router.fleet import Fleet
+from router.insight.audit import Audit
+from router.routing.feed import Feed
+from router.routing.fleet import Fleet
 from tests.records import FACTS, LOAD
 
 MODEL = "m"

@@ -12,11 +12,11 @@ import pytest
 from replica.kvindex.index import ReplicaRecord, connect
 from replica.kvindex.prefixes import Prefixes
 from replica.protocol import TokenIds
-from router.auto_pin import AutoPin
-from router.fleet import Fleet
-from router.hot import HotPrefixes
-from router.prefixes import Catalogue
-from router.prompt import Prompts
+from router.api.prompt import Prompts
+from router.named.auto_pin import AutoPin
+from router.named.hot import HotPrefixes
+from router.named.prefixes import Catalogue
+from router.routing.fleet import Fleet
 from tests.records import FACTS, LOAD
 
 BLOCK = 4
@@ -85,7 +85,7 @@ async def test_what_has_a_name_needs_none(scene: Scene, store: Prefixes) -> None
 async def test_what_is_hot_is_declared_for_a_while(
     scene: Scene, store: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.auto_pin.LOOK_S", 0.01)
+    monkeypatch.setattr("router.named.auto_pin.LOOK_S", 0.01)
     scene.use(text(100, 10), times=500)
     task = asyncio.create_task(scene.auto_pin.run())
     async with asyncio.timeout(10):

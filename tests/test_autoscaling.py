@@ -30,11 +30,11 @@ from replica.model import BUILTIN_MODEL
 from router import autoscaling
 from router.app import GROW_DELAY_S, build
 from router.autoscaling import Report, WaitPolicy, desired_replicas, queueing_s
-from router.fleet import Fleet
-from router.options import SettingsError
-from router.scale import Deployed, ScaleError, refuse_own_size
+from router.command.options import SettingsError
+from router.command.scale import Deployed, ScaleError, refuse_own_size
+from router.routing.fleet import Fleet
+from router.routing.trips import Trip
 from router.settings import load
-from router.trips import Trip
 from tests.conftest import async_openai_client
 from tests.records import FACTS, LOAD
 from tests.serving import KVROUTE, Cluster, start_cluster

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from router.baselines import RANKINGS
-from router.policy import Candidate
+from router.routing.baselines import RANKINGS
+from router.routing.policy import Candidate
 from router.settings import ServeSettings
 
 RNG = random.Random(3)

@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from replica.model import BUILTIN_MODEL
 from router.cli import app
-from router.load import PrefillModel
 from router.replay.fit import Decode, FitError, Prefill, fit, non_negative_fit
 from router.replay.measure import Stream, decode_sample, median_decodes, median_prefills
 from router.replay.model import EngineModel
 from router.replay.profiles import Profile, load_profile
+from router.routing.load import PrefillModel
 from tests.serving import Cluster, start_cluster
 
 ENGINE = EngineModel(PrefillModel(12_000.0, 20_000.0), 8e-3, 3e-4, 5e-8)

@@ -7,10 +7,10 @@ import pytest
 
 from replica.kvindex.index import Index, connect
 from replica.protocol import GenerateRequest
-from router import canary
-from router.canary import Canaries, Send
-from router.ports import free_port
-from router.question import UnansweredError
+from router.command.ports import free_port
+from router.insight import canary
+from router.insight.canary import Canaries, Send
+from router.streams.question import UnansweredError
 from tests.records import FACTS
 from tests.side import MODEL, Side
 from tests.waiting import until

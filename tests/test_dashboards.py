@@ -25,7 +25,7 @@ from dashboards.picture import Prometheus as Asked
 from dashboards.picture import picture
 from dashboards.promql import filled_in
 from replica.model import BUILTIN_MODEL
-from router.ledger import CAUSES
+from router.routing.ledger import CAUSES
 from tests import metrics_table
 from tests.conftest import openai_client
 from tests.prometheus_server import Prometheus, prometheus

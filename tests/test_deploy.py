@@ -13,7 +13,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from router.app import build
-from router.ray_cluster import _prepare_environment
+from router.command.ray_cluster import _prepare_environment
 from router.settings import ServeSettings
 from tests.settings_table import settings_table
 

@@ -22,7 +22,7 @@ import yaml
 from openai import OpenAI
 
 from replica.model import BUILTIN_MODEL
-from router.embedded_redis import embedded_redis
+from router.command.embedded_redis import embedded_redis
 from tests.chats import Chats
 from tests.clearing import cache_clearer
 from tests.conftest import async_openai_client, openai_client

@@ -13,15 +13,15 @@ import pytest
 
 from replica.protocol import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from replica.simulated import SimulatedConfig, SimulatedEngine
-from router.answer import answer
-from router.dispatch import LOSSES, Dispatcher
-from router.errors import ApiError
-from router.fleet import Fleet
-from router.responses import CompletionReply
-from router.routes import ROUTES
-from router.schemas import CompletionRequest
-from router.trips import Asked, Trip, Witness
-from router.watch import Watch
+from router.api.errors import ApiError
+from router.api.responses import CompletionReply
+from router.api.schemas import CompletionRequest
+from router.routing.fleet import Fleet
+from router.routing.trips import Asked, Trip, Witness
+from router.streams.answer import answer
+from router.streams.dispatch import LOSSES, Dispatcher
+from router.streams.routes import ROUTES
+from router.streams.watch import Watch
 from tests.waiting import until
 
 PROMPT = np.arange(100, dtype=np.uint32)

@@ -15,13 +15,13 @@ import pytest
 import redis
 from openai import OpenAI
 
+from router.command.ports import free_port
 from router.doctor import checks, clocks, ports, work
 from router.doctor.checks import Check
 from router.doctor.clocks import Offset
 from router.doctor.examination import examine
 from router.doctor.ports import Probe
-from router.ledger import CAUSES
-from router.ports import free_port
+from router.routing.ledger import CAUSES
 from tests.redis_server import redis_server
 from tests.serving import Cluster, doctor, start_cluster
 from tests.test_audit import NO_DRIFT
@@ -47,7 +47,7 @@ CANARY = {
 SLOW = {"redis", "leases"}  # late, and a warning of it, on a computer with too much to do
 ODD = """
 import os
-from router import ray_cluster
+from router.command import ray_cluster
 from router.cli import main
 from router.settings import ServeSettings
 

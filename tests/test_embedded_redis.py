@@ -10,13 +10,13 @@ import psutil
 import pytest
 import redis
 
-from router.embedded_redis import check_redis, embedded_redis
-from router.ports import free_port
-from router.progress import StartError
+from router.command.embedded_redis import check_redis, embedded_redis
+from router.command.ports import free_port
+from router.command.progress import StartError
 
 PARENT = """
 import time
-from router.embedded_redis import embedded_redis
+from router.command.embedded_redis import embedded_redis
 with embedded_redis() as url:
     print(url, flush=True)
     time.sleep(60)

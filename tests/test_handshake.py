@@ -20,8 +20,8 @@ import pytest
 from replica.identity import Identity, identify
 from replica.kvindex.index import ReplicaRecord
 from replica.model import BUILTIN_MODEL, resolve
-from router.fleet import Fleet
-from router.handshake import WORDS, Handshake, differences
+from router.routing.fleet import Fleet
+from router.routing.handshake import WORDS, Handshake, differences
 from tests.conftest import async_openai_client
 from tests.serving import KVROUTE, Cluster, doctor, start_cluster
 from tests.waiting import until

@@ -7,7 +7,7 @@ import pytest
 
 from replica.kvindex.fingerprint import fingerprints, root
 from replica.protocol import TokenIds
-from router.hot import KEPT, MEMORY_S, Hot, HotPrefixes
+from router.named.hot import KEPT, MEMORY_S, Hot, HotPrefixes
 
 BLOCK = 4
 ROOT = root(model="m", block_size=BLOCK)

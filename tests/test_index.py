@@ -23,8 +23,8 @@ from replica.kvindex.index import (
     unpack,
 )
 from replica.publisher import Publisher
-from router.feed import Feed, Seen
-from router.fleet import Fleet
+from router.routing.feed import Feed, Seen
+from router.routing.fleet import Fleet
 from tests.records import FACTS, LOAD
 from tests.waiting import until
 
@@ -258,7 +258,7 @@ async def test_a_router_that_starts_late_finds_everything(index: Index) -> None:
 async def test_requests_go_on_while_a_router_takes_many_blocks_in(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.feed.STEP_S", 0.0)
+    monkeypatch.setattr("router.routing.feed.STEP_S", 0.0)
     many = [Fingerprint(i) for i in range(BATCH_BLOCKS)]
     await index.change(await join(index, "a"), added=many, lease_s=LEASE_S)
     fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
@@ -318,7 +318,7 @@ async def test_a_leaving_begins_no_stream_that_nobody_would_end(index: Index) ->
 async def test_a_replica_that_leaves_is_forgotten_without_a_poll(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.feed.POLL_S", 3600.0)
+    monkeypatch.setattr("router.routing.feed.POLL_S", 3600.0)
     await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
     async with following(index) as fleet:
         await index.leave("a", "1")
@@ -330,12 +330,12 @@ async def test_a_replica_that_vanishes_is_known_for_a_while(
 ) -> None:
     await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
     async with following(index) as fleet:
-        monkeypatch.setattr("router.feed.POLL_S", 0.01)
+        monkeypatch.setattr("router.routing.feed.POLL_S", 0.01)
         await index._redis.flushall()
         await asyncio.sleep(0.5)
         assert fleet.mirror.held_by("a") == set(BLOCKS)
         assert [record.id for record in fleet.records] == ["a"]
-        monkeypatch.setattr("router.feed.LINGER_S", 0.5)
+        monkeypatch.setattr("router.routing.feed.LINGER_S", 0.5)
         await until(lambda: not fleet.mirror.replica_ids and not fleet.records)
 
 
@@ -345,7 +345,7 @@ async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_is_over(
     async def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionRefusedError("nobody is there")
 
-    monkeypatch.setattr("router.feed.RETRY_S", 0.01)
+    monkeypatch.setattr("router.routing.feed.RETRY_S", 0.01)
     feed = Feed(index, Fleet(model="a model", revision="", block_size=4, rng=random.Random(0)))
     with monkeypatch.context() as away:
         away.setattr(index, "position", refuse)

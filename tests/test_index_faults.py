@@ -22,9 +22,9 @@ from replica.events import (
 )
 from replica.kvindex.index import Change, FencedError, Index, Position, Standing, connect
 from replica.publisher import Publisher
-from router.feed import Feed
-from router.fleet import Fleet
-from router.ports import free_port
+from router.command.ports import free_port
+from router.routing.feed import Feed
+from router.routing.fleet import Fleet
 from tests.records import FACTS, LOAD
 from tests.redis_server import redis_server
 from tests.waiting import until
@@ -36,10 +36,10 @@ HEALED_S = 30.0  # within which all must be right; it takes a lease and some pol
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.feed.POLL_S", 0.05)
-    monkeypatch.setattr("router.feed.WAIT_MS", 10)
-    monkeypatch.setattr("router.feed.RETRY_S", 0.02)
-    monkeypatch.setattr("router.feed.LINGER_S", 0.2)
+    monkeypatch.setattr("router.routing.feed.POLL_S", 0.05)
+    monkeypatch.setattr("router.routing.feed.WAIT_MS", 10)
+    monkeypatch.setattr("router.routing.feed.RETRY_S", 0.02)
+    monkeypatch.setattr("router.routing.feed.LINGER_S", 0.2)
     monkeypatch.setattr("replica.publisher.RETRY_S", 0.02)
 
 

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from router.launch import gpus_per_replica, refuse_taken_port
-from router.ports import free_port
-from router.progress import StartError
+from router.command.launch import gpus_per_replica, refuse_taken_port
+from router.command.ports import free_port
+from router.command.progress import StartError
 from router.settings import load
 from tests.serving import assert_gone, launched
 

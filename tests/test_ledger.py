@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ledger import account
+from router.routing.ledger import account
 
 TOKENS = st.integers(0, 10_000)
 LENGTHS = "cacheable reusable expected delivered named known".split()

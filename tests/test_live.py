@@ -21,21 +21,21 @@ from replica.kvindex.index import NO_PINS, Index, ReplicaRecord, Warm, connect
 from replica.kvindex.prefixes import Prefixes
 from replica.model import BUILTIN_MODEL
 from replica.protocol import Chunk
-from router.errors import ApiError
-from router.feed import Feed
-from router.fleet import Fleet
-from router.hot import HotPrefixes
-from router.hottest import Hottest
-from router.ledger import CAUSES, Ledger, account
-from router.live import LISTENERS, Live, State
-from router.peers import Listener
-from router.prefixes import Catalogue
-from router.prompt import Prompts
-from router.recent import BUCKET_S, DECISIONS, WINDOW_S, Recent, Window
+from router.api.errors import ApiError
+from router.api.prompt import Prompts
+from router.insight.live import LISTENERS, Live, State
+from router.insight.recent import BUCKET_S, DECISIONS, WINDOW_S, Recent, Window
+from router.insight.view import RECEIPT_REPLICAS, View
+from router.named.hot import HotPrefixes
+from router.named.hottest import Hottest
+from router.named.prefixes import Catalogue
+from router.routing.feed import Feed
+from router.routing.fleet import Fleet
+from router.routing.ledger import CAUSES, Ledger, account
+from router.routing.peers import Listener
+from router.routing.trips import Trip
 from router.settings import RouterSettings
-from router.trips import Trip
-from router.view import RECEIPT_REPLICAS, View
-from router.watch import DOUBTED_LOOKS, Watch
+from router.streams.watch import DOUBTED_LOOKS, Watch
 from tests.conftest import openai_client
 from tests.records import FACTS, LOAD
 from tests.serving import Cluster, start_cluster
@@ -248,8 +248,8 @@ class Things:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> tuple[Things, Live]:
-    monkeypatch.setattr("router.live.PERIOD_S", 0.01)
-    monkeypatch.setattr("router.live.FRESH_S", 0.0)
+    monkeypatch.setattr("router.insight.live.PERIOD_S", 0.01)
+    monkeypatch.setattr("router.insight.live.FRESH_S", 0.0)
     things = Things()
     return things, Live(things.look, never)
 
@@ -287,7 +287,7 @@ async def test_whoever_reads_slowly_misses_no_change(live: tuple[Things, Live]) 
 async def test_listeners_share_a_look_and_without_them_nobody_looks(
     live: tuple[Things, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.live.FRESH_S", 60.0)
+    monkeypatch.setattr("router.insight.live.FRESH_S", 60.0)
     things, page = live
     assert things.looks == 0
     listening = [await page.listen() for _ in range(3)]

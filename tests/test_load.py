@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.speed import PRIOR_S, Speed
-from router.load import PrefillModel, ReplicaLoad, Sent, learned_slowness, newcomer
+from router.routing.load import PrefillModel, ReplicaLoad, Sent, learned_slowness, newcomer
 
 MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
 

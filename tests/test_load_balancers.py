@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from replica.model import BUILTIN_MODEL
-from router.ports import free_port
+from router.command.ports import free_port
 from router.settings import RouterSettings
 from tests.audience import Audience, Heard
 from tests.conftest import async_openai_client
@@ -33,7 +33,7 @@ LISTENERS = 25  # behind each, where both are in front of two nodes
 REQUESTS = 60  # new ones, when a node has gone
 SERVE_DRAINS = """
 import sys, ray
-from router.scale import _connected
+from router.command.scale import _connected
 with _connected(sys.argv[1]):
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"].startswith("SERVE_PROXY_ACTOR"):

@@ -9,13 +9,13 @@ import pytest
 
 from replica.adapters import Adapter, Residents, digests, read_adapter, room_for_rank
 from replica.kvindex.index import ReplicaRecord
-from router.fleet import Fleet
-from router.options import SettingsError
-from router.peers import Listener, Loudspeaker
-from router.policy import Candidate, rank
-from router.receipts import receipt
+from router.command.options import SettingsError
+from router.routing.fleet import Fleet
+from router.routing.peers import Listener, Loudspeaker
+from router.routing.policy import Candidate, rank
+from router.routing.receipts import receipt
+from router.routing.trips import Trip, Witness
 from router.settings import load
-from router.trips import Trip, Witness
 from tests.adapters import write_adapter
 from tests.records import FACTS, LOAD
 

@@ -17,9 +17,9 @@ from replica.events import BlockTable
 from replica.kvindex.index import Index, connect
 from replica.protocol import TokenIds
 from replica.publisher import Publisher
-from router.feed import Feed
-from router.fleet import Fleet
-from router.peers import Listener, Loudspeaker
+from router.routing.feed import Feed
+from router.routing.fleet import Fleet
+from router.routing.peers import Listener, Loudspeaker
 from tests.records import FACTS, LOAD
 from tests.waiting import until
 
@@ -122,9 +122,9 @@ async def index(redis_url: str) -> AsyncIterator[Index]:
 
 @pytest.fixture
 async def router(index: Index, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
-    monkeypatch.setattr("router.feed.POLL_S", 0.05)
-    monkeypatch.setattr("router.feed.WAIT_MS", 10)
-    monkeypatch.setattr("router.gone.GENERATION", GENERATION)
+    monkeypatch.setattr("router.routing.feed.POLL_S", 0.05)
+    monkeypatch.setattr("router.routing.feed.WAIT_MS", 10)
+    monkeypatch.setattr("router.routing.gone.GENERATION", GENERATION)
     router = Router(index)
     following = asyncio.create_task(router.feed.run())
     yield router

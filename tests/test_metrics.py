@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from replica.kvindex.index import Index, ReplicaRecord, connect
 from replica.model import BUILTIN_MODEL
 from replica.protocol import Chunk
-from router.fleet import Fleet
-from router.ledger import CAUSES
-from router.metrics import REFUSALS, RouterMetrics
-from router.trips import Asked, Outcome, Trip
+from router.insight.metrics import REFUSALS, RouterMetrics
+from router.routing.fleet import Fleet
+from router.routing.ledger import CAUSES
+from router.routing.trips import Asked, Outcome, Trip
 from tests.conftest import openai_client
 from tests.records import FACTS, LOAD
 from tests.scraping import scrape, targets, total, wait_until

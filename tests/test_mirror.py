@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import pack
-from router.gone import GENERATION
-from router.masks import Masks
-from router.mirror import Mirror
+from router.routing.gone import GENERATION
+from router.routing.masks import Masks
+from router.routing.mirror import Mirror
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 replicas = st.sampled_from(["a", "b", "c"])

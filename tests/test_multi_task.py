@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from router.multi_task import read_tasks
-from router.options import SettingsError, env_names
+from router.command.options import SettingsError, env_names
+from router.named.multi_task import read_tasks
 from router.settings import ServeSettings, load
 
 TASKS = [{"task_id": 1, "prompt": "You are brief."}, {"task_id": "法律", "prompt": "你是律师。"}]

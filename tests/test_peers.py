@@ -11,9 +11,9 @@ import pytest
 
 from replica.kvindex.index import Index, ReplicaRecord, connect
 from replica.protocol import TokenIds
-from router.fleet import Fleet
-from router.peers import SILENCE_S, WAITING_EVENTS, Listener, Loudspeaker
-from router.trips import Trip
+from router.routing.fleet import Fleet
+from router.routing.peers import SILENCE_S, WAITING_EVENTS, Listener, Loudspeaker
+from router.routing.trips import Trip
 from tests.records import FACTS, LOAD
 from tests.waiting import until
 

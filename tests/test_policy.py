@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import Candidate, cost_s, prices, rank, terms_s
+from router.routing.policy import Candidate, cost_s, prices, rank, terms_s
 
 RNG = random.Random(7)
 

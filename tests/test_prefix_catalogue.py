@@ -14,12 +14,12 @@ from redis.exceptions import RedisError
 
 from replica.kvindex.index import ReplicaRecord, Warm, connect
 from replica.kvindex.prefixes import Prefix, Prefixes
-from router.errors import ApiError
-from router.fleet import Fleet
-from router.joint import Joint
-from router.multi_task import Task
-from router.prefixes import Catalogue
-from router.prompt import Prompts
+from router.api.errors import ApiError
+from router.api.prompt import Prompts
+from router.named.joint import Joint
+from router.named.multi_task import Task
+from router.named.prefixes import Catalogue
+from router.routing.fleet import Fleet
 from tests.records import FACTS, LOAD
 from tests.waiting import until
 
@@ -154,7 +154,7 @@ async def running(known: Catalogue, joint: Any = None, *tasks: Task) -> AsyncIte
 async def test_old_versions_are_let_go_once_the_new_one_is_in_use(
     store: Prefixes, known: Catalogue, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.prefixes.RETIRE_S", 0.1)
+    monkeypatch.setattr("router.named.prefixes.RETIRE_S", 0.1)
     for _ in range(3):
         await declare(store, "law")
     see(fleet, a=warm("law@1"))

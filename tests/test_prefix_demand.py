@@ -8,9 +8,9 @@ import pytest
 
 from replica.kvindex.index import ReplicaRecord, connect
 from replica.kvindex.prefixes import Prefix, Prefixes, assigned
-from router.demand import Demand, Second, extra_replicas
-from router.fleet import Fleet
-from router.prefixes import Catalogue
+from router.named.demand import Demand, Second, extra_replicas
+from router.named.prefixes import Catalogue
+from router.routing.fleet import Fleet
 from tests.records import FACTS, LOAD
 
 CROWDED = Second(requests=5, backlog_s=2.0, busy=1.0)

@@ -16,10 +16,10 @@ from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
 from replica.kvindex.prefixes import Prefix
 from replica.model import BUILTIN_MODEL, resolve
 from replica.protocol import TokenIds
-from router.errors import ApiError
-from router.joint import Joint
-from router.prompt import Prompts
-from router.schemas import ChatMessage
+from router.api.errors import ApiError
+from router.api.prompt import Prompts
+from router.api.schemas import ChatMessage
+from router.named.joint import Joint
 
 BLOCK = 4
 SYSTEM = {"role": "system", "content": "You are a lawyer. Rule 1: be brief. " * 5}

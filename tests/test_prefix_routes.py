@@ -11,14 +11,14 @@ import pytest
 
 from replica.kvindex.index import ReplicaRecord, Warm, connect
 from replica.kvindex.prefixes import Prefixes
-from router.declarations import Declarations
-from router.errors import ApiError
-from router.fleet import Fleet
-from router.joint import Joint
-from router.parsing import parse
-from router.prefixes import Catalogue
-from router.prompt import Prompts
-from router.schemas import ChatCompletionRequest, PrefixDeclaration
+from router.api.errors import ApiError
+from router.api.parsing import parse
+from router.api.prompt import Prompts
+from router.api.schemas import ChatCompletionRequest, PrefixDeclaration
+from router.named.declarations import Declarations
+from router.named.joint import Joint
+from router.named.prefixes import Catalogue
+from router.routing.fleet import Fleet
 from tests.records import FACTS, LOAD
 
 BLOCK = 4
@@ -181,7 +181,7 @@ async def test_a_dropped_prefix_is_gone_and_so_is_what_it_took(routes: Declarati
 async def test_there_are_only_so_many(
     routes: Declarations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.declarations.MAX_PREFIXES", 2)
+    monkeypatch.setattr("router.named.declarations.MAX_PREFIXES", 2)
     for id_ in ("law", "tax"):
         await declare(routes, id_, 1)
     with pytest.raises(ApiError, match="one more than the 2") as refusal:

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replica.model import BUILTIN_MODEL, resolve
-from router.errors import ApiError
-from router.prompt import INLINE_CHARACTERS, Prompts
-from router.schemas import ChatMessage
+from router.api.errors import ApiError
+from router.api.prompt import INLINE_CHARACTERS, Prompts
+from router.api.schemas import ChatMessage
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,8 @@ async def test_a_model_without_a_template_points_to_completions(
 
 def test_a_router_tokenises_without_torch(folder: str) -> None:
     program = (
-        "import sys; from router.prompt import Prompts; assert 'transformers' not in sys.modules; "
+        "import sys; from router.api.prompt import Prompts; "
+        "assert 'transformers' not in sys.modules; "
         f"Prompts({folder!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -229,7 +230,7 @@ async def test_a_chat_whose_tokenizer_cannot_be_cut_is_tokenised_whole(
     folder: str, prompts: Prompts, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await prompts.chat(say("hi " * 100, "ho", "hi"))
-    monkeypatch.setattr("router.segments.PIECEWISE", frozenset())
+    monkeypatch.setattr("router.api.segments.PIECEWISE", frozenset())
     whole = Prompts(folder)
     tokenised.clear()
     assert (await whole.chat(say("hi " * 100, "ho", "hi"))).tolist() == expected.tolist()

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from router.policy import Candidate, rank
-from router.receipts import receipt
-from router.trips import Placement
+from router.routing.policy import Candidate, rank
+from router.routing.receipts import receipt
+from router.routing.trips import Placement
 
 
 def replica(name: str, **facts: Any) -> Candidate:

@@ -15,7 +15,7 @@ from openai import OpenAI
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import ANSWER_S, FencedError, Index, connect
 from replica.model import BUILTIN_MODEL
-from router.ports import free_port
+from router.command.ports import free_port
 from tests.chats import Chats, hit_share, median_ttft_s
 from tests.conftest import async_openai_client
 from tests.redis_server import Wire, redis_server

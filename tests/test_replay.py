@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from replica.kvindex.fingerprint import Fingerprint
 from router.cli import app
-from router.load import PrefillModel
 from router.replay.engine import Replica
 from router.replay.model import EngineModel
 from router.replay.policies import POLICIES
@@ -22,6 +21,7 @@ from router.replay.trace import (
     ideal_hit_tokens,
     read,
 )
+from router.routing.load import PrefillModel
 
 NO_ATTENTION = PrefillModel(tokens_per_s=1000.0, attention_tokens=1e12)
 ROUND = EngineModel(NO_ATTENTION, step_s=1.0, sequence_s=0.0, context_token_s=0.001)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from router.request_id import GoodIds, dispatch_id, request_id
+from router.api.request_id import GoodIds, dispatch_id, request_id
 
 
 async def seen_behind(*ids: bytes) -> list[bytes]:

@@ -20,13 +20,13 @@ from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import ReplicaRecord
 from replica.protocol import EngineDeadError, GenerateRequest, Sampling
 from replica.simulated import SimulatedConfig, SimulatedEngine
-from router import request_log
 from router.cli import app
-from router.fleet import Fleet
-from router.launch import refuse_closed_folder
-from router.progress import StartError
-from router.request_log import RequestLog
-from router.trips import Asked
+from router.command.launch import refuse_closed_folder
+from router.command.progress import StartError
+from router.insight import request_log
+from router.insight.request_log import RequestLog
+from router.routing.fleet import Fleet
+from router.routing.trips import Asked
 from tests.records import FACTS, LOAD
 from tests.serving import start_cluster
 from tests.workloads import ask, people_table, table_questions, user

@@ -8,7 +8,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from replica.protocol import Alternative, Chunk, TokenLogprob
-from router.responses import DONE, ChatReply, CompletionReply, Reply
+from router.api.responses import DONE, ChatReply, CompletionReply, Reply
 
 
 def chunk(text: str, *, index: int = 0, end: str | None = None, cached: int = 32) -> Chunk:

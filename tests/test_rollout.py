@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from replica.model import BUILTIN_MODEL
-from router.scale import Deployed, ScaleError, describe, refuse_no_room
+from router.command.scale import Deployed, ScaleError, describe, refuse_no_room
 from tests.conftest import async_openai_client
 from tests.serving import KVROUTE, Cluster, start_cluster
 from tests.waiting import until

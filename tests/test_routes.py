@@ -1,6 +1,6 @@
 """A request takes its replicas in the order of its ranking, whatever becomes of them."""
 
-from router.routes import Route
+from router.streams.routes import Route
 
 
 def test_the_best_running_replica_comes_first() -> None:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.protocol import Sampling
-from router.errors import ApiError
-from router.parsing import UNSUPPORTED, parse
-from router.schemas import ChatCompletionRequest, CompletionRequest
+from router.api.errors import ApiError
+from router.api.parsing import UNSUPPORTED, parse
+from router.api.schemas import ChatCompletionRequest, CompletionRequest
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tokenizers.trainers import BpeTrainer, Trainer, UnigramTrainer, WordPieceTrainer
 
 from replica.model import BUILTIN_MODEL, resolve
-from router.segments import ENTRY_BYTES, Cutter, SegmentCache
+from router.api.segments import ENTRY_BYTES, Cutter, SegmentCache
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -266,7 +266,7 @@ def test_a_tokenizer_that_could_see_beyond_a_segment_is_refused(
 
 def test_a_step_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = frozenset({"BPE", "Sequence", "Digits"})
-    monkeypatch.setattr("router.segments.PIECEWISE", known)
+    monkeypatch.setattr("router.api.segments.PIECEWISE", known)
     with pytest.raises(ValueError, match="the step ByteLevel is not known"):
         Cutter(builtin())
 

@@ -5,7 +5,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from router.cli import app
-from router.options import SettingsError, env_names, flags
+from router.command.options import SettingsError, env_names, flags
 from router.settings import ServeSettings, load
 
 

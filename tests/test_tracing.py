@@ -13,9 +13,9 @@ from replica.kvindex.index import ReplicaRecord
 from replica.protocol import GenerateRequest, Sampling
 from replica.simulated import SimulatedConfig, SimulatedEngine
 from replica.tracing import Tracing, protocol, start_tracing, traces_endpoint
-from router.fleet import Fleet
-from router.tracing import Dispatches
-from router.trips import Trip
+from router.insight.tracing import Dispatches
+from router.routing.fleet import Fleet
+from router.routing.trips import Trip
 from tests.records import FACTS, LOAD
 
 HERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://here:4318/"}

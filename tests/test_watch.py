@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from replica.kvindex.index import ReplicaRecord
-from router.fleet import Fleet
-from router.routes import Route
-from router.watch import HungError, Watch
+from router.routing.fleet import Fleet
+from router.streams.routes import Route
+from router.streams.watch import HungError, Watch
 
 LOOKS = 20  # to a verdict
 

@@ -10,8 +10,8 @@ from openai import OpenAI
 
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from replica.model import BUILTIN_MODEL, resolve
-from router.prompt import Prompts
-from router.schemas import ChatMessage
+from router.api.prompt import Prompts
+from router.api.schemas import ChatMessage
 
 BLOCK = 32
 WORDS = (

@@ -7,7 +7,7 @@ All keys of one model share a hash tag, so they live on one node of a Redis Clus
     kvroute:{model}:blocks:ID:INCARNATION set     8-byte fingerprints; leased
     kvroute:{model}:router-ids            set     ids announced and not yet pruned
     kvroute:{model}:router:ID             string  what a router says of itself; with its lease
-    kvroute:{model}:routers               channel what routers tell each other (router/peers.py)
+    kvroute:{model}:routers               channel what routers tell each other: routing/peers.py
     kvroute:{model}:changes               stream  r, i, s; j (joined), l (left), or c, a, d
 
 A replica's changes are numbered from its registration (seq 0) on, and each registration is an

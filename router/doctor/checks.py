@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from router.embedded_redis import OLDEST
-from router.ray_cluster import last_line
+from router.command.embedded_redis import OLDEST
+from router.command.ray_cluster import last_line
 
 Grade = Literal["ok", "warning", "wrong"]
 Facts = Mapping[str, Any]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from router.client import LOCAL, Url
+from router.command.client import LOCAL, Url
 from router.doctor.checks import Check
 from router.doctor.examination import examine
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from router.client import refusal
+from router.command.client import refusal
 from router.doctor import checks, clocks, ports, work
 from router.doctor.checks import Check
 from router.doctor.clocks import Offset

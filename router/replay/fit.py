@@ -7,8 +7,8 @@ from itertools import chain, combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from router.load import PrefillModel
 from router.replay.model import EngineModel
+from router.routing.load import PrefillModel
 
 NO_ATTENTION_TOKENS = 1e9  # prompts cost no more for their length, as far as could be seen
 REMEDY = "measure again while nothing else uses the cluster or its machines"

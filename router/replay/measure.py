@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from rich.progress import Progress
 
-from router.client import nobody_there
+from router.command.client import nobody_there
 from router.replay.fit import Decode, Prefill
 
 TOKEN_IDS = range(100, 1000)  # ordinary tokens of any vocabulary

@@ -5,7 +5,7 @@ Apart from the engine itself, since the command line names profiles of it and sh
 
 from dataclasses import dataclass
 
-from router.load import PrefillModel
+from router.routing.load import PrefillModel
 
 PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
 

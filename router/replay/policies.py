@@ -13,13 +13,13 @@ from typing import Protocol
 
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import ReplicaRecord
-from router.fleet import Fleet
-from router.load import PrefillModel
-from router.mirror import Mirror
-from router.peers import Listener, Loudspeaker, Message
-from router.policy import Candidate
 from router.replay.trace import Request
-from router.trips import Placement, Trip
+from router.routing.fleet import Fleet
+from router.routing.load import PrefillModel
+from router.routing.mirror import Mirror
+from router.routing.peers import Listener, Loudspeaker, Message
+from router.routing.policy import Candidate
+from router.routing.trips import Placement, Trip
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, Pos
 from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
-from router.load import PrefillModel
-from router.options import expectation
+from router.command.options import expectation
 from router.replay.model import EngineModel
+from router.routing.load import PrefillModel
 
 DEFAULT_ENGINE = "h200-8b"
 ASSUMED = EngineModel()

@@ -7,11 +7,11 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from replica.kvindex.fingerprint import Fingerprint
-from router.peers import Message
 from router.replay.engine import Replica, StepResult, blocks_needed
 from router.replay.model import EngineModel
 from router.replay.policies import POLICIES, Policy, Setup
 from router.replay.trace import Request, TraceError
+from router.routing.peers import Message
 
 ENGINE = EngineModel()
 

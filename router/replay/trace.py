@@ -2,8 +2,8 @@
 
 The format is Mooncake's: one JSON object a line with `timestamp` (ms), `input_length` and
 `output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: an equal
-id means an equal prefix up to there. A cluster's own request log (`router/request_log.py`) says
-besides how many tokens a block has, which model was asked, and which requests failed.
+id means an equal prefix up to there. A cluster's own request log (router/insight/request_log.py)
+says besides how many tokens a block has, which model was asked, and which requests failed.
 """
 
 import json

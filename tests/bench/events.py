@@ -12,10 +12,10 @@ import numpy as np
 import psutil
 
 from replica.kvindex.index import BATCH_BLOCKS, Index, connect, unpack
-from router.embedded_redis import embedded_redis
-from router.feed import Feed
-from router.fleet import Fleet
-from router.mirror import Mirror
+from router.command.embedded_redis import embedded_redis
+from router.routing.feed import Feed
+from router.routing.fleet import Fleet
+from router.routing.mirror import Mirror
 from tests.bench.apart import apart
 from tests.bench.indexed import BLOCKS, FACTS, REPLICAS
 from tests.bench.report import Row, Section

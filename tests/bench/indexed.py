@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replica.kvindex.index import ReplicaRecord
-from router.fleet import Fleet
+from router.routing.fleet import Fleet
 
 BLOCK = 16  # tokens, the smallest block in common use: the dearest one for an index
 REPLICAS = [f"r{i}" for i in range(64)]

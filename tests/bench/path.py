@@ -20,12 +20,12 @@ import numpy as np
 
 from replica.model import BUILTIN_MODEL
 from replica.protocol import GenerateRequest, Sampling
-from router.embedded_redis import embedded_redis
-from router.ports import free_port
-from router.progress import Progress
-from router.ray_cluster import deploy, local_ray
+from router.command.embedded_redis import embedded_redis
+from router.command.ports import free_port
+from router.command.progress import Progress
+from router.command.ray_cluster import deploy, local_ray
+from router.command.signals import StopSignals
 from router.settings import ServeSettings
-from router.signals import StopSignals
 from tests.bench.report import Row, Section
 
 PROMPT_TOKENS = 500

@@ -16,7 +16,7 @@ import numpy as np
 
 from replica.model import BUILTIN_MODEL
 from replica.simulated import SimulatedConfig
-from router.load import PrefillModel
+from router.routing.load import PrefillModel
 from tests.bench.report import Row, Section
 from tests.serving import start_cluster
 

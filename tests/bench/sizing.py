@@ -13,9 +13,9 @@ import redis.asyncio as redis
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import BATCH_BLOCKS, Index, Standing, connect, unpack
 from replica.model import BUILTIN_MODEL
-from router.embedded_redis import embedded_redis
-from router.fleet import Fleet
-from router.peers import Listener, Loudspeaker
+from router.command.embedded_redis import embedded_redis
+from router.routing.fleet import Fleet
+from router.routing.peers import Listener, Loudspeaker
 from tests.bench.apart import apart
 from tests.bench.decision import median_ms
 from tests.bench.events import LEASE_S, LOAD

@@ -10,9 +10,9 @@ import psutil
 
 from replica.kvindex.fingerprint import Fingerprint
 from replica.kvindex.index import BATCH_BLOCKS, Index, connect, unpack
-from router.embedded_redis import embedded_redis
-from router.feed import Feed
-from router.fleet import Fleet
+from router.command.embedded_redis import embedded_redis
+from router.routing.feed import Feed
+from router.routing.fleet import Fleet
 from tests.bench.events import LEASE_S, LOAD, LongestPause, _running
 from tests.bench.indexed import BLOCK, FACTS
 from tests.bench.report import Row, Section

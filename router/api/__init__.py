@@ -1,0 +1,1 @@
+"""HTTP: requests and answers in OpenAI's shapes, and a request's token ids."""

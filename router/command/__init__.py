@@ -1,0 +1,1 @@
+"""The command `kvroute`, and a cluster in the foreground."""

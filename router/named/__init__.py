@@ -1,0 +1,1 @@
+"""Prefixes with a name, or worth one."""
