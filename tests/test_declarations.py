@@ -41,7 +41,7 @@ async def catalogue(redis_url: str, fleet: Fleet) -> AsyncIterator[Catalogue]:
     await client.aclose()
 
 
-def make_routes(catalogue: Catalogue, prompts: Prompts) -> Declarations:
+def make(catalogue: Catalogue, prompts: Prompts) -> Declarations:
     async def records() -> list[ReplicaRecord]:
         return catalogue.records
 
@@ -49,8 +49,8 @@ def make_routes(catalogue: Catalogue, prompts: Prompts) -> Declarations:
 
 
 @pytest.fixture
-def routes(catalogue: Catalogue, prompts: Prompts) -> Declarations:
-    return make_routes(catalogue, prompts)
+def declarations(catalogue: Catalogue, prompts: Prompts) -> Declarations:
+    return make(catalogue, prompts)
 
 
 def see(fleet: Fleet, **warm: Mapping[str, Warm]) -> None:
@@ -63,13 +63,15 @@ def declaration(**fields: Any) -> PrefixDeclaration:
     return parse(PrefixDeclaration, json.dumps(fields).encode())
 
 
-async def declare(routes: Declarations, id_: str, tokens: int, **more: Any) -> tuple[Any, bool]:
+async def declare(
+    declarations: Declarations, id_: str, tokens: int, **more: Any
+) -> tuple[Any, bool]:
     wanted = declaration(id=id_, prompt=" a" * tokens, **more)
-    return await routes.declare(wanted, max_model_len=CONTEXT)
+    return await declarations.declare(wanted, max_model_len=CONTEXT)
 
 
-async def test_a_declaration_is_shown_as_it_stands(routes: Declarations) -> None:
-    shown, is_new = await declare(routes, "law", 18, replicas=1)
+async def test_a_declaration_is_shown_as_it_stands(declarations: Declarations) -> None:
+    shown, is_new = await declare(declarations, "law", 18, replicas=1)
     (holder,) = shown["assigned_to"]
     assert is_new
     assert holder in ("a", "b")
@@ -90,116 +92,116 @@ async def test_a_declaration_is_shown_as_it_stands(routes: Declarations) -> None
         "tokens_saved": 0,
         "expires_at": None,
     }
-    assert shown == await routes.get("law")
-    assert [shown] == await routes.list()
+    assert shown == await declarations.get("law")
+    assert [shown] == await declarations.list()
 
 
 async def test_what_is_warm_and_pinned_is_what_replicas_say(
-    routes: Declarations, fleet: Fleet
+    declarations: Declarations, fleet: Fleet
 ) -> None:
-    await declare(routes, "law", 18)
+    await declare(declarations, "law", 18)
     see(fleet, a={"law@1": Warm(4, True)}, b={"law@1": Warm(3, True)})
-    shown = await routes.get("law")
+    shown = await declarations.get("law")
     assert (shown["warm_on"], shown["pinned"]) == (["a"], True)
 
 
 async def test_what_is_not_pinned_is_warm_for_as_long_as_the_index_knows_it(
-    routes: Declarations, catalogue: Catalogue, fleet: Fleet
+    declarations: Declarations, catalogue: Catalogue, fleet: Fleet
 ) -> None:
-    await declare(routes, "law", 18)
+    await declare(declarations, "law", 18)
     see(fleet, a={"law@1": Warm(4, True)}, b={"law@1": Warm(4, False)})
-    assert (await routes.get("law"))["warm_on"] == ["a"]
+    assert (await declarations.get("law"))["warm_on"] == ["a"]
     prefix = await catalogue.named("task_id", "law")
     fleet.mirror.join("b")
     fleet.mirror.add("b", fleet.chain(prefix.token_ids, ""))
-    shown = await routes.get("law")
+    shown = await declarations.get("law")
     assert (sorted(shown["warm_on"]), shown["pinned"]) == (["a", "b"], False)
     fleet.mirror.join("b")
-    assert (await routes.get("law"))["warm_on"] == ["a"]
+    assert (await declarations.get("law"))["warm_on"] == ["a"]
 
 
-async def test_the_same_again_is_no_new_version(routes: Declarations) -> None:
-    await declare(routes, "law", 40)
-    shown, is_new = await declare(routes, "law", 40, ttl_s=60)
+async def test_the_same_again_is_no_new_version(declarations: Declarations) -> None:
+    await declare(declarations, "law", 40)
+    shown, is_new = await declare(declarations, "law", 40, ttl_s=60)
     assert (is_new, shown["version"]) == (False, 1)
     assert shown["expires_at"] > 0
 
 
-async def test_what_was_counted_is_shown(routes: Declarations, catalogue: Catalogue) -> None:
-    await declare(routes, "law", 18)
+async def test_what_was_counted_is_shown(declarations: Declarations, catalogue: Catalogue) -> None:
+    await declare(declarations, "law", 18)
     catalogue.count(await catalogue.named("task_id", "law"), cached_tokens=100)
-    shown = await routes.get("law")
+    shown = await declarations.get("law")
     assert (shown["hits"], shown["tokens_saved"]) == (1, 16)
 
 
 async def test_what_replicas_could_not_pin_is_refused_with_the_room_there_is(
-    routes: Declarations,
+    declarations: Declarations,
 ) -> None:
-    await declare(routes, "law", 6 * BLOCK)
+    await declare(declarations, "law", 6 * BLOCK)
     with pytest.raises(ApiError, match=r"needs 5 KV blocks.*has 4 of its 10") as refusal:
-        await declare(routes, "tax", 5 * BLOCK)
+        await declare(declarations, "tax", 5 * BLOCK)
     assert (refusal.value.status, refusal.value.param) == (409, "pinned")
-    assert [shown["id"] for shown in await routes.list()] == ["law"]
+    assert [shown["id"] for shown in await declarations.list()] == ["law"]
 
 
-async def test_the_caller_may_do_without_the_pin(routes: Declarations) -> None:
-    await declare(routes, "law", 6 * BLOCK)
-    await declare(routes, "tax", 40 * BLOCK, pinned=False)
-    shown, _ = await declare(routes, "tea", 4 * BLOCK)
+async def test_the_caller_may_do_without_the_pin(declarations: Declarations) -> None:
+    await declare(declarations, "law", 6 * BLOCK)
+    await declare(declarations, "tax", 40 * BLOCK, pinned=False)
+    shown, _ = await declare(declarations, "tea", 4 * BLOCK)
     assert shown["full_blocks"] == 4
 
 
-async def test_an_update_needs_room_beside_the_version_before(routes: Declarations) -> None:
-    await declare(routes, "law", 6 * BLOCK)
+async def test_an_update_needs_room_beside_the_version_before(declarations: Declarations) -> None:
+    await declare(declarations, "law", 6 * BLOCK)
     with pytest.raises(ApiError, match="has 4 of its 10"):
-        await declare(routes, "law", 7 * BLOCK)
-    shown, is_new = await declare(routes, "law", 4 * BLOCK)
+        await declare(declarations, "law", 7 * BLOCK)
+    shown, is_new = await declare(declarations, "law", 4 * BLOCK)
     assert (is_new, shown["version"]) == (True, 2)
 
 
-async def test_replicas_that_are_not_meant_need_no_room(routes: Declarations) -> None:
-    full = (await declare(routes, "law", 10 * BLOCK, replicas=1))[0]["assigned_to"]
+async def test_replicas_that_are_not_meant_need_no_room(declarations: Declarations) -> None:
+    full = (await declare(declarations, "law", 10 * BLOCK, replicas=1))[0]["assigned_to"]
     accepted = []
     for number in range(32):
         with contextlib.suppress(ApiError):
-            shown, _ = await declare(routes, f"tea {number}", 1 * BLOCK, replicas=1)
+            shown, _ = await declare(declarations, f"tea {number}", 1 * BLOCK, replicas=1)
             accepted.append(shown["assigned_to"])
     assert len(accepted) == BUDGET
     assert full not in accepted
 
 
-async def test_a_dropped_prefix_is_gone_and_so_is_what_it_took(routes: Declarations) -> None:
-    await declare(routes, "law", 10 * BLOCK)
-    assert (await routes.drop("law"))["deleted"]
-    assert (await declare(routes, "tax", 10 * BLOCK))[1]
-    for attempt in (routes.get("law"), routes.drop("law")):
+async def test_a_dropped_prefix_is_gone_and_so_is_what_it_took(declarations: Declarations) -> None:
+    await declare(declarations, "law", 10 * BLOCK)
+    assert (await declarations.drop("law"))["deleted"]
+    assert (await declare(declarations, "tax", 10 * BLOCK))[1]
+    for attempt in (declarations.get("law"), declarations.drop("law")):
         with pytest.raises(ApiError) as refusal:
             await attempt
         assert refusal.value.status == 404
 
 
 async def test_there_are_only_so_many(
-    routes: Declarations, monkeypatch: pytest.MonkeyPatch
+    declarations: Declarations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.named.declarations.MAX_PREFIXES", 2)
     for id_ in ("law", "tax"):
-        await declare(routes, id_, 1)
+        await declare(declarations, id_, 1)
     with pytest.raises(ApiError, match="one more than the 2") as refusal:
-        await declare(routes, "tea", 1)
+        await declare(declarations, "tea", 1)
     assert refusal.value.status == 409
 
 
-async def test_a_prefix_longer_than_the_context_is_refused(routes: Declarations) -> None:
+async def test_a_prefix_longer_than_the_context_is_refused(declarations: Declarations) -> None:
     with pytest.raises(ApiError, match="this prefix has 200") as refusal:
-        await declare(routes, "law", CONTEXT)
+        await declare(declarations, "law", CONTEXT)
     assert refusal.value.status == 400
 
 
 async def test_without_redis_nothing_is_declared(catalogue: Catalogue, prompts: Prompts) -> None:
     catalogue.store = Prefixes(connect("redis://127.0.0.1:1"), "m")
-    routes = make_routes(catalogue, prompts)
-    assert await routes.list() == []
-    for attempt in (declare(routes, "law", 1), routes.drop("law")):
+    declarations = make(catalogue, prompts)
+    assert await declarations.list() == []
+    for attempt in (declare(declarations, "law", 1), declarations.drop("law")):
         with pytest.raises(ApiError, match="Redis is away") as refusal:
             await attempt
         assert refusal.value.status == 503
