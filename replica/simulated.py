@@ -444,6 +444,8 @@ class SimulatedEngine(Engine):
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:
     """All that they say, as one."""
+    if len(chunks) == 1:
+        return chunks[0]
     return replace(
         chunks[-1],
         text="".join(chunk.text for chunk in chunks),

@@ -34,19 +34,21 @@ class Models:
         out where there is one model only. ApiError for one that is not served."""
         if model is None and len(self.all) == 1:
             return self.first
-        names = [name for parts in self.all for name in (parts.model, *parts.adapters)]
-        served = " and ".join(map(repr, names))
         if model is None:
-            raise invalid("model", f"model is missing; this server has {served}")
+            raise invalid("model", f"model is missing; this server has {self._served()}")
         for parts in self.all:
             if parts.lora(model) is not None:
                 return parts
         raise ApiError(
             404,
-            f"The model '{model}' does not exist; this server has {served}.",
+            f"The model '{model}' does not exist; this server has {self._served()}.",
             param="model",
             code="model_not_found",
         )
+
+    def _served(self) -> str:
+        names = [name for parts in self.all for name in (parts.model, *parts.adapters)]
+        return " and ".join(map(repr, names))
 
     def cards(self, parts: Parts) -> list[dict[str, Any]]:
         """A model, and its adapters, in OpenAI's shape."""
