@@ -14,16 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 
 from replica.model import BUILTIN_MODEL, folder, resolve
-from tests.hosts import HOME, Host, Network, network
+from tests.hosts import HOME, Host, Network, network, why_not
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("router", "replica", "deploy")  # what a host needs of the checkout
 REPLICA_PROCESS = "ray::ServeRepli"  # Linux cuts names there
 GPUS = 2  # that each worker says it has; simulated engines need none
 START_S = 480.0
+OBSTACLE = why_not()
+ON_NODES = (  # marks of tests that want them
+    pytest.mark.nodes,
+    pytest.mark.skipif(OBSTACLE is not None, reason=OBSTACLE or ""),
+)
 OPTIONS = {"up": ("--yes", "--no-config-cache"), "down": ("--yes",), "exec": ()}
 
 

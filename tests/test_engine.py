@@ -6,6 +6,7 @@ import gc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -79,24 +80,25 @@ class Running:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["simulated", "vllm"])
 async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
-    settings = ReplicaSettings(
-        model=BUILTIN_MODEL,
-        served_model_name="m",
-        redis_url="",
-        engine=request.param,
-        max_model_len=1024,
-        kv_cache_memory_mb=64,
-        simulated_blocks=90,
-        simulated_prefill_tokens_per_s=0,
-        simulated_decode_ms=5,
-    )
-    async with started(settings) as running:
+    async with started(request.param, simulated_blocks=90) as running:
         yield running
 
 
 @contextlib.asynccontextmanager
-async def started(settings: ReplicaSettings) -> AsyncIterator[Running]:
-    """An engine and what is heard of its cache; closed when the block ends."""
+async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterator[Running]:
+    """A small engine with settings of its own, and what is heard of its cache; closed when the
+    block ends."""
+    settings = ReplicaSettings(
+        model=BUILTIN_MODEL,
+        served_model_name="m",
+        redis_url="",
+        engine=kind,
+        max_model_len=1024,
+        kv_cache_memory_mb=64,
+        simulated_prefill_tokens_per_s=0,
+        simulated_decode_ms=5,
+        **own,
+    )
     engine = await start_engine(settings)
     running = Running(engine, BlockTable(model="m", revision="", block_size=BLOCK))
     pump = asyncio.create_task(running.pump())

@@ -10,9 +10,7 @@ import pytest_asyncio
 
 from replica.adapters import WEIGHTS_FILES, Adapter
 from replica.kvindex.fingerprint import Fingerprint, fingerprints, root
-from replica.model import BUILTIN_MODEL
 from replica.protocol import GenerateRequest
-from replica.settings import ReplicaSettings
 from tests.adapters import write_adapter
 from tests.test_engine import BLOCK, GREEDY, Running, ids_of, prompt_of, request_of, started
 from tests.waiting import until
@@ -36,20 +34,9 @@ async def running(
     for seed, name in enumerate((*NAMES, BROKEN)):
         write_adapter(folder / name, seed=seed)
     (folder / BROKEN / WEIGHTS_FILES[0]).write_bytes(b"no weights")
-    settings = ReplicaSettings(
-        model=BUILTIN_MODEL,
-        served_model_name="m",
-        redis_url="",
-        engine=request.param,
-        max_model_len=1024,
-        kv_cache_memory_mb=64,
-        adapters=tuple(Adapter(name=name, path=str(folder / name)) for name in (*NAMES, BROKEN)),
-        max_loras=1,
-        max_cpu_loras=2,
-        simulated_prefill_tokens_per_s=0,
-        simulated_decode_ms=5,
-    )
-    async with started(settings) as running:
+    adapters = tuple(Adapter(name=name, path=str(folder / name)) for name in (*NAMES, BROKEN))
+    memory = {"max_loras": 1, "max_cpu_loras": 2}
+    async with started(request.param, adapters=adapters, **memory) as running:
         yield running
 
 

@@ -10,21 +10,15 @@ from contextlib import asynccontextmanager
 import pytest
 from openai import OpenAI
 
-from tests import hosts
 from tests.audience import Audience
 from tests.conftest import async_openai_client
 from tests.hosts import Host
-from tests.nodes import GPUS, Nodes, ray_up
+from tests.nodes import GPUS, ON_NODES, Nodes, ray_up
 from tests.prometheus_server import prometheus
 from tests.waiting import until
 from tests.workloads import ask, user
 
-OBSTACLE = hosts.why_not()
-pytestmark = [
-    pytest.mark.nodes,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(OBSTACLE is not None, reason=OBSTACLE or ""),
-]
+pytestmark = [*ON_NODES, pytest.mark.timeout(600)]
 
 WORDS = 100  # in a prompt
 REPLICAS = 3  # more than fit on one worker, fewer than on two

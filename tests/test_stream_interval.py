@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from replica.model import BUILTIN_MODEL
 from replica.protocol import Chunk, Sampling
-from replica.settings import ReplicaSettings
 from tests.test_engine import GREEDY, Running, ids_of, prompt_of, request_of, started, text_of
 
 pytestmark = [
@@ -23,18 +21,7 @@ LOGPROBS = replace(GREEDY, max_tokens=10, logprobs=1)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["simulated", "vllm"])
 async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
-    settings = ReplicaSettings(
-        model=BUILTIN_MODEL,
-        served_model_name="m",
-        redis_url="",
-        engine=request.param,
-        max_model_len=1024,
-        kv_cache_memory_mb=64,
-        stream_interval=INTERVAL,
-        simulated_prefill_tokens_per_s=0,
-        simulated_decode_ms=1,
-    )
-    async with started(settings) as running:
+    async with started(request.param, stream_interval=INTERVAL) as running:
         yield running
 
 

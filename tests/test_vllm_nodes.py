@@ -7,15 +7,9 @@ import pytest
 from openai import OpenAI
 
 from replica.model import BUILTIN_MODEL
-from tests import hosts
-from tests.nodes import Nodes, ray_up
+from tests.nodes import ON_NODES, Nodes, ray_up
 
-OBSTACLE = hosts.why_not()
-pytestmark = [
-    pytest.mark.nodes,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(OBSTACLE is not None, reason=OBSTACLE or ""),
-]
+pytestmark = [*ON_NODES, pytest.mark.timeout(900)]
 
 TOKENS = 150  # of an answer
 HEARD = 10  # when the node is lost
