@@ -9,38 +9,66 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Once set up for GPUs, a checkout stays so.
 PROFILE := $(if $(GPU),gpu,$(if $(wildcard .venv/ready-gpu),gpu,cpu))
+# What kvroute needs to run, and what its tests and developers need besides.
 READY := .venv/ready-$(PROFILE)
+DEV := .venv/ready-dev
+LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$(PROFILE).txt))
 
-.PHONY: help setup serve test test-cluster lint bench bench-engines bench-prefixes
+.PHONY: help setup serve check unit test test-cluster lint docs wheel-check lock system bench bench-engines bench-prefixes
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
 
-setup: $(READY) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
+setup: $(DEV) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
 	@:
 
 serve: $(READY) ## The cluster, in the foreground; options as in ARGS="--port 8123 --replicas 2"
 	@exec $(BIN)/kvroute serve $(ARGS)
 
-test: $(READY) ## All tests on one host; options of pytest as in ARGS="-k mirror"
+check: $(DEV) ## Unit tests, formatting, lint and types, in a minute or so
+	@$(MAKE) -j2 --output-sync=target unit lint
+
+unit: $(DEV)
+	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
+
+test: $(DEV) ## All tests on one host; options of pytest as in ARGS="-k mirror"
 	@exec $(BIN)/python -m pytest $(ARGS)
 
-test-cluster: $(READY) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes
+test-cluster: $(DEV) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes
 	@exec $(BIN)/python -m pytest -m nodes -rP $(ARGS)
 
-bench: $(READY) ## What a decision, an index and a request's way cost; options as in ARGS="--help"
+bench: $(DEV) ## What a decision, an index and a request's way cost; options as in ARGS="--help"
 	@$(BIN)/python -W ignore -m tests.bench $(ARGS)
 
-bench-engines: $(READY) ## Policies side by side on real engines; takes about a quarter of an hour
+bench-engines: $(DEV) ## Policies side by side on real engines; takes about a quarter of an hour
 	@$(BIN)/python -W ignore -m tests.bench.engines
 
-bench-prefixes: $(READY) ## What a named prefix is worth on real engines; takes some minutes
+bench-prefixes: $(DEV) ## What a named prefix is worth on real engines; takes some minutes
 	@$(BIN)/python -W ignore -m tests.bench.prefixes
 
-lint: $(READY) ## Formatting, lint and types
+docs: $(DEV) ## The generated tables and dashboards, written anew
+	@$(BIN)/python -m tests.support.tables
+	@$(BIN)/python -m dashboards.build
+
+lint: $(DEV) ## Formatting, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-$(READY): requirements-$(PROFILE).lock pyproject.toml scripts/setup.sh
+wheel-check: $(READY) ## Builds the wheel into dist/, installs it in a clean environment, runs kvroute there
+	@scripts/check_wheel.sh $(ARGS)
+
+lock: | .venv/bin/uv ## Writes requirements/*.lock from pyproject.toml; options of uv as in ARGS="--upgrade"
+	@scripts/lock.sh $(ARGS)
+
+system: ## What tests need besides Python: Prometheus and Chromium; Debian and Ubuntu, as root
+	@scripts/system.sh
+
+$(READY): $(LOCKS) pyproject.toml scripts/setup.sh
 	@scripts/setup.sh $(PROFILE)
+
+$(DEV): $(LOCKS) requirements/dev.lock pyproject.toml scripts/setup.sh
+	@scripts/setup.sh $(PROFILE) dev
+
+.venv/bin/uv:
+	@scripts/setup.sh $(PROFILE) dev

@@ -1,4 +1,4 @@
-"""Writes the dashboards for Grafana, a file each: `python -m dashboards.build`."""
+"""Writes Grafana's dashboards, one file each: `python -m dashboards.build`."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 
 
 def files() -> dict[Path, str]:
-    """What stands in each file."""
+    """The content of each file."""
     return {
         FOLDER / f"{each.uid.removeprefix('kvroute-')}.json": json.dumps(each.to_json(), indent=1)
         + "\n"

@@ -1,4 +1,4 @@
-"""Cache hits: where every prompt token came from, and why it was not the cache."""
+"""The dashboard Cache hits: the source of every prompt token, and the causes of missed hits."""
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row
@@ -6,24 +6,25 @@ from dashboards.promql import in_range, on, per_second, replica, router, share
 
 PROMPTS = router("kvroute_prompt_tokens_total")
 SAVED = "kvroute_prefix_saved_tokens_total"
-LEDGER = (  # from the prompt's start to its end, as in router/routing/ledger.py
+LEDGER = (  # from the prompt's start to its end, as in kvroute/router/routing/ledger.py
     ("hit", "green"),
-    ("surprise", "light-green"),
+    ("unexpected_hit", "light-green"),
     ("stale", "red"),
     ("spilled", "orange"),
     ("unpinned", "yellow"),
     ("evicted", "dark-orange"),
     ("new", "blue"),
-    ("apart", "purple"),
+    ("isolated", "purple"),
     ("tail", "gray"),
 )
 CAUSES = (
-    "hit: cached, as expected. surprise: cached, not expected; see the index's age in the "
-    "dashboard Routing. stale: expected, and gone; see the publishers' lag. spilled: cached on "
+    "hit: cached, as expected. unexpected_hit: cached, not expected; see the index's age in the "
+    "dashboard Routing. stale: expected, but evicted; see the publishers' lag. spilled: cached on "
     "another replica, mostly a busy one; more replicas. unpinned: of a named prefix that no "
-    "replica kept; a larger `--pin-share`. evicted: cached once, and no more; more memory for "
-    "caches. new: never cached; let prompts begin alike. apart: kept apart by `cache_salt`; fewer "
-    "salts, if that is allowed. tail: no whole block; a smaller `--block-size`."
+    "replica kept; a larger `--pin-share`. evicted: cached before, but not now; more memory for "
+    "caches. new: never cached; let prompts begin alike. isolated: new, of a prompt "
+    "with a `cache_salt`; fewer salts, if that is allowed. tail: not a full block; a smaller "
+    "`--block-size`."
 )
 
 
@@ -36,7 +37,7 @@ def share_of(*causes: str) -> str:
 
 
 def waterfall() -> tuple[Query, ...]:
-    """From all prompt tokens down to those from a cache; what came before a loss is its floor."""
+    """From all prompt tokens down to the cached ones; each bar stands on the shares below it."""
     names = [cause for cause, _ in LEDGER]
     steps = {cause: f"{len(names) - i} {cause}" for i, cause in enumerate(names)}
     floors = (on(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
@@ -49,14 +50,14 @@ def waterfall() -> tuple[Query, ...]:
     )
 
 
-CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|surprise"')
+CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
 
 SHARES = Row(
     "Shares of all prompt tokens",
     (
         Panel(
             "Delivered",
-            "Came from a cache. The ledger below says where the rest went.",
+            "Share that came from a cache. The ledger below shows the causes of the rest.",
             grafana.FRACTION,
             (Query(share(per_second(CACHED), per_second(PROMPTS)), "delivered"),),
             kind="stat",
@@ -163,8 +164,8 @@ PREFIXES = Row(
         ),
         Panel(
             "Replicas for demand",
-            "Those that keep a prefix warm besides the number asked for, since its requests waited "
-            "elsewhere. One that has many for long: declare it with more `replicas`.",
+            "Additional replicas that keep a prefix warm, because its requests waited elsewhere. "
+            "One that has many for long: declare it with more `replicas`.",
             grafana.NUMBER,
             (
                 Query(

@@ -1,11 +1,12 @@
-"""Fleet: is it well?"""
+"""The dashboard Fleet: its health and its clients' latencies."""
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row, quantiles
 from dashboards.promql import per_second, quantile, replica, router, share, total
+from dashboards.replica import BLOCKS_IN_USE
 
 REQUESTS = router("kvroute_requests_total")
-CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|surprise"')
+CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
 TTFT = router("kvroute_time_to_first_token_seconds_bucket")
 
 NOW = Row(
@@ -151,7 +152,7 @@ WORK = Row(
             "where the KV caches have room.",
             grafana.NUMBER,
             (
-                Query(total(router("kvroute_requests_under_way")), "under way"),
+                Query(total(router("kvroute_requests_in_flight")), "under way"),
                 Query(total(replica("kvroute_engine_running_requests")), "in a batch"),
                 Query(total(replica("kvroute_engine_waiting_requests")), "waiting"),
             ),
@@ -166,7 +167,9 @@ WORK = Row(
             (
                 Query(per_second(CACHED), "prompts, cached", "green"),
                 Query(
-                    per_second(router("kvroute_prompt_tokens_total", 'cause!~"hit|surprise"')),
+                    per_second(
+                        router("kvroute_prompt_tokens_total", 'cause!~"hit|unexpected_hit"')
+                    ),
                     "prompts, computed",
                     "orange",
                 ),
@@ -185,15 +188,7 @@ PROCESSES = Row(
             "requests wait or are computed twice: more replicas, more memory for the cache, or a "
             "smaller `--max-model-len`.",
             grafana.FRACTION,
-            (
-                Query(
-                    share(
-                        replica("kvroute_engine_used_blocks"),
-                        replica("kvroute_engine_capacity_blocks"),
-                    ),
-                    "{{replica}}",
-                ),
-            ),
+            (BLOCKS_IN_USE,),
         ),
         Panel(
             "Answering Prometheus",

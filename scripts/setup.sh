@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv hold what requirements-$1.lock says, and this project; $1 is cpu or gpu.
-# The file .venv/ready-$1 exists only while that is so: after an interruption we begin afresh.
+# Installs requirements/$1.lock and this project into .venv; $1 is cpu or gpu.
+# `setup.sh $1 dev` adds the packages for tests and development: requirements/dev.lock.
+# The file .venv/ready-$1 exists only after a complete run: an interrupted one starts again.
+# .venv/ready-dev has the same meaning for dev.lock.
 set -eEuo pipefail
 cd "$(dirname "$0")/.."
 
 profile=$1
-lock=requirements-$profile.lock
+locks=("requirements/$profile.lock" ${2:+"requirements/$2.lock"})
 ready=.venv/ready-$profile
 log=.venv/setup.log
 torch_cpu_index=https://download.pytorch.org/whl/cpu
@@ -19,7 +21,7 @@ main() {
     trap 'show_errors; fail "not finished; all that was said is in $log"' ERR
     install_everything
     warm_up
-    touch "$ready"
+    touch "$ready" ${1:+".venv/ready-$1"}
     echo "setup: ready"
 }
 
@@ -47,19 +49,20 @@ install_everything() {
     install "pip==26.3"
     if [ "$profile" = cpu ]; then
         echo "setup: torch for CPUs"
-        install_torch_cpu "$(grep '^torch==' "$lock")"
+        install_torch_cpu
     fi
-    echo "setup: $(grep -c '^[a-z]' "$lock") packages"
-    install -r <([ "$profile" = cpu ] && grep -v '^torch==' "$lock" || cat "$lock")
-    install --no-build-isolation --editable .
+    echo "setup: $(cat "${locks[@]}" | grep -c '^[a-z]') packages"
+    install --require-hashes "${locks[@]/#/--requirement=}"
+    install --build-constraint requirements/build.lock --editable .
 }
 
 # PyPI has torch for CUDA only. The CPU build may be on an index, or in a folder, of yours.
 install_torch_cpu() {
-    install "$1" || install --index-url "$torch_cpu_index" "$1"
+    local torch=requirements/torch-cpu.txt
+    install -r $torch || install --index-url "$torch_cpu_index" -r $torch
 }
 
-# pip's words go to the log; a person sees how far it is.
+# pip's output goes to the log; the terminal shows the progress.
 install() {
     .venv/bin/python -m pip install --progress-bar off --no-compile --no-deps "$@" 2>>"$log" |
         tee -a "$log" | show_progress
@@ -76,7 +79,7 @@ show_progress() {
     show ""
 }
 
-# One line that is written over and over; nothing where nobody watches.
+# One line that is overwritten; no output without a terminal.
 show() {
     if [ -t 1 ]; then printf '\r\033[K%s' "${1:+       $1}"; fi
 }
@@ -85,11 +88,11 @@ show_errors() {
     grep -vE '^( |Collecting|Requirement|WARNING|ERROR: Ignored|$)' "$log" | cut -c 1-200 | tail -n 8
 }
 
-# Compiles what a start imports and nothing else, and shows that it can be imported.
+# Compiles only the modules that a start imports, and checks that they can be imported.
 warm_up() {
     echo "setup: first import"
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -c \
-        'import ray.serve, router.cli, vllm.v1.engine.async_llm' >>"$log" 2>&1
+        'import ray.serve, kvroute.cli, vllm.v1.engine.async_llm' >>"$log" 2>&1
 }
 
 fail() {
@@ -97,4 +100,4 @@ fail() {
     exit 1
 }
 
-main
+main "${2:-}"

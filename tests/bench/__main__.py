@@ -9,6 +9,7 @@ import typer
 
 from tests.bench.apart import apart
 from tests.bench.decision import decision
+from tests.bench.dtype import dtype
 from tests.bench.events import memory, rate
 from tests.bench.metrics import metrics
 from tests.bench.path import path
@@ -49,6 +50,12 @@ def main(
     with_sizing: Annotated[
         bool, typer.Option("--sizing", help="Adds what grows with a fleet, in some minutes.")
     ] = False,
+    with_dtype: Annotated[
+        bool,
+        typer.Option(
+            "--dtype", help="Adds the built-in model in bfloat16 and float32, in some minutes."
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Where to write the same as JSON.")
     ] = None,
@@ -59,7 +66,7 @@ def main(
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
     found = []
-    flags = with_routers, with_successor, with_resize, with_sizing
+    flags = with_routers, with_successor, with_resize, with_sizing, with_dtype
     for section in sections(trace, *flags):
         typer.echo(section.markdown() + "\n")
         found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
@@ -75,6 +82,7 @@ def sections(
     with_successor: bool,
     with_resize: bool,
     with_sizing: bool,
+    with_dtype: bool,
 ) -> Iterator[Section]:
     yield apart(decision)
     yield memory()
@@ -90,6 +98,8 @@ def sections(
     if with_sizing:
         yield growth()
         yield streaming()
+    if with_dtype:
+        yield apart(dtype)
     if trace is not None:
         yield apart(policies, trace)
 

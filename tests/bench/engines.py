@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from replica.model import BUILTIN_MODEL
-from tests.serving import start_cluster
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.serving import start_cluster
 
 POLICIES = ("kvroute", "round-robin", "power-of-two")
 SYSTEM_PROMPTS = 3
@@ -31,7 +31,7 @@ TURN_WORDS = 50
 ANSWER_TOKENS = 24
 CHATS_PER_S = 0.5
 THINK_S = 12.0  # on average, between an answer and the next turn
-CACHE_MB = 128  # of each replica: about 5,800 tokens
+CACHE_MB = 256  # of each replica: about 5,800 tokens in float32
 LEARNING = 20  # first requests, from which a router learns the engines' speed
 SEED = 1
 

@@ -11,18 +11,21 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from replica.kvindex.index import BATCH_BLOCKS, Index, connect, unpack
-from router.command.embedded_redis import embedded_redis
-from router.routing.feed import Feed
-from router.routing.fleet import Fleet
-from router.routing.mirror import Mirror
+from kvroute.contract.records import Description, Load
+from kvroute.local.embedded_redis import embedded_redis
+from kvroute.router.routing.feed import Feed
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.mirror import Mirror
+from kvroute.store.connection import connect
+from kvroute.store.index import BATCH_BLOCKS, Index, unpack
 from tests.bench.apart import apart
 from tests.bench.indexed import BLOCKS, FACTS, REPLICAS
 from tests.bench.report import Row, Section
 
 CHAIN = 100  # blocks that the same replicas hold
 LEASE_S = 600.0
-LOAD = {"running": 0, "waiting": 0, "used_blocks": 0}
+LOAD = Load()
+DESCRIPTION = Description(FACTS)
 
 
 class Batch(NamedTuple):
@@ -130,7 +133,9 @@ async def _follow_on(url: str, size: int) -> Row:
     client = connect(url)
     index = Index(client, "m")
     standing = {
-        replica_id: await index.register(replica_id, "1", facts=FACTS, load=LOAD, lease_s=LEASE_S)
+        replica_id: await index.register(
+            replica_id, "1", description=DESCRIPTION, load=LOAD, lease_s=LEASE_S
+        )
         for replica_id in REPLICAS
     }
     fleet = Fleet(model="m", revision="", block_size=16, rng=random.Random(0))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.kvindex.index import ReplicaRecord
-from router.routing.fleet import Fleet
+from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
+from kvroute.router.routing.fleet import Fleet
 
 BLOCK = 16  # tokens, the smallest block in common use: the dearest one for an index
 REPLICAS = [f"r{i}" for i in range(64)]
@@ -17,14 +17,13 @@ VOCABULARY = 40_000
 PROMPT_TOKENS = (512, 2_048, 8_192, 16_384, 32_768, 131_072)
 HOLDER = 7  # the replica that holds the first half of each prompt
 UNDER_WAY = 4  # requests at each replica
-FACTS = {
-    "block_size": BLOCK,
-    "prefill_tokens_per_s": 25_000.0,
-    "attention_tokens": 32_768.0,
-    "prefix_caching": True,
-    "capacity_blocks": 50_000,
-    "max_model_len": 131_072,
-}
+FACTS = EngineFacts(
+    block_size=BLOCK,
+    prefill_tokens_per_s=25_000.0,
+    attention_tokens=32_768.0,
+    capacity_blocks=50_000,
+    max_model_len=131_072,
+)
 
 Tokens = NDArray[np.uint32]
 
@@ -42,7 +41,7 @@ def prompt(tokens: int) -> Tokens:
     return np.random.default_rng(tokens).integers(0, VOCABULARY, tokens, dtype=np.uint32)
 
 
-def requests_under_way() -> Iterator[tuple[int, Tokens]]:
+def requests_in_flight() -> Iterator[tuple[int, Tokens]]:
     rng = np.random.default_rng(1)
     for i in range(UNDER_WAY * len(REPLICAS)):
         yield i % len(REPLICAS), rng.integers(0, VOCABULARY, 1_000, dtype=np.uint32)
@@ -51,7 +50,7 @@ def requests_under_way() -> Iterator[tuple[int, Tokens]]:
 def fleet() -> Fleet:
     """As one router sees all of that."""
     fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
-    load = {"running": UNDER_WAY, "waiting": 0, "used_blocks": 250}
+    load = Load(running=UNDER_WAY, used_blocks=250)
     fleet.update([ReplicaRecord(name, "1", 0, FACTS, load) for name in REPLICAS])
     for name in REPLICAS:
         fleet.mirror.join(name)
@@ -59,7 +58,7 @@ def fleet() -> Fleet:
         fleet.mirror.add(REPLICAS[replica], fleet.chain(tokens, ""))
     for length in PROMPT_TOKENS:
         fleet.mirror.add(REPLICAS[HOLDER], fleet.chain(prompt(length)[: length // 2 + 1], ""))
-    for i, (replica, tokens) in enumerate(requests_under_way()):
+    for i, (replica, tokens) in enumerate(requests_in_flight()):
         placement = fleet.place(tokens, "", REPLICAS, float(i))
         fleet.sent(placement, REPLICAS[replica], str(i), float(i))
     return fleet

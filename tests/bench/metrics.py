@@ -16,8 +16,8 @@ import requests
 
 from tests.bench.report import Section
 from tests.bench.routers import Turn, _ask
-from tests.scraping import targets
-from tests.serving import Cluster, start_cluster
+from tests.support.scraping import targets
+from tests.support.serving import Cluster, start_cluster
 
 ROUNDS = 9
 REQUESTS = 800  # in each half of a round

@@ -18,14 +18,14 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from replica.model import BUILTIN_MODEL
-from replica.protocol import GenerateRequest, Sampling
-from router.command.embedded_redis import embedded_redis
-from router.command.ports import free_port
-from router.command.progress import Progress
-from router.command.ray_cluster import deploy, local_ray
-from router.command.signals import StopSignals
-from router.settings import ServeSettings
+from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.local.embedded_redis import embedded_redis
+from kvroute.local.ports import free_port
+from kvroute.local.progress import Progress
+from kvroute.local.ray_cluster import deploy, local_ray
+from kvroute.local.signals import StopSignals
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.settings.serve import ServeSettings
 from tests.bench.report import Row, Section
 
 PROMPT_TOKENS = 500
@@ -49,7 +49,7 @@ def path() -> Section:
             simulated_decode_ms=0,
         )
         with local_ray(settings, Path(folder)):
-            from router.app import build
+            from kvroute.app import build
 
             application = build(settings.model_dump(mode="json"))
             deploy(application, Progress(), StopSignals(), time.monotonic() + 120)

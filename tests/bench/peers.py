@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from replica.model import BUILTIN_MODEL, resolve
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from tests.bench.indexed import (
     BLOCK,
     DOCUMENT_BLOCKS,
@@ -21,7 +21,7 @@ from tests.bench.indexed import (
     Tokens,
     documents,
     prompt,
-    requests_under_way,
+    requests_in_flight,
 )
 from tests.bench.report import each_s
 
@@ -91,7 +91,7 @@ class Dynamo:
             await self._until_held(worker, tokens, DOCUMENT_BLOCKS)
         for length in PROMPT_TOKENS:
             await self._until_held(HOLDER, prompt(length), length // 2 // BLOCK)
-        for i, (worker, tokens) in enumerate(requests_under_way()):
+        for i, (worker, tokens) in enumerate(requests_in_flight()):
             request = self._request(tokens.tolist(), [worker])
             await self._service.select_and_reserve({**request, "selection_id": str(i)})
 

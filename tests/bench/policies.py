@@ -6,10 +6,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from router.replay.compare import compare, saturation_rps
-from router.replay.policies import POLICIES
-from router.replay.simulate import Cluster
-from router.replay.trace import at_speed, native_rps, read
+from kvroute.replay.compare import compare, saturation_rps
+from kvroute.replay.policies import POLICIES
+from kvroute.replay.simulate import Cluster
+from kvroute.replay.trace import at_speed, native_rps, read
 from tests.bench.report import Row, Section
 
 LOADS = (0.5, 0.8, 0.95)  # shares of saturation

@@ -23,9 +23,9 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError
 
-from replica.model import BUILTIN_MODEL
+from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.bench.report import Row, Section
-from tests.serving import start_cluster
+from tests.support.serving import start_cluster
 
 LAW = "You are a careful lawyer. Answer in one sentence and name the law. " * 80
 TASKS = {"law": LAW, "法律": "你是一名细心的律师。请用一句话回答，并说出法律的名称。" * 30}  # noqa: RUF001
@@ -33,7 +33,7 @@ BRIEF = "You are a careful clerk. Answer in one sentence and name the rule. " * 
 UNPINNED = f"Nobody keeps this. {LAW}"
 OPTIONS = (
     *("--replicas", "2", "--max-model-len", "4096"),
-    *("--kv-cache-memory-mb", "256", "--pin-share", "0.4"),  # about 11,600 tokens, 4,600 for pins
+    *("--kv-cache-memory-mb", "512", "--pin-share", "0.4"),  # about 11,600 tokens, 4,600 for pins
 )
 ROUNDS = 5  # after one that does not count
 FLOODS = 3  # times all that the caches can hold
@@ -136,9 +136,9 @@ async def throughput(client: AsyncOpenAI, rng: random.Random, name: str, *, at_o
     """Prompt tokens a second when the prefix is a third of each prompt."""
     prefix_tokens = (await get(client, name))["tokens"]
 
-    async def tokens_per_s(rests: Sequence[list[int]], is_apart: bool) -> float:
+    async def tokens_per_s(rests: Sequence[list[int]], is_isolated: bool) -> float:
         begun_s = time.monotonic()
-        sent = (ask(client, name, rest, is_apart=is_apart) for rest in rests)
+        sent = (ask(client, name, rest, is_isolated=is_isolated) for rest in rests)
         answers = await asyncio.gather(*sent)
         return sum(answer.prompt_tokens for answer in answers) / (time.monotonic() - begun_s)
 
@@ -159,7 +159,7 @@ async def first_tokens(client: AsyncOpenAI, rng: random.Random, name: str) -> Ro
     async def both() -> tuple[float, float]:
         rest = ids(rng, rest_tokens)
         shared = await ask(client, name, rest)
-        apart = await ask(client, name, rest, is_apart=True)
+        apart = await ask(client, name, rest, is_isolated=True)
         return shared.ttft_s, apart.ttft_s
 
     pairs = await rounds(both)
@@ -193,8 +193,8 @@ async def same_answers(client: AsyncOpenAI) -> str:
         start, length = rng.randrange(len(words) - 250), rng.randrange(20, 250)
         question = f"What does this mean? {' '.join(words[start : start + length])}\nIt means"
         answers = [
-            await ask(client, "brief", question, tokens=32, is_apart=is_apart)
-            for is_apart in (False, True)
+            await ask(client, "brief", question, tokens=32, is_isolated=is_isolated)
+            for is_isolated in (False, True)
         ]
         equal += answers[0].text == answers[1].text
         longest = max(longest, answers[0].prompt_tokens)
@@ -298,11 +298,11 @@ async def ask(
     prompt: str | list[int],
     *,
     tokens: int = 1,
-    is_apart: bool = False,
+    is_isolated: bool = False,
 ) -> Answer:
-    """The prompt after the prefix; is_apart: it shares no cache with any other."""
+    """The prompt after the prefix; is_isolated: it shares no cache with any other."""
     body = {"prefix_id": name} if name else {}
-    salt = {"cache_salt": uuid.uuid4().hex} if is_apart else {}
+    salt = {"cache_salt": uuid.uuid4().hex} if is_isolated else {}
     begun_s, first_s, text = time.monotonic(), None, ""
     stream = await client.completions.create(
         model=BUILTIN_MODEL,

@@ -16,7 +16,7 @@ import numpy as np
 
 from tests.bench.report import Row, Section
 from tests.bench.routers import Answered, Turn, send
-from tests.serving import start_cluster
+from tests.support.serving import start_cluster
 
 LEAST, MOST = 2, 4
 TOKENS_PER_S = 1_000  # of one replica's prefill
@@ -90,14 +90,14 @@ async def _watching(url: str) -> AsyncIterator[Sizes]:
     """The replicas, each second."""
     begun, sizes = time.perf_counter(), Sizes()
 
-    async def look() -> None:
+    async def check() -> None:
         async with httpx.AsyncClient(base_url=url) as client:
             while True:
                 listed = (await client.get("/v1/cluster")).json()["replicas"]
                 sizes.append((time.perf_counter() - begun, [each["id"] for each in listed]))
                 await asyncio.sleep(1)
 
-    watching = asyncio.create_task(look())
+    watching = asyncio.create_task(check())
     try:
         yield sizes
     finally:

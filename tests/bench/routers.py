@@ -14,11 +14,11 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from replica.model import BUILTIN_MODEL
-from replica.simulated import SimulatedConfig
-from router.routing.load import PrefillModel
+from kvroute.contract.speed import PrefillModel
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.replica.sim_engine.simulated import SimulatedConfig
 from tests.bench.report import Row, Section
-from tests.serving import start_cluster
+from tests.support.serving import start_cluster
 
 ROUTERS = (1, 2, 4, 8)
 RUNS = 3

@@ -10,18 +10,19 @@ import numpy as np
 import psutil
 import redis.asyncio as redis
 
-from replica.kvindex.fingerprint import Fingerprint
-from replica.kvindex.index import BATCH_BLOCKS, Index, Standing, connect, unpack
-from replica.model import BUILTIN_MODEL
-from router.command.embedded_redis import embedded_redis
-from router.routing.fleet import Fleet
-from router.routing.peers import Listener, Loudspeaker
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.local.embedded_redis import embedded_redis
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
+from kvroute.store.connection import connect
+from kvroute.store.index import BATCH_BLOCKS, Index, WriterState, unpack
 from tests.bench.apart import apart
 from tests.bench.decision import median_ms
-from tests.bench.events import LEASE_S, LOAD
-from tests.bench.indexed import BLOCK, FACTS, Tokens
+from tests.bench.events import DESCRIPTION, LEASE_S, LOAD
+from tests.bench.indexed import BLOCK, Tokens
 from tests.bench.report import Row, Section, each_s
-from tests.serving import Cluster, start_cluster
+from tests.support.serving import Cluster, start_cluster
 
 FLEETS = (10, 100, 1000)  # replicas
 BLOCKS = 2_000_000  # of all of them
@@ -95,7 +96,7 @@ async def _measure(url: str, replica_ids: Sequence[str]) -> Row:
 
 async def _announce(
     index: Index, replica_ids: Sequence[str], rng: np.random.Generator
-) -> list[Standing]:
+) -> list[WriterState]:
     """Each chain is on HOLDERS neighbours."""
     held: dict[str, list[Fingerprint]] = {replica_id: [] for replica_id in replica_ids}
     ring = itertools.cycle(range(len(replica_ids)))
@@ -105,16 +106,18 @@ async def _announce(
             held[replica_ids[(first + i) % len(replica_ids)]] += chain
     standings = []
     for replica_id, blocks in held.items():
-        standing = await _again(index, replica_id)
+        writer_state = await _again(index, replica_id)
         for begin in range(0, len(blocks), BATCH_BLOCKS):
             added = blocks[begin : begin + BATCH_BLOCKS]
-            standing = await index.change(standing, added=added, lease_s=LEASE_S)
-        standings.append(standing)
+            writer_state = await index.change(writer_state, added=added, lease_s=LEASE_S)
+        standings.append(writer_state)
     return standings
 
 
-async def _again(index: Index, replica_id: str) -> Standing:
-    return await index.register(replica_id, "1", facts=FACTS, load=LOAD, lease_s=LEASE_S)
+async def _again(index: Index, replica_id: str) -> WriterState:
+    return await index.register(
+        replica_id, "1", description=DESCRIPTION, load=LOAD, lease_s=LEASE_S
+    )
 
 
 def _chain(rng: np.random.Generator, blocks: int) -> tuple[Fingerprint, ...]:
@@ -134,23 +137,27 @@ async def _cpu_s(server: "redis.Redis") -> float:
 
 
 async def _change_us(
-    server: "redis.Redis", index: Index, standing: Standing, rng: np.random.Generator, blocks: int
+    server: "redis.Redis",
+    index: Index,
+    writer_state: WriterState,
+    rng: np.random.Generator,
+    blocks: int,
 ) -> float:
     """Redis's CPU time for one block that was stored or evicted."""
     old = _chain(rng, blocks // 2)
-    standing = await index.change(standing, added=old, lease_s=LEASE_S)
+    writer_state = await index.change(writer_state, added=old, lease_s=LEASE_S)
     begun_s = await _cpu_s(server)
     for _ in range(CHANGES):
         new = _chain(rng, blocks // 2)
-        standing = await index.change(standing, added=new, removed=old, lease_s=LEASE_S)
+        writer_state = await index.change(writer_state, added=new, removed=old, lease_s=LEASE_S)
         old = new
     return 1e6 * (await _cpu_s(server) - begun_s) / (CHANGES * blocks)
 
 
-async def _renewal_us(server: "redis.Redis", index: Index, standing: Standing) -> float:
+async def _renewal_us(server: "redis.Redis", index: Index, writer_state: WriterState) -> float:
     begun_s = await _cpu_s(server)
     for _ in range(CHANGES):
-        await index.renew(standing, load=LOAD, lease_s=LEASE_S)
+        await index.renew(writer_state, load=LOAD, lease_s=LEASE_S)
     return 1e6 * (await _cpu_s(server) - begun_s) / CHANGES
 
 
@@ -192,17 +199,17 @@ async def _poll_s(index: Index, server: "redis.Redis", fleet: Fleet) -> tuple[fl
 
 def _heard_us(fleet: Fleet, tokens: Tokens) -> float:
     """To take another router's request of PROMPT_TOKENS into account, from dispatch to end."""
-    speaker = Loudspeaker()
-    teller = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0), witness=speaker)
+    speaker = PeerPublisher()
+    teller = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0), observer=speaker)
     teller.update(fleet.records)
     replica_ids = [record.id for record in fleet.records]
     for i in range(HEARD):
         placement = teller.place(tokens + i, "", replica_ids, 0.0)
-        trip = teller.sent(placement, replica_ids[i % len(replica_ids)], str(i), 0.0)
-        trip.first_token(0.0)
-        trip.end()
-    message, listener = speaker.take(), Listener(fleet, own="", clock=lambda: 0.0)
-    return 1e6 * each_s(lambda: listener.hear(message), 1)[0] / HEARD
+        attempt = teller.sent(placement, replica_ids[i % len(replica_ids)], str(i), 0.0)
+        attempt.first_token(0.0)
+        attempt.end()
+    message, listener = speaker.take(), PeerSubscriber(fleet, own="", clock=lambda: 0.0)
+    return 1e6 * each_s(lambda: listener.receive(message), 1)[0] / HEARD
 
 
 async def _router_cpu_s(cluster: Cluster, requests: int, tokens: int, at_once: int) -> float:

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import psutil
 
-from replica.kvindex.fingerprint import Fingerprint
-from replica.kvindex.index import BATCH_BLOCKS, Index, connect, unpack
-from router.command.embedded_redis import embedded_redis
-from router.routing.feed import Feed
-from router.routing.fleet import Fleet
-from tests.bench.events import LEASE_S, LOAD, LongestPause, _running
-from tests.bench.indexed import BLOCK, FACTS
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.local.embedded_redis import embedded_redis
+from kvroute.router.routing.feed import Feed
+from kvroute.router.routing.fleet import Fleet
+from kvroute.store.connection import connect
+from kvroute.store.index import BATCH_BLOCKS, Index, unpack
+from tests.bench.events import DESCRIPTION, LEASE_S, LOAD, LongestPause, _running
+from tests.bench.indexed import BLOCK
 from tests.bench.report import Row, Section
 
 REPLICAS = [f"r{i}" for i in range(100)]
@@ -91,7 +92,9 @@ def _chains(rng: np.random.Generator, count: int) -> list[Chain]:
 
 
 async def _announce(index: Index, replica_id: str, chains: Sequence[Chain]) -> None:
-    standing = await index.register(replica_id, "1", facts=FACTS, load=LOAD, lease_s=LEASE_S)
+    standing = await index.register(
+        replica_id, "1", description=DESCRIPTION, load=LOAD, lease_s=LEASE_S
+    )
     blocks = [fingerprint for chain in chains for fingerprint in chain]
     for begin in range(0, len(blocks), BATCH_BLOCKS):
         added = blocks[begin : begin + BATCH_BLOCKS]

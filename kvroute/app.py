@@ -1,0 +1,104 @@
+"""The Serve application of routers and replicas, for `kvroute serve` and for Serve configs."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from kvroute import autoscaling
+from kvroute.deployments import deployment
+from kvroute.process.logs import logging_config
+from kvroute.replica.deployment import Replica
+from kvroute.router.dispatch.request_router import CacheAwareRequestRouter
+from kvroute.router.ingress import Router
+from kvroute.settings.model_settings import ModelSettings
+from kvroute.settings.serve import ServeSettings, load
+
+REQUESTS_EACH = 1024  # running and waiting at one replica before it rejects more
+REQUESTS_WAITING = 4096  # in one router for a replica with room, before it returns 429
+HEALTH_PERIOD_S = 2.0
+DRAIN_CHECK_INTERVAL_S = 0.5  # between checks whether running requests are finished
+GROW_DELAY_S = 5.0  # how long there must be too few replicas before one is added
+
+
+def build(args: dict[str, Any]) -> Application:
+    """args: ServeSettings as a dict, with a redis_url; missing ones come from the environment or
+    have their defaults. Raises SettingsError."""
+    settings = load(args)
+    return application(settings, settings.decided())
+
+
+def application(settings: ServeSettings, each: Sequence[ModelSettings]) -> Application:
+    """Routers, bound to the replicas of each model."""
+    router = Router.options(  # type: ignore[attr-defined]
+        num_replicas=settings.routers,
+        max_ongoing_requests=REQUESTS_WAITING,
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_CHECK_INTERVAL_S,
+        logging_config=logging_config(settings.log_format),
+        ray_actor_options={"num_cpus": 1},
+    )
+    bound: Application = router.bind(
+        [
+            (
+                one.for_routers(),
+                _replicas(
+                    settings,
+                    one,
+                    deployment(None if len(each) == 1 else one.served_model_name),
+                ),
+            )
+            for one in each
+        ]
+    )
+    return bound
+
+
+def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Application:
+    """The replicas of one model."""
+    replica = Replica.options(  # type: ignore[attr-defined]
+        name=name,
+        max_ongoing_requests=REQUESTS_EACH,
+        max_queued_requests=REQUESTS_WAITING,
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_CHECK_INTERVAL_S,
+        logging_config=logging_config(settings.log_format),
+        ray_actor_options=_resources(model),
+        request_router_config=RequestRouterConfig(
+            request_router_class=CacheAwareRequestRouter,
+            request_routing_stats_period_s=60.0,  # unused: kvroute's statistics are in the index
+        ),
+        **_size(model),
+    )
+    bound: Application = replica.bind(model.for_replicas())
+    return bound
+
+
+def _size(settings: ModelSettings) -> dict[str, Any]:
+    """The number of replicas, or the autoscaling policy."""
+    if settings.max_replicas is None:
+        return {"num_replicas": settings.replicas}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the replacement has no effect yet
+        config = AutoscalingConfig(
+            min_replicas=settings.replicas,
+            max_replicas=settings.max_replicas,
+            metrics_interval_s=autoscaling.SAMPLE_S,
+            look_back_period_s=autoscaling.LOOK_BACK_S,
+            upscale_delay_s=GROW_DELAY_S,
+            downscale_delay_s=settings.shrink_delay_s,
+            policy=AutoscalingPolicy(
+                policy_function=autoscaling.WaitPolicy,
+                policy_kwargs={"target_wait_s": settings.target_wait_s},
+            ),
+        )
+    return {"autoscaling_config": config}
+
+
+def _resources(settings: ModelSettings) -> dict[str, float]:
+    """The resources that Ray reserves for one replica."""
+    return {"num_cpus": 1, "num_gpus": settings.gpus_per_replica}

@@ -1,0 +1,100 @@
+"""The command `kvroute` serves a cluster or inspects one."""
+
+import importlib.metadata
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from kvroute.client import LOCAL, Model, Url, call, fail, with_model
+from kvroute.command.calibrate import calibrate
+from kvroute.command.doctor_command import doctor
+from kvroute.command.explain import explain
+from kvroute.command.prefixes_command import prefixes
+from kvroute.command.replay_command import replay
+from kvroute.command.serve_command import Serve
+
+COLUMNS = ("id", "node", "pid", "blocks", "running", "waiting", "incarnation")
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvroute {importlib.metadata.version('kvroute')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvroute(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve a language model on many replicas, each prompt where its prefix is cached."""
+
+
+@app.command()
+def status(url: Url = LOCAL) -> None:
+    """Show the replicas of a running cluster."""
+    replicas, console = call("GET", url, "/v1/cluster")["replicas"], Console()
+    console.print(_table(replicas))
+    for replica in replicas:
+        if reason := replica["degraded"]:
+            console.print(f"{replica['id']} is DEGRADED, its cache is ignored: {reason}")
+
+
+@app.command()
+def scale(
+    replicas: Annotated[int, typer.Argument(help="The new number of them.", show_default=False)],
+    model: Model = None,
+    url: Url = LOCAL,
+) -> None:
+    """Add replicas to a running cluster, or remove some; no request is lost."""
+    from kvroute.command.scale import ScaleError
+    from kvroute.command.scale import scale as scale_to
+    from kvroute.local.progress import Progress
+
+    if replicas < 1:
+        fail(f"REPLICAS is {replicas}; at least 1 stays. Ctrl-C of kvroute serve ends them all")
+    try:
+        address = call("GET", url, "/v1/cluster")["ray_address"]
+        scale_to(replicas, _scaled_model(model, url), address, Progress())
+    except ScaleError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("not waited for; the cluster goes on with it")
+
+
+def _scaled_model(model: str | None, url: str) -> str | None:
+    """The model whose replicas are scaled; None when the cluster has only one model."""
+    cards = call("GET", url, "/v1/models")["data"]
+    served = [card["id"] for card in cards if "parent" not in card]  # no adapter
+    if len(served) > 1 and model is None:
+        fail(f"which model? Say --model; there are {', '.join(served)}")
+    if model not in (None, *served):
+        fail(f"--model is {model!r}; there are {', '.join(served)}")
+    return model if len(served) > 1 else None
+
+
+def _table(replicas: list[dict[str, Any]]) -> Table:
+    columns = with_model(COLUMNS, replicas)
+    table = Table(*(Column(column, overflow="fold") for column in columns))
+    for replica in replicas:
+        blocks = f"{replica['blocks']} / {replica['capacity_blocks']}"
+        cells = replica | {"blocks": blocks}
+        table.add_row(*(str(cells[column]) for column in columns))
+    return table
+
+
+app.command("serve")(Serve)
+app.command()(doctor)
+app.command()(explain)
+app.command()(replay)
+app.command()(calibrate)
+app.add_typer(prefixes, name="prefixes")

@@ -1,0 +1,122 @@
+"""The command `kvroute prefixes`."""
+
+import json
+import time
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from kvroute.client import LOCAL, Model, Url, call, fail, with_model
+
+COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "hits")
+POLL_S = 0.3
+WARM_S = 600.0  # how long the command waits until it is warm
+
+Id = Annotated[
+    str, typer.Argument(metavar="ID", help="Its name in requests: task_id or prefix_id.")
+]
+
+prefixes = typer.Typer(
+    no_args_is_help=True, help="Prompt beginnings that a running cluster keeps warm."
+)
+
+
+@prefixes.command()
+def add(
+    id: Id,  # noqa: A002
+    file: Annotated[
+        typer.FileText | None,
+        typer.Argument(metavar="FILE", help="File with its text; - is the standard input."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Its text, instead of a file.")] = None,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="The text is a JSON list of chat messages.")
+    ] = False,
+    replicas: Annotated[str, typer.Option(help="How many keep it warm: a number, or all.")] = "all",
+    ttl_s: Annotated[
+        float | None, typer.Option(help="Seconds after which it is dropped (default: never).")
+    ] = None,
+    pinned: Annotated[
+        bool, typer.Option("--pinned/--unpinned", help="Whether it is never evicted.")
+    ] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is warm.")] = True,
+    model: Model = None,
+    url: Url = LOCAL,
+) -> None:
+    """Declare a prefix, or a new version of it, and wait until it is warm."""
+    if (file is None) == (prompt is None):
+        raise typer.BadParameter("give either FILE or --prompt")
+    text = prompt if file is None else file.read()
+    declaration = {
+        "id": id,
+        "model": model,
+        **({"messages": _json(text)} if messages else {"prompt": text}),
+        "replicas": int(replicas) if replicas.isdecimal() else replicas,
+        "ttl_s": ttl_s,
+        "pinned": pinned,
+    }
+    prefix = _call("POST", url, json=declaration)
+    if wait:
+        prefix = _until_warm(prefix, url, model)
+    typer.echo(
+        f"{id}: version {prefix['version']}, {prefix['tokens']} tokens, {prefix['full_blocks']} "
+        f"full blocks and {prefix['partial_tokens']} tokens; warm on {_warm(prefix)} replicas"
+    )
+
+
+@prefixes.command(name="list")
+def list_(model: Model = None, url: Url = LOCAL) -> None:
+    """Show what is declared, and where it is warm."""
+    found = _call("GET", url, model=model)["data"]
+    columns = with_model(COLUMNS, found)
+    table = Table(*(Column(column, overflow="fold") for column in columns), "tokens saved")
+    for prefix in found:
+        cells = prefix | {"warm": _warm(prefix)}
+        table.add_row(*(str(cells[column]) for column in (*columns, "tokens_saved")))
+    Console().print(table)
+
+
+@prefixes.command()
+def rm(id: Id, model: Model = None, url: Url = LOCAL) -> None:  # noqa: A002
+    """Drop a prefix, so that replicas no longer keep it warm."""
+    _call("DELETE", url, id, model)
+    typer.echo(f"{id}: dropped")
+
+
+def _until_warm(prefix: dict[str, Any], url: str, model: str | None) -> dict[str, Any]:
+    """Waits until all assigned replicas have the prefix warm."""
+    deadline = time.monotonic() + WARM_S
+    columns = (TextColumn("warming on"), MofNCompleteColumn(), TextColumn("replicas"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("")
+        while not prefix["assigned_to"] or len(prefix["warm_on"]) < len(prefix["assigned_to"]):
+            if time.monotonic() >= deadline:
+                fail(f"not warm after {WARM_S:g} s, only on {_warm(prefix)}; see replicas' logs")
+            time.sleep(POLL_S)
+            prefix = _call("GET", url, prefix["id"], model)
+            progress.update(
+                task, completed=len(prefix["warm_on"]), total=len(prefix["assigned_to"])
+            )
+    return prefix
+
+
+def _warm(prefix: dict[str, Any]) -> str:
+    return f"{len(prefix['warm_on'])} of {len(prefix['assigned_to'])}"
+
+
+def _call(method: str, url: str, id_: str = "", model: str | None = None, **body: Any) -> Any:
+    path = f"/v1/prefixes/{quote(id_, safe='')}" if id_ else "/v1/prefixes"
+    return call(method, url, path, params={"model": model} if model else {}, **body)
+
+
+def _json(text: str | None) -> Any:
+    try:
+        return json.loads(text or "")
+    except ValueError as error:
+        raise typer.BadParameter(
+            f'the text is no JSON ({error}); expected [{{"role": "system", "content": "..."}}]'
+        ) from None

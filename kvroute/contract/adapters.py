@@ -1,0 +1,115 @@
+"""LoRA adapters: their names, their folders, and whether two are equal."""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM can be started with
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+LOAD_S = 0.5  # assumed time to load one, until one was measured
+
+
+class Adapter(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str  # clients request it by this name
+    path: str  # absolute; a folder in PEFT's format
+
+
+def read_adapter(given: str) -> Adapter:
+    """Parses `NAME=PATH`. Raises ValueError that says what is wrong and what to write."""
+    name, _, path = given.partition("=")
+    if not (name and path):
+        raise ValueError("expected NAME=PATH, such as sql=adapters/sql")
+    adapter = Adapter(name=name, path=str(Path(path).expanduser().absolute()))
+    if _rank(adapter) > RANKS[-1]:
+        raise ValueError(
+            f"its rank is {_rank(adapter)}, and vLLM takes ranks up to {RANKS[-1]}; train it anew "
+            "with a smaller one"
+        )
+    if _weights(adapter) is None:
+        raise ValueError(f"there is no {WEIGHTS_FILES[0]} in the folder; name one that has it")
+    return adapter
+
+
+def room_for_rank(adapters: Iterable[Adapter]) -> int:
+    """The smallest of vLLM's ranks that covers all of them."""
+    highest = max(map(_rank, adapters), default=0)
+    return next(rank for rank in RANKS if rank >= highest)
+
+
+def digests(adapters: Iterable[Adapter]) -> dict[str, str]:
+    """A digest of each adapter's files, by name: equal digests mean equal adapters."""
+    return {adapter.name: _digest(adapter) for adapter in adapters}
+
+
+def _digest(adapter: Adapter) -> str:
+    """Empty where its files are not on this machine."""
+    weights, config = _weights(adapter), Path(adapter.path) / CONFIG_FILE
+    if weights is None or not config.is_file():
+        return ""
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(config.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _weights(adapter: Adapter) -> Path | None:
+    files = (Path(adapter.path) / name for name in WEIGHTS_FILES)
+    return next(filter(Path.is_file, files), None)
+
+
+def _rank(adapter: Adapter) -> int:
+    """The highest rank of all its layers."""
+    config = _config(Path(adapter.path) / CONFIG_FILE)
+    highest = 0
+    for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"its {CONFIG_FILE} has the rank {rank!r}; expected a LoRA adapter's")
+        highest = max(highest, rank)
+    return highest
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be read ({error.strerror}); name the folder of a LoRA adapter"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is no JSON object")
+    return config
+
+
+class Residents:
+    """The adapters in an engine's memory, at most `capacity`: an LRU cache."""
+
+    def __init__(self, capacity: int, names: Iterable[str] = ()) -> None:
+        self._capacity = capacity
+        self._names = OrderedDict.fromkeys(names)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """In order of eviction."""
+        return tuple(self._names)
+
+    def use(self, name: str) -> bool:
+        """Loads the adapter or marks it as used; True when it had to be loaded."""
+        is_new = name not in self
+        self._names[name] = None
+        self._names.move_to_end(name)
+        if len(self._names) > self._capacity:
+            self._names.popitem(last=False)
+        return is_new
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names

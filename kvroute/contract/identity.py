@@ -1,0 +1,73 @@
+"""The properties that a replica and a router must share for their fingerprints to match."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from kvroute.contract.adapters import Adapter, digests
+from kvroute.contract.fingerprint import FINGERPRINT_VERSION
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first one that exists
+TEMPLATE_FILE = "chat_template.jinja"  # wins over the template in tokenizer_config.json
+CONFIG_FILE = "tokenizer_config.json"
+
+Digest = Annotated[str, Meta(max_length=128)]
+
+
+class Identity(Struct, frozen=True):
+    """Part of a replica's record. Digests are of the model's files; empty: no such file."""
+
+    fingerprint_version: Digest
+    revision: Annotated[str, Meta(max_length=1024)]
+    block_size: Annotated[int, Meta(ge=1, le=2**48)]  # tokens
+    tokenizer_digest: Digest
+    template_digest: Digest
+    adapters: dict[str, Digest] = field(default_factory=dict)  # digests by name
+
+
+def identify(
+    model: str, *, revision: str, block_size: int, adapters: Iterable[Adapter] = ()
+) -> Identity:
+    """model: a folder, or a hub name whose files are in the local cache."""
+    return Identity(
+        fingerprint_version=FINGERPRINT_VERSION,
+        revision=revision,
+        block_size=block_size,
+        tokenizer_digest=_digest(_tokenizer(model, revision)),
+        template_digest=_digest(_template(model, revision)),
+        adapters=digests(adapters),
+    )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16] if content else ""
+
+
+def _tokenizer(model: str, revision: str) -> bytes:
+    contents = (_read(model, name, revision) for name in TOKENIZER_FILES)
+    return next(filter(None, contents), b"")
+
+
+def _template(model: str, revision: str) -> bytes:
+    if template := _read(model, TEMPLATE_FILE, revision):
+        return template
+    config: dict[str, Any] = json.loads(_read(model, CONFIG_FILE, revision) or b"{}")
+    in_config = config.get("chat_template")
+    return json.dumps(in_config).encode() if in_config else b""
+
+
+def _read(model: str, name: str, revision: str) -> bytes:
+    """Empty where the model has no such file."""
+    path = Path(model) / name if Path(model).is_dir() else _cached(model, name, revision)
+    return path.read_bytes() if path and path.is_file() else b""
+
+
+def _cached(model: str, name: str, revision: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, name, revision=revision or None)
+    return Path(found) if isinstance(found, str) else None

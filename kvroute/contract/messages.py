@@ -1,0 +1,66 @@
+"""The messages that routers exchange about their requests: msgpack, many events per message."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvroute.contract.records import VERSION, Count, Name, Seconds, check_version
+from kvroute.contract.unreadable import UnreadableError
+
+
+class Sent(Struct, tag="s", array_like=True):
+    request_id: Name
+    replica_id: Name
+    prefill_s: Seconds
+    new_tokens: Count
+    prompt_tokens: Count
+    known_prefix: bytes
+    expected: bytes
+    lora: Name = ""
+    loads_lora: bool = False
+
+
+class FirstToken(Struct, tag="f", array_like=True):
+    request_id: Name
+
+
+class Ended(Struct, tag="e", array_like=True):
+    request_id: Name
+
+
+class Restarted(Struct, tag="r", array_like=True):
+    """All earlier events of this router are void."""
+
+
+Event = Sent | FirstToken | Ended | Restarted
+
+
+class Message(Struct, array_like=True):
+    version: Annotated[int, Meta(ge=0)]
+    router: Name
+    events: list[Event]  # empty: a heartbeat
+
+
+class _Versioned(Struct, array_like=True):
+    version: int
+
+
+encode = msgspec.msgpack.Encoder().encode
+_messages = msgspec.msgpack.Decoder(Message)
+_versions = msgspec.msgpack.Decoder(_Versioned)
+
+
+def decode(payload: bytes) -> Message:
+    """Raises one of unreadable.DECODE_ERRORS."""
+    try:
+        message = _messages.decode(payload)
+    except msgspec.ValidationError:
+        check_version(_versions, payload)  # a clearer error if the version is the cause
+        raise
+    if message.version != VERSION:
+        check_version(_versions, payload)
+    for event in message.events:
+        if type(event) is Sent and (len(event.known_prefix) | len(event.expected)) & 7:
+            raise UnreadableError("its fingerprints are not of 8 bytes each")
+    return message

@@ -1,0 +1,78 @@
+"""The prompts that wait for one engine, and how long their prefill will take.
+
+A router counts the requests that it sent or that its peers reported; a replica counts those that
+arrived. In addition a router counts decoding requests, a replica its busy time. The caller passes
+the time, in seconds of any monotonic clock.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from kvroute.contract.speed import Speed
+
+
+class Prefill(Protocol):
+    """A waiting prompt."""
+
+    @property
+    def prefill_s(self) -> float:
+        """The predicted prefill time."""
+
+    @property
+    def sent_s(self) -> float: ...
+
+
+P = TypeVar("P", bound=Prefill)
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefillQueue(Generic[P]):
+    waiting: dict[str, P] = field(default_factory=dict)  # no first token yet, oldest first
+    speed: Speed = field(default_factory=Speed)  # learned from first tokens
+    unknown_s: float = 0.0  # estimated prefill of other waiting requests
+    last_first_token_s: float = -math.inf
+    # Derived values, updated with every change: each decision reads those of all replicas.
+    waiting_s: float = 0.0
+    head_s: float = 0.0  # predicted prefill of the oldest waiting request
+    busy_since_s: float = -math.inf  # its earliest possible start: not before the last first token
+
+    def join(self, request_id: str, prefill: P) -> None:
+        self.waiting[request_id] = prefill
+        self.waiting_s += prefill.prefill_s
+        self._find_head()
+
+    def leave(self, request_id: str) -> P | None:
+        """Removes a request; None: it was not waiting."""
+        prefill = self.waiting.pop(request_id, None)
+        if prefill is None:
+            return None
+        if self.waiting:
+            self._find_head()
+            self.waiting_s -= prefill.prefill_s
+        else:  # reset the sums, so that rounding errors do not accumulate over days
+            self.head_s = self.waiting_s = 0.0
+            self.busy_since_s = -math.inf
+        return prefill
+
+    def served(self, request_id: str, now_s: float, *, teaches: bool = True) -> P | None:
+        """Its first token came, from which the engine's speed is learned; None: it did not wait."""
+        prefill = self.waiting.get(request_id)
+        if prefill is None:
+            return None
+        if teaches:
+            # Measured from the start of the oldest request, whichever first token comes first:
+            # those of one step arrive in any order, and those of other routers arrive later.
+            self.speed.learn(prefill.prefill_s, now_s - self.busy_since_s)
+        self.last_first_token_s = now_s
+        return self.leave(request_id)
+
+    def backlog_s(self, slowness: float, now_s: float) -> float:
+        """Seconds of prefill queued or running, minus the time already spent on the oldest."""
+        had_s = min(slowness * self.head_s, now_s - self.busy_since_s)
+        return max(0.0, slowness * (self.waiting_s + self.unknown_s) - had_s)
+
+    def _find_head(self) -> None:
+        head = next(iter(self.waiting.values()))
+        self.head_s = head.prefill_s
+        self.busy_since_s = max(head.sent_s, self.last_first_token_s)

@@ -1,0 +1,138 @@
+"""The records that replicas and routers publish about themselves, as typed values.
+
+A new field needs a default and leaves VERSION unchanged: older readers skip unknown fields.
+VERSION rises when an older reader would misunderstand a record.
+"""
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvroute.contract.adapters import LOAD_S
+from kvroute.contract.identity import Identity
+from kvroute.contract.unreadable import UnreadableError
+
+VERSION = 1
+
+Count = Annotated[int, Meta(ge=0, le=2**48)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=2**48)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Rate = Annotated[float, Meta(gt=0, le=1e15)]
+Name = Annotated[str, Meta(max_length=1024)]
+
+
+class Load(Struct, frozen=True, gc=False):
+    """An engine's current load."""
+
+    running: Count = 0  # requests in the batch
+    waiting: Count = 0  # requests queued in the engine
+    used_blocks: Count = 0  # KV blocks that running requests and pins hold
+    loras: tuple[Name, ...] = ()  # LoRA adapters in memory, the next one to be evicted first
+    lora_load_s: Seconds = LOAD_S  # recent mean time to load one
+
+
+class EngineFacts(Struct, frozen=True):
+    """Properties of an engine that never change."""
+
+    block_size: AtLeastOne  # tokens
+    capacity_blocks: Count  # KV blocks in all
+    max_model_len: AtLeastOne  # tokens, prompt and output together
+    prefill_tokens_per_s: Rate  # at a prompt's start; an estimate: the router learns the real speed
+    attention_tokens: Rate = 32_768.0  # context at which a token's prefill costs twice as much
+    prefix_caching: bool = True
+    pin_blocks: Count = 0  # KV blocks that pins may take
+    max_num_seqs: Count = 0  # requests in one batch; 0: unknown
+    max_cpu_loras: Count = 0  # LoRA adapters that memory has room for
+    engine: Name = "vllm"  # "vllm" | "simulated"
+
+
+class Whereabouts(Struct, frozen=True):
+    """Where a process runs."""
+
+    node: Name = ""  # address
+    pid: Count = 0
+    metrics: Name | None = None  # address of its metrics; None: it has none
+
+
+class Warm(Struct, frozen=True, array_like=True):
+    """How a replica keeps a named prefix warm."""
+
+    blocks: Count  # all full blocks of the prefix, computed on this replica
+    is_pinned: bool  # never evicted; else some may be evicted since: see the stream of changes
+
+
+Pins = Mapping[str, Warm]  # by Prefix.name
+NO_PINS: Pins = MappingProxyType({})
+
+
+class Description(Struct, frozen=True):
+    """Properties of a replica that do not change during one incarnation."""
+
+    facts: EngineFacts
+    identity: Identity | None = None  # None: unknown, which is treated as equal
+    whereabouts: Whereabouts = Whereabouts()
+    model: Name = ""  # as clients name it
+    version: int = VERSION
+
+
+class RouterDescription(Struct, frozen=True):
+    """A router's entry in the index."""
+
+    whereabouts: Whereabouts
+    version: int = VERSION
+
+
+class ReplicaRecord(Struct, frozen=True):
+    """A replica's entry in the index."""
+
+    id: str
+    incarnation: str  # new at every registration
+    seq: int  # changes since the registration
+    facts: EngineFacts
+    load: Load
+    pins: Pins = NO_PINS
+    identity: Identity | None = None
+    whereabouts: Whereabouts = Whereabouts()
+
+
+class Versioned(Struct):
+    """The field that every versioned record has."""
+
+    version: int
+
+
+encode = msgspec.json.Encoder().encode
+decode_load = msgspec.json.Decoder(Load).decode
+decode_pins = msgspec.json.Decoder(dict[Name, Warm]).decode
+_descriptions = msgspec.json.Decoder(Description)
+_router_descriptions = msgspec.json.Decoder(RouterDescription)
+_versions = msgspec.json.Decoder(Versioned)
+
+T = TypeVar("T", Description, RouterDescription)
+
+
+@functools.lru_cache(maxsize=4096)
+def decode_description(packed: bytes) -> Description:
+    """Cached: every poll reads the same descriptions again. Raises one of DECODE_ERRORS."""
+    return _decode(_descriptions, packed)
+
+
+def decode_router(packed: bytes) -> RouterDescription:
+    """Raises one of DECODE_ERRORS."""
+    return _decode(_router_descriptions, packed)
+
+
+def _decode(decoder: "msgspec.json.Decoder[T]", packed: bytes) -> T:
+    check_version(_versions, packed)
+    return decoder.decode(packed)
+
+
+def check_version(decoder: Any, packed: bytes) -> None:
+    """Raises UnreadableError for another version, or one of DECODE_ERRORS without a version."""
+    version = decoder.decode(packed).version
+    if version != VERSION:
+        raise UnreadableError(f"it is of version {version}, and this process reads {VERSION}")

@@ -1,0 +1,1 @@
+"""`kvroute doctor` finds the problems of a running cluster and their remedies."""

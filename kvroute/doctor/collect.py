@@ -1,0 +1,106 @@
+"""The doctor queries a running cluster step by step and turns each response into checks."""
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import httpx
+
+from kvroute.client import error_message
+from kvroute.doctor import checks, clocks, load_checks, metrics_ports
+from kvroute.doctor.checks import Check
+from kvroute.doctor.clocks import Offset
+
+WAIT_S = 60.0  # the timeout of a request; canaries and audits involve every replica
+
+Step = Callable[[str], object]  # called with a description of the current step
+
+
+def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> Iterator[Check]:
+    """The checks in order, as far as the cluster responds."""
+    try:
+        health = httpx.get(f"{url.rstrip('/')}/health", timeout=WAIT_S).json()
+        ready = int(health["replicas"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        finding = f"no kvroute answers at {url} ({error})"
+        remedy = "start one (kvroute serve), or write another --url"
+        yield Check("cluster", "wrong", finding, remedy)
+        return
+    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        yield checks.cluster(health)
+        yield from checks.handshake(health)
+        yield from _Collection(client, step).run(has_replicas=ready > 0, audit=audit)
+
+
+class _RefusedError(Exception):
+    """The cluster returned an error; the message is the cluster's."""
+
+
+class _Collection:
+    def __init__(self, client: httpx.Client, step: Step) -> None:
+        self._client = client
+        self._step = step
+
+    def run(self, *, has_replicas: bool, audit: bool) -> Iterator[Check]:
+        yield from self._attempt("diagnosis", "asking a router what it sees", self._diagnosis)
+        if has_replicas:
+            yield from self._attempt("canary", "sending each replica a canary", self._canary)
+            if audit:
+                yield from self._attempt("audit", "comparing all accounts of blocks", self._audit)
+
+    def _attempt(
+        self, name: str, doing: str, part: Callable[[], Iterable[Check]]
+    ) -> Iterable[Check]:
+        """The checks of one part, or one check that says why there are none."""
+        self._step(doing)
+        try:
+            return list(part())
+        except _RefusedError as error:
+            return [Check(name, "wrong", str(error), "see to that, and ask again")]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            finding = f"the answer cannot be had or read: {error!r}"
+            return [Check(name, "wrong", finding, "see the router's log; is it another version?")]
+
+    def _ask(self, method: str, path: str) -> Any:
+        answer = self._client.request(method, path)
+        found = answer.json()
+        if answer.is_error:
+            raise _RefusedError(error_message(found) or f"{method} {path}: {answer.status_code}")
+        return found
+
+    def _diagnosis(self) -> Iterator[Check]:
+        sent_s = time.time()
+        found = self._ask("GET", "/v1/cluster/diagnosis")
+        router = clocks.offset(found["now_s"], sent_s=sent_s, received_s=time.time())
+        replicas, ours = found["replicas"], importlib.metadata.version("kvroute")
+        yield from checks.deployments(found["serve"]["deployments"])
+        yield from checks.redis(found["redis"])
+        yield from checks.leases(replicas["running"], replicas["leases_s"])
+        yield from checks.clusters(found["clusters"])
+        yield from checks.records(found["unreadable"])
+        yield from load_checks.hits(found["hits"])
+        yield from load_checks.load(replicas["backlogs_s"])
+        yield checks.haproxy(found["serve"])
+        yield checks.versions(found["versions"], ours, found["nodes"])
+        yield from self._processes(router, found["redis"])
+
+    def _processes(self, router: Offset, redis: checks.Facts) -> Iterator[Check]:
+        self._step("asking each process for its metrics")
+        probes = list[metrics_ports.Probe]()
+        try:
+            probes = metrics_ports.probes(self._ask("GET", "/v1/metrics/targets"))
+            yield from metrics_ports.judge(probes)
+        except _RefusedError as error:
+            yield Check("ports", "warning", f"not known: {error}", "see to that, and ask again")
+        each = {probe.who: probe.clock for probe in probes if probe.clock}
+        ahead = Offset(*redis["clock_ahead_s"]) if "clock_ahead_s" in redis else None
+        yield from clocks.judge(router, ahead, each)
+
+    def _canary(self) -> Iterator[Check]:
+        found = self._ask("POST", "/v1/cluster/canary")
+        return checks.canary(found["replicas"], found["router"])
+
+    def _audit(self) -> Iterator[Check]:
+        found = self._ask("GET", "/v1/cluster/audit")
+        return (checks.audit(replica, found["router"]) for replica in found["replicas"])

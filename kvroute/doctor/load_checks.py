@@ -1,0 +1,88 @@
+"""Checks of recent requests: the causes of missed hits, and overloaded replicas."""
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from kvroute.doctor.checks import Check, Facts
+
+LONG_S = 5.0  # of prefill in a queue
+FEW_REQUESTS = 20  # fewer are not judged
+
+
+class Limit(NamedTuple):
+    share: float  # of all prompt tokens, above which it is a warning
+    meaning: str
+    remedy: str
+
+
+LIMITS = {
+    "stale": Limit(
+        0.1,
+        "the router expected tokens in caches that did not have them",
+        "ask again with --audit; look at kvroute_publisher_lag_seconds",
+    ),
+    "spilled": Limit(
+        0.2,
+        "prompts did not go where they are cached, since it is busy there",
+        "more replicas; or declare what many prompts begin with: kvroute prefixes add",
+    ),
+    "unpinned": Limit(
+        0.1,
+        "named prefixes were cached nowhere",
+        "kvroute prefixes list says where they are warm; a larger --pin-share",
+    ),
+    "evicted": Limit(
+        0.2,
+        "what was cached is no more: evicted, cleared, or lost with its replica",
+        "more memory for caches, or more replicas; has one been cleared, or replaced?",
+    ),
+}
+
+
+def hits(found: Facts) -> Iterator[Check]:
+    """found: the ledger of one router's requests in the last window_s seconds."""
+    tokens, requests = found["tokens"], found["requests"]
+    total = sum(tokens.values())
+    if requests < FEW_REQUESTS:
+        yield Check("hits", "ok", f"{requests} requests in {_minutes(found)}: too few to judge")
+        return
+    troubles = [cause for cause in LIMITS if tokens[cause] > LIMITS[cause].share * total]
+    for cause in troubles:
+        share, limit = tokens[cause] / total, LIMITS[cause]
+        finding = f"{cause}: {share:.0%} of the prompts' tokens; {limit.meaning}"
+        yield Check("hits", "warning", finding, limit.remedy)
+    if not troubles:
+        yield Check("hits", "ok", _shares(tokens, total) + f", of {total:,} in {_minutes(found)}")
+
+
+def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
+    """backlogs_s: prefill queued or running on each replica."""
+    if not backlogs_s:
+        return
+    median_s = statistics.median(backlogs_s.values())
+    busy = {replica_id: s for replica_id, s in backlogs_s.items() if s > LONG_S}
+    if median_s > LONG_S:
+        finding = f"half of the replicas have {median_s:.0f} s of prefill queued, or more"
+        yield Check("load", "warning", finding, "more replicas, or a larger --max-replicas")
+        return
+    for replica_id, backlog_s in busy.items():
+        finding = f"replica {replica_id} has {backlog_s:.0f} s of prefill queued"
+        finding += f", half of the fleet no more than {median_s:.1f} s"
+        remedy = "kvroute explain says why a prompt goes there; is it slower than the others?"
+        yield Check("load", "warning", finding, remedy)
+    if not busy:
+        longest_s = max(backlogs_s.values())
+        yield Check("load", "ok", f"{longest_s:.1f} s of prefill in the longest queue")
+
+
+def _shares(tokens: Mapping[str, int], total: int) -> str:
+    cached = (tokens["hit"] + tokens["unexpected_hit"]) / total
+    missed = [cause for cause, n in tokens.items() if n and cause not in ("hit", "unexpected_hit")]
+    missed.sort(key=lambda cause: -tokens[cause])
+    each = [f"{cause} {tokens[cause] / total:.0%}" for cause in missed]
+    return ", ".join([f"{cached:.0%} of prompt tokens from a cache", *each])
+
+
+def _minutes(found: Facts) -> str:
+    return f"{found['window_s'] / 60:.0f} minutes"

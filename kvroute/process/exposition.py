@@ -1,0 +1,81 @@
+"""Each process serves its Prometheus metrics on its own port."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+Read = Callable[[], float]
+ReadEach = Callable[[], Mapping[str, float]]
+
+
+class Readings(Collector):
+    """Metrics whose values are read at scrape time, in the scrape's thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._gauges: list[tuple[str, str, Read]] = []  # name, documentation, value
+        self._counters: list[tuple[str, str, Read]] = []
+        self._gauges_of: list[tuple[str, str, str, ReadEach]] = []  # with a label
+        self._counters_of: list[tuple[str, str, str, ReadEach]] = []
+        registry.register(self)
+
+    def gauge(self, name: str, documentation: str, read: Read) -> None:
+        self._gauges.append((name, documentation, read))
+
+    def counter(self, name: str, documentation: str, read: Read) -> None:
+        """A value that only grows while the process lives."""
+        self._counters.append((name, documentation, read))
+
+    def gauge_of(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
+        """One gauge per current value of the label."""
+        self._gauges_of.append((name, documentation, label, read))
+
+    def counter_of(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
+        self._counters_of.append((name, documentation, label, read))
+
+    def collect(self) -> Iterable[Metric]:
+        for name, documentation, read in self._gauges:
+            yield GaugeMetricFamily(name, documentation, value=read())
+        for name, documentation, read in self._counters:
+            yield CounterMetricFamily(name, documentation, value=read())
+        for name, documentation, label, read_each in self._gauges_of:
+            gauge = GaugeMetricFamily(name, documentation, labels=[label])
+            yield _filled(gauge, read_each)
+        for name, documentation, label, read_each in self._counters_of:
+            counter = CounterMetricFamily(name, documentation, labels=[label])
+            yield _filled(counter, read_each)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, read_each: ReadEach
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for value_of_label, value in read_each().items():
+        family.add_metric([value_of_label], value)
+    return family
+
+
+class Process(Collector):
+    """Metrics of the process itself: memory and CPU time."""
+
+    def collect(self) -> Iterable[Metric]:
+        return REGISTRY.collect()
+
+
+class Exposition:
+    """Serves the metrics of one registry at `address`, until it is closed.
+
+    It listens only on the node's address in the cluster: those who can reach Ray there can read
+    the metrics too.
+    """
+
+    def __init__(self, node: str, registry: CollectorRegistry = REGISTRY) -> None:
+        self._server, self._thread = start_http_server(0, node, registry)
+        host = f"[{node}]" if ":" in node else node
+        self.address = f"{host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Stops the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,83 @@
+"""Ray's private API for routers and commands is used in this module only.
+
+Ray is pinned to one version; tests/unit/test_ray_internals.py checks what is used here. The
+private API for replicas is used in draining.py.
+"""
+
+from typing import Any
+
+from ray.serve._private import constants
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+HAPROXY_IS_ON: bool = constants.RAY_SERVE_ENABLE_HA_PROXY
+IS_THROUGHPUT_OPTIMIZED: bool = constants.RAY_SERVE_THROUGHPUT_OPTIMIZED
+DIRECT_PORTS = range(  # on which a router serves HAProxy
+    constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT,
+    constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT + 1,
+)
+
+
+class OneByOneRequestRouter(RequestRouter):
+    """Serve's request router without Serve's loop: `choose_replica` is called for each request.
+
+    Serve's loop (call `choose_replicas`, probe queues, match requests to replicas) hangs a client
+    when the choice raises, busy-waits when every replica is full, and livelocks when one request
+    fans out. This class overrides the step around the loop, as Ray's own capacity router does.
+    """
+
+    @property
+    def deployment_name(self) -> str:
+        return str(self._deployment_id.name)
+
+    async def choose_replica(self, request: Any, *, is_retry: bool) -> RunningReplica:
+        """The replica for this request. `is_retry`: the previous one refused it or died before it
+        began. An exception reaches the caller."""
+        raise NotImplementedError
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        raise NotImplementedError("Serve's own loop is not used")
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        return await self.choose_replica(pending_request.args[0], is_retry=is_retry)
+
+
+def actor_of(replica: RunningReplica) -> Any:
+    """Ray's handle of the replica's process."""
+    return replica._actor_handle
+
+
+def deployment_details(application: str, deployment: str) -> dict[str, Any]:
+    """The details of a deployment, from Serve's controller."""
+    details = _controller("get_serve_instance_details")
+    found: dict[str, Any] = details["applications"][application]["deployments"][deployment]
+    return found
+
+
+def set_replicas(application: str, deployment: str, replicas: int) -> None:
+    """Sets the number of replicas that Serve maintains. The application is not redeployed, so the
+    remaining replicas keep running."""
+    from ray.serve._private.common import DeploymentID
+
+    id_ = DeploymentID(name=deployment, app_name=application)
+    _controller("update_deployment_replicas", id_, replicas)
+
+
+def use_auth_token() -> None:
+    """Uses Ray's authentication token, if this user has one."""
+    from ray._private.authentication import authentication_token_setup as authentication
+
+    authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def _controller(method: str, *args: Any) -> Any:
+    """Calls a method of Serve's controller actor, as Serve's own tools do."""
+    import ray
+
+    actor = ray.get_actor(constants.SERVE_CONTROLLER_NAME, namespace=constants.SERVE_NAMESPACE)
+    return ray.get(getattr(actor, method).remote(*args))

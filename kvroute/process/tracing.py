@@ -1,0 +1,158 @@
+"""A process sends spans of its requests to the collector that the environment names.
+
+OpenTelemetry's own variables set the collector and the sampling. A thread sends the spans from a
+bounded queue, so no request waits for a collector. Spans that a slow or absent collector does not
+accept are lost; this is logged once.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvroute.contract.generation import Chunk, GenerateRequest, TraceContext
+
+log = logging.getLogger("kvroute.tracing")
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
+TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+SERVICE = "OTEL_SERVICE_NAME"
+FLUSH_S = 2.0  # how long a process waits at its end to send its last spans
+
+Generate = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
+
+_w3c = TraceContextTextMapPropagator()
+
+
+def traces_endpoint() -> str | None:
+    """The collector's address; None: no tracing. Raises ValueError for an unknown protocol."""
+    if endpoint := os.environ.get(TRACES_ENDPOINT):
+        return endpoint
+    if base := os.environ.get(ENDPOINT):
+        return base if protocol() == "grpc" else f"{base.rstrip('/')}/v1/traces"
+    return None
+
+
+def protocol() -> str:
+    """The protocol for OTLP: gRPC, or HTTP, which is OpenTelemetry's default."""
+    name = TRACES_PROTOCOL if os.environ.get(TRACES_PROTOCOL) else PROTOCOL
+    found = os.environ.get(name) or "http/protobuf"
+    if found not in ("grpc", "http/protobuf"):
+        raise ValueError(f"{name} is {found!r}; expected grpc or http/protobuf")
+    return found
+
+
+def start_tracing(service: str, instance: str) -> "Tracing | None":
+    """Tracing for this process, one instance of the service; None when no collector is set."""
+    return Tracing(service, instance) if traces_endpoint() else None
+
+
+def context_of(headers: TraceContext) -> Context:
+    """The context of the span that the headers name; it may be in another process."""
+    return _w3c.extract(headers)
+
+
+def headers_of(span: Span) -> TraceContext:
+    headers: dict[str, str] = {}
+    _w3c.inject(headers, set_span_in_context(span))
+    return headers
+
+
+class Tracing:
+    """One process's spans, until it is closed."""
+
+    def __init__(self, service: str, instance: str) -> None:
+        # vLLM has its own provider in this process and reads only these variables.
+        os.environ.setdefault(SERVICE, service)
+        os.environ[TRACES_PROTOCOL] = protocol()
+        self._exporter = _exporter()
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.instance.id": instance}), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self.tracer: Tracer = self._provider.get_tracer("kvroute")
+        exporter_log = logging.getLogger("opentelemetry")
+        exporter_log.handlers, exporter_log.propagate = [_FirstOnly()], False
+
+    def close(self) -> None:
+        """Sends the last spans, for FLUSH_S at most."""
+        flush = threading.Thread(target=self._provider.force_flush, daemon=True)
+        flush.start()
+        flush.join(FLUSH_S)
+        self._exporter.shutdown()
+
+    def traced(self, generate: Generate) -> Generate:
+        """Adds a span to each request; it is the parent of the engine's own spans."""
+
+        async def generate_traced(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+            span = self._begin(request)
+            began_s, output_tokens = time.monotonic(), 0
+            try:
+                chunks = generate(replace(request, trace=headers_of(span)))
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        if not output_tokens:
+                            _note_first(span, chunk, time.monotonic() - began_s)
+                        output_tokens += len(chunk.token_ids)
+                        yield chunk
+            except Exception as error:
+                span.set_status(Status(StatusCode.ERROR, str(error)))
+                raise
+            finally:
+                span.set_attribute("gen_ai.usage.output_tokens", output_tokens)
+                span.end()
+
+        return generate_traced
+
+    def _begin(self, request: GenerateRequest) -> Span:
+        return self.tracer.start_span(
+            "generate",
+            context=context_of(request.trace or {}),
+            kind=SpanKind.SERVER,
+            attributes={
+                "kvroute.request_id": request.request_id,
+                "kvroute.answered_tokens": request.answered,
+                "gen_ai.usage.input_tokens": len(request.prompt_ids),
+                "gen_ai.request.max_tokens": request.sampling.max_tokens,
+            },
+        )
+
+
+class _FirstOnly(logging.Handler):
+    """Logs the first failure only: exporters report every failed batch."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._has_logged = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            log.warning("spans are lost (logged only once): %s", record.getMessage())
+
+
+def _note_first(span: Span, chunk: Chunk, waited_s: float) -> None:
+    span.set_attribute("gen_ai.response.time_to_first_chunk", waited_s)
+    span.set_attribute("gen_ai.usage.cache_read.input_tokens", chunk.cached_tokens)
+
+
+def _exporter() -> SpanExporter:
+    if protocol() == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+        return grpc.OTLPSpanExporter()
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+    return http.OTLPSpanExporter()

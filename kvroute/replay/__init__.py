@@ -1,0 +1,1 @@
+"""A trace on modelled replicas, under any policy."""

@@ -1,0 +1,208 @@
+"""A modelled replica works like vLLM: chunked prefill, batched decode, a paged prefix cache.
+
+An admitted request reserves blocks for its whole response, so nothing is preempted.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.replay.model import EngineModel
+from kvroute.replay.trace import Request
+from kvroute.replica.sim_engine.paged_cache import PagedCache
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request in the engine."""
+
+    request: Request
+    hit_tokens: int
+    computed: int  # prompt tokens in the cache, hits included
+    blocks: list[int]  # of the cache, for its prompt and its answer
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The visible results of a step at its end."""
+
+    first_tokens: list[Request] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+    added: list[Fingerprint] = field(default_factory=list)
+    removed: list[Fingerprint] = field(default_factory=list)  # before `added`
+
+
+def blocks_needed(request: Request) -> int:
+    """The KV blocks that a request holds at its end."""
+    return -(-(request.input_tokens + request.output_tokens) // request.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The running steps: one with prefill, or several with decodes only."""
+
+    started_s: float
+    steps: int
+    first_s: float  # duration of the first step
+    growth_s: float  # by which each takes longer than the one before
+    chunks: Sequence[tuple[Running, int]] = ()  # prompt tokens computed, in one step
+
+    @property
+    def ends_s(self) -> float:
+        k = self.steps
+        return self.started_s + k * self.first_s + self.growth_s * k * (k - 1) / 2
+
+    def steps_by(self, now_s: float) -> int:
+        """Steps that are done or running at that time: at least one."""
+        past_s = now_s - self.started_s
+        linear_s = self.first_s - self.growth_s / 2
+        # the root of  growth/2 k^2 + linear k = past, in the form that allows growth = 0
+        root = 2 * past_s / (linear_s + math.sqrt(linear_s**2 + 2 * self.growth_s * past_s))
+        return min(self.steps, max(1, math.ceil(root)))
+
+
+class Replica:
+    """The caller drives it: `arrive` at any time, `end_step` at the time it names."""
+
+    def __init__(self, model: EngineModel, capacity_blocks: int) -> None:
+        self.cache = PagedCache(capacity_blocks, self._evicted)
+        self.hit_tokens: dict[int, int] = {}  # request index -> its cached tokens
+        self.prefill_s = 0.0  # spent on prompts so far
+        self.plan: Plan | None = None
+        self._model = model
+        self._waiting: deque[Request] = deque()
+        self._prefilling: list[Running] = []
+        self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index
+        self._steps = 0
+        self._context_tokens = 0  # of all decodes
+        self._added: list[Fingerprint] = []  # since the last step ended
+        self._removed: list[Fingerprint] = []
+        self._answers = 0  # hashes of responses' blocks are negative: no request matches them
+
+    def arrive(self, request: Request, now_s: float) -> None:
+        """Queues a request. Planned decode steps are shortened, so that it can be admitted."""
+        was_blocked = bool(self._waiting)
+        self._waiting.append(request)
+        if self.plan is None:
+            self._start(now_s)
+        elif self.plan.steps > 1 and not was_blocked:
+            plan = self.plan
+            self.plan = Plan(
+                plan.started_s, plan.steps_by(now_s), plan.first_s, plan.growth_s, plan.chunks
+            )
+
+    def end_step(self) -> StepResult:
+        """The planned steps are over; the next ones have begun, if there is work."""
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        result = StepResult(added=self._added, removed=self._removed)
+        self._added, self._removed = [], []
+        self._steps += plan.steps
+        self._context_tokens += plan.steps * len(self._decoding)
+        for sequence, tokens in plan.chunks:
+            sequence.computed += tokens
+            if sequence.computed == sequence.request.input_tokens:
+                self._prefilling.remove(sequence)
+                self._decode(sequence)
+                result.first_tokens.append(sequence.request)
+        while self._decoding and self._decoding[0][0] <= self._steps:
+            sequence = heappop(self._decoding)[2]
+            request = sequence.request
+            self._context_tokens -= request.input_tokens + request.output_tokens
+            self._release(sequence)
+            result.finished.append(request)
+        self._start(plan.ends_s)
+        return result
+
+    def _decode(self, sequence: Running) -> None:
+        request = sequence.request
+        self._context_tokens += request.input_tokens + 1
+        last_step = self._steps + request.output_tokens - 1
+        heappush(self._decoding, (last_step, request.index, sequence))
+
+    def _start(self, now_s: float) -> None:
+        model, decodes = self._model, len(self._decoding)
+        chunks = self._chunks(model.chunk_tokens - decodes)
+        prefill_s = sum(
+            model.prefill.seconds(sequence.computed, sequence.computed + tokens)
+            for sequence, tokens in chunks
+        )
+        self.prefill_s += prefill_s
+        if not chunks and not decodes:
+            return
+        self.plan = Plan(
+            started_s=now_s,
+            steps=1 if chunks else self._decoding[0][0] - self._steps,
+            first_s=model.step_s
+            + model.sequence_s * (decodes + len(chunks))
+            + model.context_token_s * self._context_tokens
+            + prefill_s,
+            growth_s=model.context_token_s * decodes,
+            chunks=chunks,
+        )
+
+    def _chunks(self, budget: int) -> list[tuple[Running, int]]:
+        """The prompt tokens of the next step: first come, first served."""
+        chunks: list[tuple[Running, int]] = []
+        for sequence in self._prefilling:
+            budget -= self._chunk(sequence, budget, chunks)
+        while budget > 0 and self._waiting and self._sequences < self._model.max_sequences:
+            admitted = self._admit(self._waiting[0])
+            if admitted is None:
+                break
+            self._waiting.popleft()
+            self._prefilling.append(admitted)
+            self.hit_tokens[admitted.request.index] = admitted.hit_tokens
+            budget -= self._chunk(admitted, budget, chunks)
+        return chunks
+
+    def _chunk(self, sequence: Running, budget: int, chunks: list[tuple[Running, int]]) -> int:
+        """Schedules prompt tokens. As in vLLM, their blocks are cached at once: another request in
+        the same step can reuse them."""
+        tokens = min(budget, sequence.request.input_tokens - sequence.computed)
+        if tokens <= 0:
+            return 0
+        start = sequence.computed
+        self._fill(sequence, start, start + tokens)
+        chunks.append((sequence, tokens))
+        return tokens
+
+    def _admit(self, request: Request) -> Running | None:
+        """Reserves blocks for prompt and response; None, without any change, while too few are
+        free."""
+        needed = blocks_needed(request)
+        hits = self.cache.admit(request.reusable, needed)
+        if hits is None:
+            return None
+        tokens = len(hits) * request.block_tokens
+        blocks = hits + self.cache.take(needed - len(hits))
+        return Running(request, tokens, tokens, blocks)
+
+    def _fill(self, sequence: Running, start: int, end: int) -> None:
+        """Caches the prompt's blocks that become full between two lengths."""
+        request = sequence.request
+        full = slice(start // request.block_tokens, end // request.block_tokens)
+        for block, hash_ in zip(sequence.blocks[full], request.blocks[full], strict=False):
+            if hash_ not in self.cache:
+                self._added.append(hash_)
+            self.cache.store(block, hash_)
+
+    def _release(self, sequence: Running) -> None:
+        """Its full blocks, the answer's included, are cached and free from now on."""
+        request, size = sequence.request, sequence.request.block_tokens
+        full = (request.input_tokens + request.output_tokens) // size
+        for block in sequence.blocks[request.input_tokens // size : full]:
+            self._answers -= 1
+            self.cache.store(block, Fingerprint(self._answers))
+        self.cache.release(sequence.blocks)
+
+    def _evicted(self, hash_: Fingerprint) -> None:
+        if hash_ >= 0 and hash_ not in self.cache:
+            self._removed.append(hash_)
+
+    @property
+    def _sequences(self) -> int:
+        return len(self._prefilling) + len(self._decoding)

@@ -1,0 +1,160 @@
+"""A replay's results are one self-contained HTML page: table, plots and parameters."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+
+import numpy as np
+
+from kvroute.replay.compare import Run
+from kvroute.replay.plot import Line, Plot, svg
+from kvroute.replay.report import COLUMNS, WARM_UP
+from kvroute.replay.trace import Request, ideal_hit_tokens, span_s
+
+QUANTILES = np.linspace(0, 1, 201)
+WINDOWS = 30  # of time, over which hits are averaged
+
+TABLE_NOTE = (
+    "Hits are the share of prompt tokens found cached; ideal is one shared cache that forgets "
+    "nothing. Times to the first token (TTFT) are in seconds, the time for each later one (TPOT) "
+    "is in milliseconds. Imbalance is the prefill time of the busiest replica over the mean. The "
+    "first tenth of the requests fills the caches: it counts in req/s, imbalance and the two later "
+    "plots alone."
+)
+
+CSS = """
+:root { color-scheme: light dark; --page: #fff; --text: #1d2430; --quiet: #5c6675; --rule: #e2e6ec;
+  --c1: #0b6bcb; --c2: #d4500a; --c3: #0a8f5b; --c4: #b5308f; --c5: #a87800; --c6: #5b53c7 }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #14171c; --text: #e6e9ee; --quiet: #9aa4b2; --rule: #2c323b;
+    --c1: #6db3f2; --c2: #ff9466; --c3: #4fd1a0; --c4: #f08fd6; --c5: #e6c04d; --c6: #b3acff } }
+body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 84rem; background: var(--page);
+  color: var(--text); font: 15px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.3rem; margin: 0 0 .75rem; overflow-wrap: anywhere }
+h2 { font-size: 1rem; margin: 0 0 .25rem }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .5rem 1rem;
+  margin: 0 0 1.5rem } dt { color: var(--quiet); font-size: .8rem } dd { margin: 0;
+  overflow-wrap: anywhere }
+.scroll { overflow-x: auto } table { border-collapse: collapse; white-space: nowrap;
+  font-variant-numeric: tabular-nums } th, td { padding: .3rem .6rem; text-align: right;
+  border-bottom: 1px solid var(--rule) } th { font-weight: 600 }
+th:first-child { text-align: left; padding-left: 0; position: sticky; left: 0;
+  background: var(--page) }
+.note, figcaption { color: var(--quiet); font-size: .85rem } .note { max-width: 60rem }
+.plots + h2 { margin-top: 2.5rem }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
+  gap: 2rem 1.5rem; margin-top: 2rem } figure { margin: 0 }
+figure > svg { width: 100%; height: auto }
+"""
+
+
+def page(
+    title: str, requests: Sequence[Request], runs: Sequence[Run], parameters: Mapping[str, object]
+) -> str:
+    """The whole document."""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{CSS}</style></head>
+<body><h1>{escape(title)}</h1>
+<div class="scroll">{_table(runs)}</div>
+<p class="note">{TABLE_NOTE}</p>
+<div class="plots">{"".join(map(_figure, plots(requests, runs)))}</div>
+<h2>Parameters</h2>
+<dl>{"".join(_parameter(*each) for each in parameters.items())}</dl>
+</body></html>
+"""
+
+
+def first_tokens(requests: Sequence[Request], runs: Sequence[Run]) -> list[Line]:
+    """Quantiles of the time to first token of the measured requests, in seconds."""
+    arrivals_s = np.array([request.arrival_s for request in requests])
+
+    def points(run: Run) -> list[tuple[float, float]]:
+        waits_s = (np.array(run.outcome.first_token_s) - arrivals_s)[len(requests) // WARM_UP :]
+        quantiles_s = np.quantile(waits_s, QUANTILES)
+        return list(zip(quantiles_s.tolist(), (100 * QUANTILES).tolist(), strict=True))
+
+    return _lines(runs, points)
+
+
+def hits_over_time(requests: Sequence[Request], runs: Sequence[Run]) -> list[Line]:
+    """Percent of the prompt tokens that were cached, by arrival window; also the ideal."""
+    after_s = np.array([request.arrival_s for request in requests]) - requests[0].arrival_s
+    window = np.minimum(WINDOWS * after_s // span_s(requests), WINDOWS - 1).astype(int)
+    input_tokens = np.bincount(window, [r.input_tokens for r in requests], WINDOWS)
+    middles_s = (np.arange(WINDOWS) + 0.5) * span_s(requests) / WINDOWS
+
+    def points(hit_tokens: Sequence[int]) -> list[tuple[float, float]]:
+        hits = np.bincount(window, hit_tokens, WINDOWS)
+        some = input_tokens > 0
+        percent = 100 * hits[some] / input_tokens[some]
+        return list(zip(middles_s[some].tolist(), percent.tolist(), strict=True))
+
+    ideal = Line("ideal", points(ideal_hit_tokens(requests)), is_reference=True)
+    return [ideal, *_lines(runs, lambda run: points(run.outcome.hit_tokens))]
+
+
+def balance(runs: Sequence[Run]) -> list[Line]:
+    """Seconds of prefill per replica, as descending steps."""
+
+    def points(run: Run) -> list[tuple[float, float]]:
+        falling = sorted(run.outcome.prefill_s, reverse=True)
+        return [(float(n + end), each) for n, each in enumerate(falling) for end in (0, 1)]
+
+    return _lines(runs, points)
+
+
+def _lines(runs: Sequence[Run], points: Callable[[Run], list[tuple[float, float]]]) -> list[Line]:
+    return [Line(run.summary.policy, points(run)) for run in runs]
+
+
+def plots(requests: Sequence[Request], runs: Sequence[Run]) -> Iterator[Plot]:
+    yield Plot(
+        "Time to first token",
+        "time to first token (s)",
+        "requests answered by then (%)",
+        first_tokens(requests, runs),
+        "Further left is sooner: compare the lines at 50% for the usual request, and near the top "
+        "for the slowest ones.",
+        is_log=True,
+        y_end=100.0,
+    )
+    yield Plot(
+        "Hit share over time",
+        "time since the first arrival (s)",
+        "prompt tokens found cached (%)",
+        hits_over_time(requests, runs),
+        "Higher is better: what a line lacks to the ideal, one shared cache that forgets nothing, "
+        "was computed more than once.",
+    )
+    yield Plot(
+        "Replica balance",
+        "replicas, the busiest first",
+        "time spent on prefill (s)",
+        balance(runs),
+        "A flat line is work spread evenly and a low one is less work, since hits need no prefill; "
+        "a steep left end is a replica that gets too much.",
+    )
+
+
+def _figure(plot: Plot) -> str:
+    return (
+        f"<figure><h2>{plot.title}</h2>{svg(plot)}<figcaption>{plot.caption}</figcaption></figure>"
+    )
+
+
+def _table(runs: Sequence[Run]) -> str:
+    headings = "".join(f'<th scope="col">{heading}</th>' for heading, _, _ in COLUMNS)
+    return f"<table><tr>{headings}</tr>{''.join(map(_row, runs))}</table>"
+
+
+def _row(run: Run) -> str:
+    row = run.summary.row()
+    policy, *numbers = (escape(form.format(row[name])) for _, name, form in COLUMNS)
+    cells = "".join(f"<td>{number}</td>" for number in numbers)
+    return f'<tr><th scope="row">{policy}</th>{cells}</tr>'
+
+
+def _parameter(name: str, value: object) -> str:
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"<div><dt>{escape(name)}</dt><dd>{escape(shown)}</dd></div>"

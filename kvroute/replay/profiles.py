@@ -1,0 +1,157 @@
+"""Profiles describe a replica's speed and cache: named ones, or a JSON file with the same numbers.
+
+`h200-8b`, the default, has the results of `derived`, rounded. The others have its exact results.
+None is measured; `kvroute calibrate` measures one.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import ValidationError as Invalid
+from pydantic_core import ErrorDetails
+
+from kvroute.contract.speed import PrefillModel
+from kvroute.replay.model import EngineModel
+from kvroute.settings.help import expectation
+
+DEFAULT_ENGINE = "h200-8b"
+ASSUMED = EngineModel()
+
+PEAK_FLOPS_SHARE = 0.4  # of the dense BF16 peak, in prefill
+STEP_OVERHEAD_S = 1.5e-3  # scheduling and launches of a step, without reading the weights
+MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache: vLLM's default
+BYTES = 2  # of a number in BF16: weights and KV cache
+
+
+class ProfileError(ValueError):
+    """A profile cannot be used; the message says why and what to write."""
+
+
+class Profile(BaseModel):
+    """A replay's assumptions about a replica; the defaults are those of `h200-8b`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    prefill_tokens_per_s: PositiveFloat = ASSUMED.prefill.tokens_per_s  # at a prompt's start
+    attention_tokens: PositiveFloat = ASSUMED.prefill.attention_tokens  # where it is half of that
+    step_s: PositiveFloat = ASSUMED.step_s
+    sequence_s: NonNegativeFloat = ASSUMED.sequence_s
+    context_token_s: NonNegativeFloat = ASSUMED.context_token_s
+    chunk_tokens: PositiveInt = ASSUMED.chunk_tokens
+    max_sequences: PositiveInt = ASSUMED.max_sequences
+    kv_tokens: PositiveInt = 800_000  # that the KV cache holds
+
+    @classmethod
+    def of(cls, engine: EngineModel, kv_tokens: int) -> "Profile":
+        """A profile of measured values, rounded to four significant digits."""
+        return cls(
+            prefill_tokens_per_s=_rounded(engine.prefill.tokens_per_s),
+            attention_tokens=_rounded(engine.prefill.attention_tokens),
+            step_s=_rounded(engine.step_s),
+            sequence_s=_rounded(engine.sequence_s),
+            context_token_s=_rounded(engine.context_token_s),
+            chunk_tokens=engine.chunk_tokens,
+            max_sequences=engine.max_sequences,
+            kv_tokens=kv_tokens,
+        )
+
+    def engine(self) -> EngineModel:
+        return EngineModel(
+            PrefillModel(self.prefill_tokens_per_s, self.attention_tokens),
+            self.step_s,
+            self.sequence_s,
+            self.context_token_s,
+            self.chunk_tokens,
+            self.max_sequences,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The manufacturer's peak figures."""
+
+    flops: float  # dense BF16
+    memory_bytes_per_s: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A dense transformer's shape."""
+
+    parameters: float
+    layers: int
+    width: int  # query heads x head size
+    kv_width: int  # key-value heads x head size
+
+
+H200 = Gpu(989e12, 4.8e12, 141e9)  # SXM
+H100 = Gpu(989e12, 3.35e12, 80e9)  # SXM
+A100 = Gpu(312e12, 2.039e12, 80e9)  # SXM, 80 GB
+L4 = Gpu(121e12, 0.3e12, 24e9)
+LLAMA_8B = Model(8.03e9, layers=32, width=4096, kv_width=1024)  # Llama 3.1
+LLAMA_70B = Model(70.6e9, layers=80, width=8192, kv_width=1024)
+
+
+def derived(gpu: Gpu, model: Model, *, gpus: int = 1) -> Profile:
+    """A replica of that model on so many GPUs, derived from these figures alone.
+
+    A token's prefill takes 2 FLOPs for each parameter, and 4 x layers x width for each token before
+    it; both are equal at parameters / (2 x layers x width) tokens. A step reads the weights once,
+    and keys and values of every token in its sequences' context, at the memory's peak speed.
+    Communication between GPUs takes no time here.
+    """
+    weight_bytes = BYTES * model.parameters
+    kv_bytes = 2 * BYTES * model.layers * model.kv_width  # of one token
+    bytes_per_s = gpus * gpu.memory_bytes_per_s
+    return Profile(
+        prefill_tokens_per_s=gpus * PEAK_FLOPS_SHARE * gpu.flops / (2 * model.parameters),
+        attention_tokens=model.parameters / (2 * model.layers * model.width),
+        step_s=STEP_OVERHEAD_S + weight_bytes / bytes_per_s,
+        context_token_s=kv_bytes / bytes_per_s,
+        kv_tokens=int((MEMORY_SHARE * gpus * gpu.memory_bytes - weight_bytes) / kv_bytes),
+    )
+
+
+PROFILES = {
+    DEFAULT_ENGINE: Profile(),
+    "h100-8b": derived(H100, LLAMA_8B),
+    "a100-8b": derived(A100, LLAMA_8B),
+    "l4-8b": derived(L4, LLAMA_8B),
+    "h200-70b-tp4": derived(H200, LLAMA_70B, gpus=4),
+    "h100-70b-tp4": derived(H100, LLAMA_70B, gpus=4),
+}
+
+
+def load_profile(name_or_file: str) -> Profile:
+    """The profile of that name, or the one in that file. Raises ProfileError."""
+    if name_or_file in PROFILES:
+        return PROFILES[name_or_file]
+    try:
+        content = Path(name_or_file).read_bytes()
+    except OSError as error:
+        raise ProfileError(
+            f"--engine is {name_or_file!r}, which is no profile and cannot be read "
+            f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file as "
+            "kvroute calibrate writes it"
+        ) from None
+    try:
+        return Profile.model_validate_json(content)
+    except Invalid as invalid:
+        lines = [f"{name_or_file}: {_explain(details)}" for details in invalid.errors()]
+        raise ProfileError("\n".join(lines)) from None
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def _explain(details: ErrorDetails) -> str:
+    if not details["loc"]:
+        return f"{details['msg']}; expected an object such as {Profile().model_dump_json()}"
+    name = str(details["loc"][0])
+    if name not in Profile.model_fields:
+        return f"{name!r} is no number of an engine; there are {', '.join(Profile.model_fields)}"
+    example = Profile.model_fields[name].default
+    return f"{name} is {details['input']!r}; {expectation(details['msg'])}, such as {example}"

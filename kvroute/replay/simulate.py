@@ -1,0 +1,189 @@
+"""A trace runs through modelled routers and replicas, event by event, in modelled time."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.messages import Message
+from kvroute.replay.model import EngineModel
+from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
+from kvroute.replay.policies import POLICIES, Policy, Setup
+from kvroute.replay.trace import Request, TraceError
+
+ENGINE = EngineModel()
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The cluster on which a trace is replayed."""
+
+    replicas: int
+    kv_tokens: int  # of each replica's cache
+    routers: int = 1
+    index_delay_s: float = 0.010  # from the end of a step until routers know its blocks
+    share_delay_s: float = 0.005  # from a router's decision until the other routers know it
+    engine: EngineModel = ENGINE
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The results for each request, by its index, and for the replicas."""
+
+    first_token_s: list[float]
+    finished_s: list[float]
+    hit_tokens: list[int]
+    prefill_s: list[float]  # seconds that each replica spent on prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    replica: int
+    at_s: float  # the event is void if the plan was shortened since
+
+
+@dataclass(frozen=True, slots=True)
+class IndexChange:
+    replica: int
+    added: Sequence[Fingerprint]
+    removed: Sequence[Fingerprint]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMessage:
+    router: int
+    message: Message
+
+
+Event = Arrival | StepEnd | IndexChange | PeerMessage
+
+
+def simulate(
+    requests: Sequence[Request],
+    cluster: Cluster,
+    policy: str,
+    *,
+    seed: int = 0,
+    on_first_token: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Replays the requests until the last is answered. Equal arguments give equal outcomes."""
+    _check_room(requests, cluster)
+    return _Simulation(requests, cluster, policy, seed, on_first_token).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        cluster: Cluster,
+        policy: str,
+        seed: int,
+        on_first_token: Callable[[], None],
+    ) -> None:
+        setup = Setup(
+            cluster.replicas,
+            cluster.kv_tokens,
+            cluster.engine.prefill,
+            requests[0].block_tokens,
+        )
+        self._cluster = cluster
+        self._on_first_token = on_first_token
+        self._routers: list[Policy] = [
+            POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
+        ]
+        self._replicas = [
+            Replica(cluster.engine, setup.capacity_blocks) for _ in range(cluster.replicas)
+        ]
+        self._order = count()  # of events at the same time
+        self._events: list[tuple[float, int, Event]] = [
+            (request.arrival_s, next(self._order), Arrival(request)) for request in requests
+        ]
+        heapify(self._events)
+        none = [0.0] * len(requests)
+        self._outcome = Outcome(none, none.copy(), [0] * len(requests), [])
+
+    def run(self) -> Outcome:
+        while self._events:
+            now_s, _, event = heappop(self._events)
+            match event:
+                case Arrival(request):
+                    self._arrive(request, now_s)
+                case StepEnd(replica, at_s):
+                    self._end_step(replica, at_s)
+                case IndexChange(replica, added, removed):
+                    for router in self._routers:
+                        router.index_changed(replica, added, removed)
+                case PeerMessage(sender, message):
+                    for number, router in enumerate(self._routers):
+                        if number != sender:
+                            router.receive(message, now_s)
+        self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
+        return self._outcome
+
+    def _arrive(self, request: Request, now_s: float) -> None:
+        chosen = self._router(request).choose(request, now_s)
+        self._share(request, now_s)
+        before = self._replicas[chosen].plan
+        self._replicas[chosen].arrive(request, now_s)
+        if self._replicas[chosen].plan is not before:
+            self._await_step(chosen)
+
+    def _end_step(self, replica: int, at_s: float) -> None:
+        plan = self._replicas[replica].plan
+        if plan is None or plan.ends_s != at_s:
+            return
+        result = self._replicas[replica].end_step()
+        self._announce(replica, result, at_s)
+        for request in result.first_tokens:
+            self._outcome.first_token_s[request.index] = at_s
+            self._outcome.hit_tokens[request.index] = self._replicas[replica].hit_tokens.pop(
+                request.index
+            )
+            self._router(request).first_token(request, at_s)
+            self._share(request, at_s)
+            self._on_first_token()
+        for request in result.finished:
+            self._outcome.finished_s[request.index] = at_s
+            self._router(request).finished(request)
+            self._share(request, at_s)
+        if self._replicas[replica].plan:
+            self._await_step(replica)
+
+    def _announce(self, replica: int, result: StepResult, at_s: float) -> None:
+        if result.added or result.removed:
+            change = IndexChange(replica, result.added, result.removed)
+            self._push(at_s + self._cluster.index_delay_s, change)
+
+    def _await_step(self, replica: int) -> None:
+        plan = self._replicas[replica].plan
+        assert plan is not None
+        self._push(plan.ends_s, StepEnd(replica, plan.ends_s))
+
+    def _push(self, at_s: float, event: Event) -> None:
+        heappush(self._events, (at_s, next(self._order), event))
+
+    def _share(self, request: Request, at_s: float) -> None:
+        """Sends the latest events of the request's router to the other routers."""
+        message = self._router(request).take_message()
+        if message is not None and len(self._routers) > 1:
+            sent = PeerMessage(request.index % len(self._routers), message)
+            self._push(at_s + self._cluster.share_delay_s, sent)
+
+    def _router(self, request: Request) -> Policy:
+        return self._routers[request.index % len(self._routers)]
+
+
+def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:
+    most = max(blocks_needed(request) * request.block_tokens for request in requests)
+    if most > cluster.kv_tokens:
+        raise TraceError(
+            f"a request of the trace needs room for {most} tokens, more than the "
+            f"{cluster.kv_tokens} of a replica; give --kv-tokens {most} at least"
+        )

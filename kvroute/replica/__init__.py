@@ -1,0 +1,1 @@
+"""The write path: one engine, and the publication of its KV cache."""

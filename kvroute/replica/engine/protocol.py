@@ -1,0 +1,56 @@
+"""The interface of every engine."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Protocol
+
+from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.contract.records import EngineFacts, Load
+from kvroute.replica.engine.kv_events import KVEvent
+
+
+class Engine(Protocol):
+    facts: EngineFacts
+
+    @property
+    def pins(self) -> Mapping[str, int]:
+        """Number of pinned blocks by the pin's name."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Yields chunks as they are generated. Closing the generator aborts the request.
+
+        A response that another engine began continues as if this engine had generated all of it:
+        the text after the `answered` tokens, the stop strings, the limits on its length.
+
+        When a request with a `pin` finishes, the prompt's full blocks are pinned and replace the
+        earlier blocks of that name. They are never evicted, and serve requests of the same
+        namespace and adapter. Raises PinRefusedError, before any computation, when the pin does
+        not fit. Raises ValueError for a LoRA adapter that is unknown or cannot be loaded.
+        """
+        ...
+
+    async def unpin(self, name: str) -> None:
+        """Removes the pin; blocks can be evicted when no other pin and no request holds them."""
+        ...
+
+    def events(self) -> AsyncIterator[list[KVEvent]]:
+        """KV cache changes in order; for one reader."""
+        ...
+
+    def load(self) -> Load: ...
+
+    async def check(self) -> None:
+        """Raises EngineDeadError when the engine cannot continue."""
+        ...
+
+    async def emit_held(self) -> None:
+        """Adds BlocksHeld to the events, at the position where it is exact; no effect without
+        prefix caching."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Clears all cached blocks and pins. While requests hold blocks, it clears nothing and
+        returns False."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,112 @@
+"""A replica's own Prometheus metrics; vLLM's are in the same registry."""
+
+from collections.abc import Iterable
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
+
+from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.process.exposition import Readings
+from kvroute.replica.engine.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventsLost,
+    KVEvent,
+)
+from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.publisher import Publisher
+
+
+class ReplicaMetrics:
+    """The metrics of one replica, for any engine."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        def counter(name: str, documentation: str) -> Counter:
+            return Counter(f"kvroute_engine_{name}", documentation, registry=registry)
+
+        self._readings = Readings(registry)
+        self._requests = counter("requests", "Requests that got a first token.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of those requests.")
+        self._cached_tokens = counter(
+            "cached_tokens", "Those prompt tokens that came from the KV cache."
+        )
+        self._output_tokens = counter("output_tokens", "Tokens of answers.")
+        self._stored = counter("stored_blocks", "Blocks that the KV cache took in.")
+        self._evicted = counter("evicted_blocks", "Blocks that it reused for other tokens.")
+        self._clears = counter("cache_clears", "Times that it was emptied.")
+        self._losses = counter(
+            "event_losses", "Times that its events were lost, and the index began anew."
+        )
+
+    def received(self, request: GenerateRequest, chunk: Chunk, *, is_first: bool) -> None:
+        """Counts one chunk from the engine."""
+        if is_first:
+            self._requests.inc()
+            self._prompt_tokens.inc(len(request.token_ids))
+            self._cached_tokens.inc(chunk.cached_tokens)
+        self._output_tokens.inc(len(chunk.token_ids))
+
+    def happened(self, events: Iterable[KVEvent]) -> None:
+        """Counts changes of the engine's cache."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._stored.inc(len(event.block_hashes))
+                case BlockRemoved():
+                    self._evicted.inc(len(event.block_hashes))
+                case AllBlocksCleared():
+                    self._clears.inc()
+                case EventsLost():
+                    self._losses.inc()
+
+    def export(self, engine: Engine, publisher: Publisher) -> None:
+        """Adds the numbers of the engine and the publisher."""
+        facts, load = engine.facts, engine.load
+        gauge, counter = self._readings.gauge, self._readings.counter
+        gauge(
+            "kvroute_engine_running_requests",
+            "Requests in the engine's batch.",
+            lambda: load().running,
+        )
+        gauge(
+            "kvroute_engine_waiting_requests",
+            "Requests that wait in the engine for room in the batch.",
+            lambda: load().waiting,
+        )
+        gauge(
+            "kvroute_engine_used_blocks",
+            "KV blocks that running requests and pins hold.",
+            lambda: load().used_blocks,
+        )
+        gauge("kvroute_engine_capacity_blocks", "KV blocks in all.", lambda: facts.capacity_blocks)
+        gauge(
+            "kvroute_engine_pinned_blocks",
+            "KV blocks that named prefixes hold; what two of them share counts twice.",
+            lambda: sum(engine.pins.values()),
+        )
+        gauge(
+            "kvroute_engine_pin_capacity_blocks",
+            "KV blocks that named prefixes may hold.",
+            lambda: facts.pin_blocks,
+        )
+        gauge("kvroute_engine_block_tokens", "Tokens in one KV block.", lambda: facts.block_size)
+        gauge(
+            "kvroute_publisher_blocks",
+            "Blocks of different content that the index should have of the replica.",
+            lambda: publisher.blocks,
+        )
+        gauge(
+            "kvroute_publisher_lag_seconds",
+            "Age of the oldest change of the cache that the index does not have; 0: it has all.",
+            lambda: publisher.lag_s,
+        )
+        gauge(
+            "kvroute_publisher_lease_age_seconds",
+            "Since the index last took anything from the replica; beyond its lease it is gone.",
+            lambda: publisher.lease_age_s,
+        )
+        counter(
+            "kvroute_publisher_registrations",
+            "Times that the replica was announced to the index: more than 1 after each trouble.",
+            lambda: publisher.registrations,
+        )

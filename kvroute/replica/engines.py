@@ -1,0 +1,63 @@
+"""A replica starts the engine that its settings name; only that one is imported."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+from kvroute.process.builtin_model import resolve
+from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.vllm_engine.cpu_affinity import claim_cores
+from kvroute.settings.replica import ReplicaSettings
+
+UNKNOWN_CONTEXT = 131_072  # tokens
+
+
+async def start_engine(settings: ReplicaSettings) -> Engine:
+    """The engine that the settings name, ready to generate."""
+    folder = await asyncio.to_thread(resolve, settings.model)
+    if settings.engine == "simulated":
+        return _start_simulated(settings, folder)
+    prepare_vllm(folder)
+    from kvroute.replica.vllm_engine.async_llm import VllmEngine
+
+    return await VllmEngine.start(settings, folder, claim_cores(settings.cores))
+
+
+def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
+    from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+
+    capacity_tokens = settings.simulated_blocks * settings.block_size
+    config = SimulatedConfig(
+        block_size=settings.block_size,
+        capacity_blocks=settings.simulated_blocks,
+        max_model_len=min(capacity_tokens, settings.max_model_len or _context_tokens(folder)),
+        prefill_tokens_per_s=settings.simulated_prefill_tokens_per_s,
+        decode_step_s=settings.simulated_decode_ms / 1000,
+        decode_per_seq_s=0.0,
+        max_running=settings.max_num_seqs or 256,
+        stream_interval=settings.stream_interval,
+        prefix_caching=settings.prefix_caching,
+        pin_share=settings.pin_share,
+        adapters=frozenset(adapter.name for adapter in settings.adapters),
+        max_loras=settings.max_loras,
+        max_cpu_loras=settings.kept_loras,
+    )
+    return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
+
+
+def prepare_vllm(folder: str) -> None:
+    """Sets the environment variables that vLLM reads at import."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if Path(folder).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _context_tokens(folder: str) -> int:
+    """The model's maximum context, from its configuration if that exists."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+    except OSError:
+        return UNKNOWN_CONTEXT
+    return int(config.get("max_position_embeddings", UNKNOWN_CONTEXT))

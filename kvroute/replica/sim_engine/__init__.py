@@ -1,0 +1,1 @@
+"""The simulated engine: no model, but vLLM's block accounting and modelled time."""

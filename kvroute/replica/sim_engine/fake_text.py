@@ -1,0 +1,131 @@
+"""A simulated engine's tokens are a deterministic function of the tokens before them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvroute.contract.generation import Alternative, Sampling, TokenIds, TokenLogprob
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MAX_WORDS = 512
+UNLIKELY = -9.0  # log probability of every token that was not drawn
+
+
+class Vocabulary:
+    """The tokens that an engine can generate, without end-of-text."""
+
+    def __init__(self, words: dict[int, str]) -> None:
+        self.words = words
+        self._ids = tuple(words)
+
+    @classmethod
+    def of_numbers(cls, token_ids: Iterable[int]) -> "Vocabulary":
+        """Words that name their token id, for use without a tokenizer."""
+        return cls({token_id: f" t{token_id}" for token_id in token_ids})
+
+    @classmethod
+    def of_tokenizer(cls, folder: str) -> "Vocabulary":
+        """Lower-case words that tokenise back to themselves anywhere in a text.
+
+        folder: has a tokenizer.json. Raises ValueError when it has none, or no such word.
+        """
+        from tokenizers import Tokenizer
+
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"tokenizer is {folder!r}; expected a folder with a tokenizer.json")
+        tokenizer = Tokenizer.from_file(str(path))
+        words: dict[int, str] = {}
+        for piece, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+            word = " " + piece[1:]
+            if _is_word(piece) and _round_trips(tokenizer, word, token_id):
+                words[token_id] = word
+            if len(words) == MAX_WORDS:
+                break
+        if not words:
+            raise ValueError(f"{path} has no word that tokenises back to itself; use another one")
+        return cls(words)
+
+    def pick(self, number: int) -> int:
+        """The token for a random number."""
+        return self._ids[number % len(self._ids)]
+
+    def logprob(self, token_id: int, *, alternatives: int) -> TokenLogprob:
+        """Logprob 0 for the drawn token, and other tokens as alternatives."""
+        chosen = Alternative(self.words[token_id], token_id, 0.0)
+        others = [other for other in self._ids[:alternatives] if other != token_id]
+        unlikely = [Alternative(self.words[other], other, UNLIKELY) for other in others]
+        return TokenLogprob(chosen, (chosen, *unlikely)[:alternatives])
+
+
+def _is_word(piece: str) -> bool:
+    """Whether a vocabulary entry is a word after a space, in either BPE format."""
+    word = piece[1:]
+    return (
+        piece[:1] in ("Ġ", "▁")
+        and len(word) > 1
+        and word.isascii()
+        and word.isalpha()
+        and word.islower()
+    )
+
+
+def _round_trips(tokenizer: "Tokenizer", word: str, token_id: int) -> bool:
+    """Whether the word is this token after any other word."""
+    token_ids = tokenizer.encode("a" + word + word, add_special_tokens=False).ids
+    return token_ids[-2:] == [token_id, token_id]
+
+
+class TokenGenerator:
+    """Draws one choice's tokens: each depends only on the tokens before it, so another engine
+    continues a response exactly as this one would."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: TokenIds, *, salt: int) -> None:
+        self._vocabulary = vocabulary
+        self._emitted = xxh3_64(np.ascontiguousarray(prompt, dtype="<u4").tobytes(), seed=salt)
+
+    def next_token(self) -> int:
+        token_id = self._vocabulary.pick(self._emitted.intdigest())
+        self._emitted.update(token_id.to_bytes(4, "little"))
+        return token_id
+
+
+def salt(sampling: Sampling, index: int) -> int:
+    """Different for each choice and seed; 0 for a single greedy choice."""
+    if sampling.temperature == 0 and sampling.n == 1:
+        return 0
+    return xxh3_64_intdigest(f"{sampling.seed}|{index}".encode())
+
+
+class StopText:
+    """Ends a text before its first stop string."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""  # possibly the beginning of a stop string
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """The text that can be sent now, and whether a stop string ended it."""
+        text = self._held + text
+        ends = [text.index(stop) for stop in self._stop if stop in text]
+        if ends:
+            self._held = ""
+            return text[: min(ends)], True
+        sent = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[sent:]
+        return text[:sent], False
+
+    def rest(self) -> str:
+        """The text held back, for the end of the text."""
+        return self._held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text could begin the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

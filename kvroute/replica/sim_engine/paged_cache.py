@@ -1,0 +1,122 @@
+"""A paged KV cache holds, caches and reuses blocks as vLLM does; it knows hashes, not tokens.
+
+The simulated engine and the replay's engine model both use it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+from kvroute.contract.fingerprint import Fingerprint
+
+
+class FreeQueue:
+    """Blocks that no sequence holds, in order of eviction: blocks without a hash first, then the
+    one that has been free the longest."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blank = list(range(blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blank) + len(self._idle)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._blank
+        yield from self._idle
+
+    def put(self, block: int, *, is_cached: bool) -> None:
+        if is_cached:
+            self._idle[block] = None
+        else:
+            self._blank.append(block)
+
+    def pop(self) -> int:
+        """The block to be reused next."""
+        return self._blank.pop() if self._blank else self._idle.popitem(last=False)[0]
+
+    def remove(self, block: int) -> None:
+        """Removes a cached block, which is held again."""
+        del self._idle[block]
+
+    def forget_hashes(self) -> None:
+        """Makes all blocks uncached."""
+        self._blank += self._idle
+        self._idle.clear()
+
+
+class PagedCache:
+    """on_evict: called with the hash of each reused block, after its removal."""
+
+    def __init__(self, capacity_blocks: int, on_evict: Callable[[Fingerprint], None]) -> None:
+        self.free = FreeQueue(capacity_blocks)
+        self._on_evict = on_evict
+        self._holders = [0] * capacity_blocks  # sequences that hold each block
+        self._hash_of: dict[int, Fingerprint] = {}  # block -> hash
+        # A hash can have several blocks: equal ones are not merged, because both are in use.
+        self._blocks_of: dict[Fingerprint, list[int]] = {}
+
+    def __contains__(self, hash_: Fingerprint) -> bool:
+        return hash_ in self._blocks_of
+
+    def copies(self) -> Iterator[tuple[Fingerprint, int]]:
+        """Pairs of a cached hash and the number of blocks cached under it."""
+        return ((hash_, len(blocks)) for hash_, blocks in self._blocks_of.items())
+
+    def admit(self, hashes: Sequence[Fingerprint], blocks: int) -> list[int] | None:
+        """Holds and returns the cached blocks of the first hashes. While there is no room for
+        `blocks` blocks in all, it holds none and returns None."""
+        hits: list[int] = []
+        idle_hits = 0
+        for hash_ in hashes:
+            same = self._blocks_of.get(hash_)
+            if same is None:
+                break
+            hits.append(same[0])
+            idle_hits += not self._holders[same[0]]
+        if blocks - len(hits) + idle_hits > len(self.free):
+            return None
+        self.hold(hits)
+        return hits
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Adds a holder to these blocks, which must be cached."""
+        for block in blocks:
+            if not self._holders[block]:
+                self.free.remove(block)
+            self._holders[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """Free blocks for one sequence to fill; there must be enough of them."""
+        blocks = [self.free.pop() for _ in range(count)]
+        for block in blocks:
+            self._holders[block] = 1
+            if block in self._hash_of:
+                self._forget(block)
+        return blocks
+
+    def store(self, block: int, hash_: Fingerprint) -> None:
+        """Caches a held block, now full, under its hash."""
+        self._hash_of[block] = hash_
+        self._blocks_of.setdefault(hash_, []).append(block)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Removes a holder from the blocks. The last ones are reused first, so that shared prefixes
+        stay longer."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self.free.put(block, is_cached=block in self._hash_of)
+
+    def clear(self) -> None:
+        """Clears the cache; no block may be held."""
+        self.free.forget_hashes()
+        self._hash_of.clear()
+        self._blocks_of.clear()
+
+    def _forget(self, block: int) -> None:
+        hash_ = self._hash_of.pop(block)
+        same = self._blocks_of[hash_]
+        same.remove(block)
+        if not same:
+            del self._blocks_of[hash_]
+        self._on_evict(hash_)

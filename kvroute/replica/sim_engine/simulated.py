@@ -1,0 +1,463 @@
+"""The simulated engine has vLLM's scheduling and block accounting, modelled time and no model."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from kvroute.contract.adapters import LOAD_S, Residents
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenLogprob
+from kvroute.contract.records import EngineFacts, Load
+from kvroute.contract.speed import PrefillModel
+from kvroute.replica.engine.kv_events import EventsLost, KVEvent
+from kvroute.replica.engine.pins import admit_pin, pin_budget
+from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.sim_engine.blocks import BlockPool, Table
+from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocabulary, salt
+
+MAX_WAITING_EVENTS = 100_000
+INSTANT_TOKENS_PER_S = 1e6  # the claimed prefill speed of an engine without delays
+SHORTEST_SLEEP_S = 0.001  # shorter delays accumulate until they reach this
+LONGEST_LAG_S = 0.05  # only this much lost time is caught up
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedConfig:
+    """An engine's shape and speed. The default speed is about an 8B model's on one large GPU."""
+
+    block_size: int = 32  # tokens
+    capacity_blocks: int = 4096
+    max_model_len: int = 8192  # tokens, prompt and output together
+    prefill_tokens_per_s: float = 10_000.0  # at a prompt's beginning; 0: prefill takes no time
+    attention_tokens: float = 32768.0  # at this position a prefill token takes twice as long
+    decode_step_s: float = 0.008  # time of every step; 0: no time
+    decode_per_seq_s: float = 0.00005  # additional time for each decoding sequence
+    max_running: int = 128  # sequences in the batch
+    max_batched_tokens: int = 2048  # in one step
+    stream_interval: int = 1  # tokens in a chunk of an answer, after the first
+    prefix_caching: bool = True
+    pin_share: float = 0.3  # share of the KV cache for pins
+    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that it may load
+    max_loras: int = 4  # different ones in one batch
+    max_cpu_loras: int = 16  # in memory; at least max_loras
+    lora_load_s: float = LOAD_S  # time to load one; no step runs meanwhile
+    vocabulary: Sequence[int] = range(1000, 1512)  # generated token ids; unused with a tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request in the engine."""
+
+    request: GenerateRequest
+    max_tokens: int  # for each choice
+    unfinished: int  # choices
+    cached_tokens: int | None = None  # found at its first admission
+    chunks: asyncio.Queue[Chunk | None] = field(default_factory=asyncio.Queue)  # None: no more
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """One of a job's sequences, waiting or in the batch."""
+
+    job: _Job
+    index: int
+    table: Table
+    generator: TokenGenerator
+    text: StopText
+    computed: int = 0  # leading tokens whose KV is computed
+    generated: int = 0  # tokens
+    unsent: list[Chunk] = field(default_factory=list)  # one token each
+
+    @property
+    def lora(self) -> str:
+        return self.job.request.lora
+
+    @property
+    def missing(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.table.token_ids) - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.generated > 0 and self.missing == 1
+
+
+Batch = list[tuple[_Choice, int]]  # tokens that a step computes for each choice
+
+
+class SimulatedEngine(Engine):
+    """Generates meaningless words.
+
+    tokenizer: a folder with a tokenizer.json, the source of the words; without it they are numbers.
+    """
+
+    def __init__(self, config: SimulatedConfig, *, tokenizer: str | None = None) -> None:
+        self.config = config
+        self.facts = EngineFacts(
+            block_size=config.block_size,
+            capacity_blocks=config.capacity_blocks,
+            max_model_len=config.max_model_len,
+            prefill_tokens_per_s=config.prefill_tokens_per_s or INSTANT_TOKENS_PER_S,
+            attention_tokens=config.attention_tokens,
+            prefix_caching=config.prefix_caching,
+            pin_blocks=pin_budget(
+                config.pin_share if config.prefix_caching else 0.0,
+                capacity_blocks=config.capacity_blocks,
+                block_size=config.block_size,
+                max_model_len=config.max_model_len,
+            ),
+            max_num_seqs=config.max_running,
+            max_cpu_loras=config.max_cpu_loras,
+            engine="simulated",
+        )
+        self._vocabulary = (
+            Vocabulary.of_tokenizer(tokenizer)
+            if tokenizer
+            else Vocabulary.of_numbers(config.vocabulary)
+        )
+        self._pool = BlockPool(
+            block_size=config.block_size,
+            capacity_blocks=config.capacity_blocks,
+            prefix_caching=config.prefix_caching,
+        )
+        self._prefill = PrefillModel(
+            config.prefill_tokens_per_s or math.inf, config.attention_tokens
+        )
+        self._adapters = Residents(self.facts.max_cpu_loras)
+        self._pins: dict[str, Table] = {}
+        self._jobs: set[_Job] = set()
+        self._waiting: deque[_Choice] = deque()
+        self._running: list[_Choice] = []  # the latest admitted last
+        self._events: list[KVEvent] = []
+        self._has_events = asyncio.Event()
+        self._has_work = asyncio.Event()
+        self._pace = _Pace()
+        self._scheduler: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def pins(self) -> Mapping[str, int]:
+        return {name: len(table.blocks) for name, table in self._pins.items()}
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Raises ValueError for a request that can never run here."""
+        if request.pin:
+            admit_pin(request, self.pins, self.facts)
+        if request.lora and request.lora not in self.config.adapters:
+            known = ", ".join(sorted(self.config.adapters))
+            raise ValueError(
+                f"this replica has no LoRA adapter {request.lora!r}; there are {known}"
+            )
+        prompt_tokens = len(request.prompt_ids)
+        longest = self.config.max_model_len - 1
+        if not 1 <= prompt_tokens <= longest:
+            raise ValueError(f"the prompt has {prompt_tokens} tokens; expected 1 to {longest}")
+        max_tokens = min(request.sampling.max_tokens, self.config.max_model_len - prompt_tokens)
+        # The last token's KV is never computed.
+        blocks = -(-(prompt_tokens + max_tokens - 1) // self.config.block_size)
+        if blocks > self.config.capacity_blocks:
+            raise ValueError(
+                f"prompt and answer need {blocks} KV blocks of {self.config.capacity_blocks}; "
+                "send a shorter prompt or a smaller max_tokens"
+            )
+        return self._stream(_Job(request, max_tokens, unfinished=request.sampling.n))
+
+    async def events(self) -> AsyncGenerator[list[KVEvent], None]:
+        while not self._is_closed:
+            await self._has_events.wait()
+            self._has_events.clear()
+            batch, self._events = self._events, []
+            if batch:
+                yield batch
+
+    def load(self) -> Load:
+        return Load(
+            len(self._running),
+            len(self._waiting),
+            self._pool.used_blocks,
+            tuple(self._adapters.names),
+            self.config.lora_load_s,
+        )
+
+    async def check(self) -> None:
+        has_ended = self._scheduler is not None and self._scheduler.done()
+        if self._is_closed or has_ended:
+            raise EngineDeadError("the simulated engine has stopped") from self._failure
+
+    async def unpin(self, name: str) -> None:
+        if table := self._pins.pop(name, None):
+            self._pool.free(table)
+
+    async def emit_held(self) -> None:
+        self._pool.emit_held()
+        self._publish()
+
+    async def reset_prefix_cache(self) -> bool:
+        if self._running:
+            return False
+        for name in self.pins:
+            await self.unpin(name)
+        is_cleared = self._pool.reset()
+        self._publish()
+        return is_cleared
+
+    async def close(self) -> None:
+        """Open streams end with EngineDeadError."""
+        self._is_closed = True
+        self._has_events.set()
+        if self._scheduler is not None:
+            self._scheduler.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._scheduler
+
+    async def _stream(self, job: _Job) -> AsyncGenerator[Chunk, None]:
+        await self.check()
+        self._submit(job)
+        open_choices = job.unfinished
+        try:
+            while open_choices:
+                chunk = await job.chunks.get()
+                if chunk is None:
+                    raise EngineDeadError("the simulated engine has stopped") from self._failure
+                open_choices -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self._jobs.discard(job)
+            self._abort(job)
+
+    def _submit(self, job: _Job) -> None:
+        if self._scheduler is None:
+            self._scheduler = asyncio.create_task(self._run())
+            self._scheduler.add_done_callback(self._end_streams)
+        self._jobs.add(job)
+        self._waiting.append(self._choice(job, 0))
+        self._has_work.set()
+
+    def _end_streams(self, scheduler: asyncio.Task[None]) -> None:
+        self._failure = None if scheduler.cancelled() else scheduler.exception()
+        for job in self._jobs:
+            job.chunks.put_nowait(None)
+
+    def _choice(self, job: _Job, index: int) -> _Choice:
+        request = job.request
+        choice = _Choice(
+            job,
+            index,
+            self._pool.table(request.token_ids, request.namespace, request.lora),
+            TokenGenerator(self._vocabulary, request.token_ids, salt=salt(request.sampling, index)),
+            StopText(request.sampling.stop),
+        )
+        for token_id in request.answered_ids.tolist():
+            choice.generated += 1
+            self._text(choice, token_id)  # already delivered; a stop string may begin in it
+        return choice
+
+    def _abort(self, job: _Job) -> None:
+        """Removes the job from the engine."""
+        if not job.unfinished:
+            return
+        job.unfinished = 0
+        self._waiting = deque(choice for choice in self._waiting if choice.job is not job)
+        for choice in [choice for choice in self._running if choice.job is job]:
+            self._leave(choice)
+
+    def _leave(self, choice: _Choice) -> None:
+        self._running.remove(choice)
+        self._pool.free(choice.table)
+
+    async def _run(self) -> None:
+        self._pace.restart()
+        while True:
+            if not (self._running or self._waiting):
+                self._has_work.clear()
+                await self._has_work.wait()
+                self._pace.restart()
+            batch = self._schedule()
+            await self._pace.spend(self._loading_s(batch) + self._step_s(batch))
+            self._publish()
+            self._deliver(batch)
+
+    def _schedule(self) -> Batch:
+        """The next step; the blocks that it fills are held and cached now, as in vLLM."""
+        running = len(self._running)
+        batch, budget = self._continue_running(self.config.max_batched_tokens)
+        if len(self._running) == running:  # after a preemption no request is admitted
+            batch += self._admit_waiting(budget)
+        return batch
+
+    def _continue_running(self, budget: int) -> tuple[Batch, int]:
+        """Divides the token budget among running choices, oldest first; also returns the rest.
+
+        All but the latest are decoding, so a long prefill gets what the decodes leave.
+        """
+        batch: Batch = []
+        while budget and len(batch) < len(self._running):
+            choice = self._running[len(batch)]
+            tokens = min(choice.missing, budget)
+            if not self._make_room(choice, tokens):
+                break
+            batch.append((choice, tokens))
+            budget -= tokens
+        return batch, budget
+
+    def _make_room(self, choice: _Choice, tokens: int) -> bool:
+        """Finds blocks for `tokens` more tokens by preempting choices admitted later; False when
+        the choice itself was preempted."""
+        while not self._pool.extend(choice.table, choice.computed + tokens):
+            victim = self._running[-1]
+            self._leave(victim)
+            victim.computed = 0
+            self._waiting.appendleft(victim)
+            if victim is choice:
+                return False
+        return True
+
+    def _admit_waiting(self, budget: int) -> Batch:
+        batch: Batch = []
+        while budget and len(self._running) < self.config.max_running:
+            choice = self._next_waiting()
+            if choice is None:
+                break
+            hit_blocks = self._pool.admit(choice.table)
+            if hit_blocks is None:
+                break
+            self._waiting.remove(choice)
+            self._running.append(choice)
+            choice.computed = hit_blocks * self.config.block_size
+            if choice.job.cached_tokens is None:
+                choice.job.cached_tokens = choice.computed
+            tokens = min(choice.missing, budget)
+            self._pool.extend(choice.table, choice.computed + tokens)
+            batch.append((choice, tokens))
+            budget -= tokens
+        return batch
+
+    def _next_waiting(self) -> _Choice | None:
+        """The first one whose adapter has a place in the batch."""
+        loras = {choice.lora for choice in self._running if choice.lora}
+        is_full = len(loras) >= self.config.max_loras
+        for choice in self._waiting:
+            if not (is_full and choice.lora and choice.lora not in loras):
+                return choice
+        return None
+
+    def _loading_s(self, batch: Batch) -> float:
+        """Loads the batch's adapters; returns the time that it takes."""
+        loras = {choice.lora for choice, _ in batch if choice.lora}
+        return self.config.lora_load_s * sum(map(self._adapters.use, loras))
+
+    def _step_s(self, batch: Batch) -> float:
+        prefill_s = 0.0
+        decoding = 0
+        for choice, tokens in batch:
+            if choice.is_decoding:
+                decoding += 1
+            else:
+                prefill_s += self._prefill.seconds(choice.computed, choice.computed + tokens)
+        return prefill_s + self.config.decode_step_s + self.config.decode_per_seq_s * decoding
+
+    def _publish(self) -> None:
+        self._events += self._pool.drain()
+        if len(self._events) > MAX_WAITING_EVENTS:
+            self._events = [EventsLost()]
+        if self._events:
+            self._has_events.set()
+
+    def _deliver(self, batch: Batch) -> None:
+        for choice, tokens in batch:
+            if not choice.job.unfinished:
+                continue  # aborted while the step ran
+            choice.computed += tokens
+            if not choice.missing:
+                self._generate_token(choice)
+
+    def _generate_token(self, choice: _Choice) -> None:
+        """Draws the choice's next token and delivers it."""
+        job = choice.job
+        token_id = choice.generator.next_token()
+        choice.table.token_ids.append(token_id)
+        choice.generated += 1
+        text, finish_reason = self._text(choice, token_id)
+        choice.unsent.append(
+            Chunk(
+                index=choice.index,
+                text=text,
+                token_ids=(token_id,),
+                cached_tokens=job.cached_tokens or 0,
+                logprobs=self._logprobs(job, token_id),
+                finish_reason=finish_reason,
+            )
+        )
+        is_due = len(choice.unsent) == self.config.stream_interval
+        if is_due or choice.generated == 1 or finish_reason:
+            job.chunks.put_nowait(_joined(choice.unsent))
+            choice.unsent = []
+        if choice.index == 0 and choice.generated == 1:
+            self._queue_siblings(job)
+        if finish_reason:
+            job.unfinished -= 1
+            if job.request.pin:
+                self._pin(job.request, choice.table)
+            self._leave(choice)
+
+    def _pin(self, request: GenerateRequest, table: Table) -> None:
+        replaced = self._pins.get(request.pin)
+        blocks = len(request.prompt_ids) // self.config.block_size
+        self._pins[request.pin] = self._pool.share(table, blocks)
+        if replaced:
+            self._pool.free(replaced)
+
+    def _text(self, choice: _Choice, token_id: int) -> tuple[str, str | None]:
+        """The text to send after this token, and the finish reason if it is the last one."""
+        text = self._vocabulary.words[token_id]
+        if choice.generated > choice.job.request.sampling.min_tokens:
+            text, is_stopped = choice.text.add(text)
+            if is_stopped:
+                return text, "stop"
+        if choice.generated == choice.job.max_tokens:
+            return text + choice.text.rest(), "length"
+        return text, None
+
+    def _logprobs(self, job: _Job, token_id: int) -> tuple[TokenLogprob, ...]:
+        alternatives = job.request.sampling.logprobs
+        if alternatives is None:
+            return ()
+        return (self._vocabulary.logprob(token_id, alternatives=alternatives),)
+
+    def _queue_siblings(self, job: _Job) -> None:
+        """Queues the job's other choices at the front; they find its prompt in the cache."""
+        indexes = range(1, job.request.sampling.n)
+        self._waiting.extendleft(self._choice(job, index) for index in reversed(indexes))
+
+
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk with the content of all."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(id_ for chunk in chunks for id_ in chunk.token_ids),
+        logprobs=tuple(each for chunk in chunks for each in chunk.logprobs),
+    )
+
+
+class _Pace:
+    """Keeps modelled time: steps have the right mean duration although sleeps are coarse."""
+
+    def __init__(self) -> None:
+        self._ends_at_s = 0.0  # of the last step, on the event loop's clock
+
+    def restart(self) -> None:
+        """The next step begins now."""
+        self._ends_at_s = asyncio.get_running_loop().time()
+
+    async def spend(self, step_s: float) -> None:
+        """Waits until the step ends; oversleep and computing time are subtracted."""
+        now_s = asyncio.get_running_loop().time()
+        self._ends_at_s = max(self._ends_at_s + step_s, now_s - LONGEST_LAG_S)
+        left_s = self._ends_at_s - now_s
+        await asyncio.sleep(left_s if left_s >= SHORTEST_SLEEP_S else 0)

@@ -1,0 +1,397 @@
+"""vLLM implements the Engine interface."""
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import psutil
+from vllm.config import KVEventsConfig
+from vllm.distributed import kv_events
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from kvroute.contract.adapters import room_for_rank
+from kvroute.contract.generation import (
+    Alternative,
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+    TokenLogprob,
+)
+from kvroute.contract.records import EngineFacts, Load
+from kvroute.process.builtin_model import is_builtin
+from kvroute.process.tracing import traces_endpoint
+from kvroute.replica.engine.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlocksHeld,
+    BlockStored,
+    EventsLost,
+    KVEvent,
+)
+from kvroute.replica.engine.pins import admit_pin, pin_budget
+from kvroute.replica.vllm_engine.cpu_affinity import Cores
+from kvroute.replica.vllm_engine.dtype import choose_dtype
+from kvroute.replica.vllm_engine.engine_args import checked
+from kvroute.replica.vllm_engine.engine_health import EngineHealth
+from kvroute.replica.vllm_engine.lora import Adapters
+from kvroute.replica.vllm_engine.scheduler import PIN, EventBatch, Held
+from kvroute.replica.vllm_engine.subscription import Subscription
+from kvroute.settings.replica import ReplicaSettings
+
+# Initial estimates of the prefill speed; the router learns the real one.
+CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
+GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
+
+# In a request's extra_args:
+ANSWERED = "kvroute_answered"  # how many of its last prompt tokens belong to the response
+CONTEXT_TOKENS = 4  # preceding tokens that vLLM needs to decode a token's text for logprobs
+
+
+class VllmEngine:
+    """One AsyncLLM with prefix caching, its KV events and its statistics."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        facts: EngineFacts,
+        subscription: Subscription,
+        stats: "_Stats",
+        adapters: Adapters,
+    ) -> None:
+        self.facts = facts
+        self._llm = llm
+        self._subscription = subscription
+        self._stats = stats
+        self._adapters = adapters
+        self._pins: dict[str, int] = {}
+        self._processes = psutil.Process().children(recursive=True)  # the engine's
+        self._unfinished = 0  # requests
+        self._health = EngineHealth()
+
+    @classmethod
+    async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
+        """Loads the model (a folder or a hub name) and binds the engine's process to `cores`."""
+        subscription, stats = Subscription(), _Stats()
+        try:
+            args = engine_args(settings, model, subscription)
+            llm = await asyncio.to_thread(_load, args, stats, cores)
+            if settings.prefix_caching:
+                await subscription.connect()
+            else:
+                subscription.folder.cleanup()  # there is no publisher
+            can_pin = await llm.engine_core.call_utility_async("kvroute_can_pin")
+        except BaseException:
+            subscription.close()
+            raise
+        facts, adapters = _facts(llm, settings, can_pin=can_pin), Adapters(llm, settings.adapters)
+        return cls(llm, facts, subscription, stats, adapters)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if request.pin:
+            admit_pin(request, self.pins, self.facts)
+        prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
+        self._unfinished += 1
+        try:
+            lora = await self._adapters.ready(request.lora)
+            async for output in self._llm.generate(
+                prompt,
+                sampling_params(request),
+                request.request_id,
+                lora_request=lora,
+                trace_headers=request.trace,
+            ):
+                for chunk in _chunks(output):
+                    yield chunk
+            if request.pin:
+                self._pins[request.pin] = await self._call("kvroute_pinned", request.pin)
+        except VllmDeadError as error:
+            raise EngineDeadError(str(error)) from error
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
+        finally:
+            self._unfinished -= 1
+
+    @property
+    def pins(self) -> Mapping[str, int]:
+        return self._pins
+
+    async def unpin(self, name: str) -> None:
+        if self._pins.pop(name, None) is not None:
+            self._stats.kv_usage = await self._call("kvroute_unpin", name)
+
+    async def events(self) -> AsyncIterator[list[KVEvent]]:
+        decoder = msgspec.msgpack.Decoder(EventBatch)
+        async for payload in self._subscription.batches():
+            yield list(map(_event, decoder.decode(payload).events)) if payload else [EventsLost()]
+
+    def load(self) -> Load:
+        return Load(
+            running=self._stats.running,
+            waiting=self._stats.waiting,
+            used_blocks=round(self._stats.kv_usage * self.facts.capacity_blocks),
+            loras=tuple(self._adapters.loaded),
+            lora_load_s=self._adapters.load_s,
+        )
+
+    async def check(self) -> None:
+        try:
+            await self._llm.check_health()
+        except VllmDeadError as error:
+            raise EngineDeadError(str(error)) from error
+        reason = self._health.check(
+            is_stopped=self._is_stopped(),
+            has_work=self._unfinished > 0,
+            steps=self._stats.steps,
+        )
+        if reason is not None:
+            raise EngineDeadError(reason)
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # vLLM itself reports a dead process
+            return any(each.status() == psutil.STATUS_STOPPED for each in self._processes)
+        return False
+
+    async def emit_held(self) -> None:
+        await self._call("kvroute_emit_held")
+
+    async def reset_prefix_cache(self) -> bool:
+        is_cleared = bool(await self._llm.reset_prefix_cache())
+        if is_cleared:
+            self._pins.clear()
+        return is_cleared
+
+    async def _call(self, method: str, *args: str) -> Any:
+        """Calls a method that scheduler.py adds to vLLM's core."""
+        return await self._llm.engine_core.call_utility_async(method, *args)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown)
+        self._subscription.close()
+
+
+def engine_args(
+    settings: ReplicaSettings, model: str, subscription: Subscription
+) -> AsyncEngineArgs:
+    """vLLM's arguments from kvroute's settings and the user's; the rest has vLLM's defaults."""
+    on_cpu = current_platform.is_cpu()
+    scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
+    ours: dict[str, Any] = {
+        "model": model,
+        "served_model_name": settings.served_model_name,
+        "dtype": choose_dtype(settings.dtype, is_builtin=is_builtin(settings.model), on_cpu=on_cpu),
+        "block_size": settings.block_size,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enable_prefix_caching": settings.prefix_caching,
+        "stream_interval": settings.stream_interval,
+        "scheduler_cls": f"kvroute.replica.vllm_engine.scheduler.{scheduler}",
+        "kv_events_config": KVEventsConfig(
+            enable_kv_cache_events=settings.prefix_caching,
+            publisher="zmq" if settings.prefix_caching else "null",
+            endpoint=subscription.endpoint,
+            replay_endpoint=subscription.replay_endpoint,
+        ),
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "revision": settings.revision or None,
+        "otlp_traces_endpoint": traces_endpoint(),
+    }
+    if settings.adapters:
+        ours["enable_lora"] = True
+        ours["max_loras"] = settings.max_loras
+        ours["max_cpu_loras"] = settings.kept_loras
+        ours["max_lora_rank"] = room_for_rank(settings.adapters)
+    on_cpus = {
+        "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
+        "enforce_eager": True,
+    }
+    args = (on_cpus if on_cpu else {}) | checked(settings.engine_args) | ours
+    return AsyncEngineArgs(**{name: value for name, value in args.items() if value is not None})
+
+
+def sampling_params(request: GenerateRequest) -> SamplingParams:
+    """vLLM's parameters for the rest of the response."""
+    sampling, answered = request.sampling, request.answered
+    extra_args = {ANSWERED: answered, PIN: request.pin}
+    return SamplingParams(
+        max_tokens=sampling.max_tokens - answered,
+        min_tokens=max(0, sampling.min_tokens - answered),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        # A random generator cannot skip ahead, and must not repeat the same numbers.
+        seed=None if sampling.seed is None else sampling.seed ^ answered,
+        stop=list(sampling.stop),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        # vLLM's penalty counts only its own output.
+        logit_bias=_penalties(request.answered_ids.tolist(), sampling.frequency_penalty) or None,
+        n=sampling.n,
+        logprobs=sampling.logprobs,
+        ignore_eos=sampling.ignore_eos,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={key: value for key, value in extra_args.items() if value} or None,
+    )
+
+
+def _penalties(answered_ids: Sequence[int], frequency_penalty: float) -> dict[int, float]:
+    if not frequency_penalty:
+        return {}
+    counts = Counter(answered_ids)
+    return {token_id: -frequency_penalty * count for token_id, count in counts.items()}
+
+
+class _Llm(AsyncLLM):
+    """AsyncLLM that can continue a response which another engine began. It uses private API of the
+    pinned version; tests/vllm/test_engine.py checks what it relies on."""
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+        answered = (request.sampling_params.extra_args or {}).get(ANSWERED)
+        if answered is None:
+            await super()._add_request(request, *args)
+            return
+        self.output_processor.add_request(request, *args)
+        state = self.output_processor.request_states[request.request_id]
+        _continue(state, request, answered, self.output_processor.tokenizer)
+        await self.engine_core.add_request_async(request)
+
+
+def _continue(
+    state: RequestState, request: EngineCoreRequest, answered: int, tokenizer: Any
+) -> None:
+    """Treats the request's last `answered` prompt tokens as output that was delivered."""
+    ids = request.prompt_token_ids
+    prompt, delivered = ids[:-answered], ids[-answered:]
+    detokenizer = IncrementalDetokenizer.from_new_request(
+        tokenizer, msgspec.structs.replace(request, prompt_token_ids=prompt)
+    )
+    detokenizer.min_tokens += answered  # stop strings are ignored before this many tokens
+    detokenizer.update(delivered, stop_terminated=False)
+    detokenizer.get_next_output_text(finished=False, delta=True)
+    state.detokenizer = detokenizer
+    state.sent_tokens_offset = answered
+    if state.logprobs_processor.logprobs is not None:
+        context = delivered[-CONTEXT_TOKENS:]
+        state.logprobs_processor.logprobs += [{id_: Logprob(0.0)} for id_ in context]
+
+
+class _Stats(StatLoggerBase):
+    """The scheduler's numbers of its last step; vLLM calls `record` in this process."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.waiting = 0
+        self.kv_usage = 0.0  # share of the KV blocks that requests hold
+        self.steps = 0
+
+    def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+        if scheduler_stats is None:
+            return
+        self.running = scheduler_stats.num_running_reqs
+        self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self.kv_usage = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> _Llm:
+    """Runs in a separate thread: the engine's process inherits that thread's cores."""
+    if current_platform.is_cpu():
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first logprobs compile 14 s
+        os.environ["OMP_NUM_THREADS"] = str(len(cores) or 1)
+    with cores.bound():
+        llm: _Llm = _Llm.from_engine_args(args, stat_loggers=[lambda *_: stats])
+        return llm
+
+
+def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> EngineFacts:
+    config = llm.vllm_config
+    speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
+    capacity_blocks = config.cache_config.num_gpu_blocks - 1  # without vLLM's null block
+    return EngineFacts(
+        block_size=config.cache_config.block_size,
+        capacity_blocks=capacity_blocks,
+        max_model_len=config.model_config.max_model_len,
+        prefix_caching=settings.prefix_caching,
+        pin_blocks=pin_budget(
+            settings.pin_share if settings.prefix_caching and can_pin else 0.0,
+            capacity_blocks=capacity_blocks,
+            block_size=config.cache_config.block_size,
+            max_model_len=config.model_config.max_model_len,
+        ),
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_cpu_loras=settings.kept_loras,
+        engine="vllm",
+        **speed,
+    )
+
+
+def _chunks(output: RequestOutput) -> Iterator[Chunk]:
+    cached_tokens = output.num_cached_tokens or 0
+    for choice in output.outputs:
+        yield Chunk(
+            index=choice.index,
+            text=choice.text,
+            token_ids=tuple(choice.token_ids),
+            cached_tokens=cached_tokens,
+            logprobs=tuple(_logprobs(choice)),
+            finish_reason=choice.finish_reason,
+        )
+
+
+def _logprobs(choice: CompletionOutput) -> Iterator[TokenLogprob]:
+    for token_id, found in zip(choice.token_ids, choice.logprobs or (), strict=False):
+        ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)
+        alternatives = {
+            id_: Alternative(logprob.decoded_token or "", id_, logprob.logprob)
+            for id_, logprob in ranked
+        }
+        # vLLM adds the chosen token to the likeliest ones when it is not among them.
+        yield TokenLogprob(alternatives[token_id], tuple(alternatives.values()))
+
+
+def _event(event: kv_events.KVCacheEvent) -> KVEvent:
+    match event:
+        case kv_events.BlockStored():
+            return BlockStored(
+                event.block_hashes,
+                event.parent_block_hash,
+                event.token_ids,
+                namespace=_salt(event),
+                lora=event.lora_name or "",
+            )
+        case kv_events.BlockRemoved():
+            return BlockRemoved(event.block_hashes)
+        case kv_events.AllBlocksCleared():
+            return AllBlocksCleared()
+        case Held():
+            return BlocksHeld(event.copies)
+        case _:
+            raise TypeError(f"unknown KV event {event!r}: this vLLM is not the pinned version")
+
+
+def _salt(event: kv_events.BlockStored) -> str:
+    """The cache salt: the last of the untagged extra keys of a prompt's first block. The adapter's
+    name is the first one."""
+    first = event.extra_keys[0] if event.extra_keys and event.parent_block_hash is None else None
+    keys = [key for key in first or () if isinstance(key, str)]
+    salts = keys[1:] if event.lora_name else keys
+    return salts[-1] if salts else ""

@@ -1,0 +1,61 @@
+"""A LoRA adapter is in vLLM's memory before a request that needs it starts.
+
+vLLM itself would load it during a step, and an adapter that cannot be loaded would kill the engine.
+Here it is loaded before the request starts, so that an error affects only the request.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from kvroute.contract.adapters import LOAD_S, Adapter
+
+
+class Adapters:
+    """The LoRA adapters that one engine may load."""
+
+    def __init__(self, llm: AsyncLLM, adapters: Iterable[Adapter]) -> None:
+        self._llm = llm
+        self._known = {
+            adapter.name: LoRARequest(adapter.name, number, adapter.path)
+            for number, adapter in enumerate(adapters, start=1)
+        }
+        self._loading = asyncio.Lock()
+        self.loaded: list[str] = []  # names, in order of eviction
+        self.load_s = LOAD_S  # recent mean time to load one
+
+    async def ready(self, name: str) -> LoRARequest | None:
+        """Loads the adapter and returns the argument for vLLM; None without a name. Raises
+        ValueError for an unknown adapter, or when its files cannot be loaded."""
+        if not name:
+            return None
+        if name not in self._known:
+            raise ValueError(
+                f"this replica has no LoRA adapter {name!r}; there are {', '.join(self._known)}"
+            )
+        async with self._loading:
+            if name not in self.loaded:
+                await self._load(self._known[name])
+            else:
+                self.loaded.remove(name)
+            self.loaded.append(name)
+        return self._known[name]
+
+    async def _load(self, adapter: LoRARequest) -> None:
+        began_s = time.monotonic()
+        try:
+            await self._llm.add_lora(adapter)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM raises its engine's errors as plain Exception
+            raise ValueError(
+                f"the LoRA adapter {adapter.lora_name!r} cannot be loaded from "
+                f"{adapter.lora_path}: {error}"
+            ) from error
+        self.load_s += (time.monotonic() - began_s - self.load_s) / 2
+        resident = await self._llm.list_loras()  # another one may have been evicted
+        self.loaded = [name for name in self.loaded if self._known[name].lora_int_id in resident]

@@ -1,0 +1,154 @@
+"""vLLM's schedulers with four additions.
+
+Clears are published at once, the cached blocks can be listed, blocks can be pinned, and the engine
+dies with its replica.
+
+vLLM loads these classes by name inside the engine's process. They use private API of the pinned
+version; tests/vllm/test_engine.py checks what they rely on.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from vllm import envs
+from vllm.distributed import kv_events
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash, KVCacheBlock, get_block_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned
+
+
+class Held(kv_events.KVCacheEvent):
+    """Number of blocks cached under each hash, after the events before this one."""
+
+    copies: dict[ExternalBlockHash, int]
+
+
+class EventBatch(kv_events.EventBatch):
+    """vLLM's KVEventBatch, with kvroute's event in addition to its own."""
+
+    events: list[kv_events.BlockStored | kv_events.BlockRemoved | kv_events.AllBlocksCleared | Held]
+
+
+class _Kvroute:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pins: dict[str, list[KVCacheBlock]] = {}  # a pin holds blocks like a request does
+        _die_with_parent()
+
+    def _free_blocks(self, request: Request) -> None:
+        """vLLM calls this at a request's end, not when it is preempted."""
+        params = request.sampling_params
+        name = ((params and params.extra_args) or {}).get(PIN)
+        if name and self.can_pin and request.status != RequestStatus.FINISHED_ABORTED:
+            self._pin(name, request)
+        super()._free_blocks(request)  # type: ignore[misc]
+
+    def _pin(self, name: str, request: Request) -> None:
+        """Holds the prompt's full blocks; they replace the earlier blocks of that name."""
+        (group,) = self.kv_cache_manager.get_blocks(request.request_id).blocks  # type: ignore[attr-defined]
+        full_blocks = request.num_prompt_tokens // self.block_size  # type: ignore[attr-defined]
+        blocks = list(group[:full_blocks])
+        self._pool.touch(blocks)
+        self.unpin(name)
+        self.pins[name] = blocks
+
+    def unpin(self, name: str) -> None:
+        self._pool.free_blocks(reversed(self.pins.pop(name, [])))
+
+    @property
+    def can_pin(self) -> bool:
+        """False for layers with different kinds of blocks (sliding windows, state space models)."""
+        return len(self.kv_cache_config.kv_cache_groups) == 1  # type: ignore[attr-defined]
+
+    @property
+    def _pool(self) -> BlockPool:
+        pool: BlockPool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        return pool
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Also removes the pins and publishes AllBlocksCleared at once: vLLM would delay it until
+        the next step, which an idle engine does not have."""
+        pins = dict(self.pins)
+        for name in pins:
+            self.unpin(name)
+        done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        if not done:
+            for blocks in pins.values():
+                self._pool.touch(blocks)
+            self.pins = pins
+        self._publish_events()
+        return done
+
+    def emit_held(self) -> None:
+        """Publishes the cached blocks. It blocks the engine for about 0.5 ms per 1,000 blocks."""
+        copies: dict[ExternalBlockHash, int] = {}
+        as_numbers = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES  # the same format as vLLM's events
+        for key, blocks in self._pool.cached_block_hash_to_block._cache.items():
+            hash_ = get_block_hash(key)
+            name = int.from_bytes(hash_[-8:], "big") if as_numbers else hash_
+            copies[name] = copies.get(name, 0) + (len(blocks) if isinstance(blocks, dict) else 1)
+        self._publish_events(Held(copies))
+
+    def _publish_events(self, *more: kv_events.KVCacheEvent) -> None:
+        """Publishes pending events now, then the given ones."""
+        events = [*self.kv_cache_manager.take_events(), *more]  # type: ignore[attr-defined]
+        if events:
+            self.kv_event_publisher.publish(  # type: ignore[attr-defined]
+                EventBatch(ts=time.time(), events=events)
+            )
+
+
+class KvrouteScheduler(_Kvroute, Scheduler):
+    """For CPUs, where vLLM schedules in step with the model."""
+
+
+class KvrouteAsyncScheduler(_Kvroute, AsyncScheduler):
+    """For GPUs, where the next step is scheduled while the last one runs."""
+
+
+# vLLM's client calls these functions in the engine's process by name, as methods of its core.
+
+
+def kvroute_emit_held(core: EngineCore) -> None:
+    core.scheduler.emit_held()
+
+
+def kvroute_can_pin(core: EngineCore) -> bool:
+    return bool(core.scheduler.can_pin)
+
+
+def kvroute_pinned(core: EngineCore, name: str) -> int:
+    return len(core.scheduler.pins.get(name, ()))
+
+
+def kvroute_unpin(core: EngineCore, name: str) -> float:
+    """Removes the pin; returns the share of the cache that is in use then."""
+    core.scheduler.unpin(name)
+    usage: float = core.scheduler.kv_cache_manager.usage
+    return usage
+
+
+for _method in (kvroute_emit_held, kvroute_can_pin, kvroute_pinned, kvroute_unpin):
+    setattr(EngineCore, _method.__name__, _method)
+
+
+def _die_with_parent() -> None:
+    """Kills the engine's process when the replica dies; without this it would live for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="die-with-parent", daemon=True).start()

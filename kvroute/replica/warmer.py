@@ -1,0 +1,208 @@
+"""A replica's share of the named prefixes is warm before it serves, and stays warm.
+
+Each replica computes its share from Redis: the declarations and the records of live replicas. It
+releases a prefix only when the prefix is dropped, or when all replicas that are now assigned to it
+have it. During an outage of Redis nothing changes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from redis.exceptions import RedisError
+
+from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.records import ReplicaRecord, Warm
+from kvroute.replica.engine.pins import room_for_pin
+from kvroute.replica.engine.protocol import Engine
+from kvroute.store.index import Index
+from kvroute.store.prefixes import Prefix, Prefixes, assigned
+
+log = logging.getLogger("kvroute.warmer")
+
+POLL_S = 0.5  # between two reads of Redis
+FIRST_SLICE_TOKENS = 64  # computed at once while the replica serves ...
+LONGEST_SLICE_TOKENS = 256
+SLICE_S = 0.2  # ... and the longest time for it, so that streams continue
+DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
+
+COMPUTE = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    prefix: Prefix
+    warm: Warm
+
+
+class Warmer:
+    """Computes, pins and releases named prefixes. on_change: called when `kept` has changed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prefixes: Prefixes,
+        index: Index,
+        *,
+        replica_id: str,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._prefixes = prefixes
+        self._index = index
+        self._replica_id = replica_id
+        self._on_change = on_change
+        self._revision = 0
+        self._declared: list[Prefix] = []  # as last read from Redis
+        self._records: list[ReplicaRecord] = []
+        self._kept: dict[str, _Kept] = {}
+        self._impossible: set[str] = set()  # names that the engine rejected
+        self._is_serving = False
+        self._slice_blocks = self._blocks_in(FIRST_SLICE_TOKENS)
+
+    def kept(self) -> Mapping[str, Warm]:
+        """The prefixes that are completely warm here, by Prefix.name."""
+        return {name: kept.warm for name, kept in self._kept.items()}
+
+    async def start(self, declared: Sequence[str]) -> None:
+        """Warms this replica's share, after waiting up to a minute for the ids in `declared`."""
+        await self._read()
+        ends_at_s = time.monotonic() + DECLARED_S
+        while missing := set(declared) - {prefix.id for prefix in self._declared}:
+            if time.monotonic() >= ends_at_s:
+                log.warning("starts without %s, which are not declared in Redis", sorted(missing))
+                break
+            await asyncio.sleep(POLL_S)
+            await self._read()
+        await self._warm_share()
+        self._is_serving = True
+
+    async def run(self) -> None:
+        """Follows the declarations until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._read()
+            await self._release()
+            await self._warm_share()
+
+    async def _read(self) -> None:
+        try:
+            revision = await self._prefixes.revision()
+            if revision not in (0, self._revision):  # 0: Redis lost all; a router restores it
+                self._declared = await self._prefixes.all()
+                self._revision = revision
+            if any(prefix.replicas is not None for prefix in self._declared):
+                self._records = await self._index.records()
+        except (RedisError, OSError):
+            return  # the publisher logs it
+
+    def _share(self) -> list[Prefix]:
+        """The prefixes assigned to this replica, oldest first, which is the order to warm them."""
+        ids = {record.id for record in self._records} | {self._replica_id}
+        now_s = time.time()
+        return [
+            prefix
+            for prefix in self._declared
+            if not prefix.is_expired(now_s) and self._replica_id in assigned(prefix, ids)
+        ]
+
+    async def _release(self) -> None:
+        declared = {prefix.name: prefix for prefix in self._declared}
+        share = {prefix.name for prefix in self._share()}
+        self._impossible &= declared.keys()
+        for name, kept in list(self._kept.items()):
+            prefix = declared.get(name)
+            if prefix is None or not self._still_has(prefix, kept):
+                await self._drop(name)
+                continue
+            if name not in share and not self._is_missing_elsewhere(prefix):
+                await self._drop(name)
+
+    def _still_has(self, prefix: Prefix, kept: _Kept) -> bool:
+        """False when the cache was cleared, or when Redis lost all data and the name is new."""
+        is_same = np.array_equal(prefix.token_ids, kept.prefix.token_ids)
+        return is_same and (prefix.name in self._engine.pins or not kept.warm.is_pinned)
+
+    def _is_missing_elsewhere(self, prefix: Prefix) -> bool:
+        """Whether another assigned replica has not warmed it yet."""
+        if prefix.is_expired(time.time()):
+            return False
+        records = {record.id: record for record in self._records}
+        return any(prefix.name not in records[id_].pins for id_ in assigned(prefix, records))
+
+    async def _warm_share(self) -> None:
+        if not self._engine.facts.prefix_caching:
+            return
+        for prefix in self._share():
+            if prefix.name not in self._impossible and not self._is_done(prefix):
+                await self._warm(prefix)
+
+    def _is_done(self, prefix: Prefix) -> bool:
+        kept = self._kept.get(prefix.name)
+        if kept is None:
+            return False
+        return kept.warm.is_pinned or not prefix.is_pinned or not self._has_room(prefix)
+
+    def _has_room(self, prefix: Prefix) -> bool:
+        room = room_for_pin(prefix.name, self._engine.pins, self._engine.facts)
+        return prefix.full_blocks(self._engine.facts.block_size) <= room
+
+    async def _warm(self, prefix: Prefix) -> None:
+        """The prefix is kept, unpinned where pins have no room for it; or known as impossible."""
+        is_pinned = prefix.is_pinned and self._has_room(prefix)
+        try:
+            await self._compute(prefix, pin=prefix.name if is_pinned else "")
+        except ValueError as error:
+            log.warning("named prefix %s cannot be warmed: %s", prefix.name, error)
+            self._impossible.add(prefix.name)
+            await self._drop(prefix.name)
+            return
+        if prefix.is_pinned and not is_pinned:
+            log.warning("named prefix %s is not pinned: pins have no room for it", prefix.name)
+        full_blocks = prefix.full_blocks(self._engine.facts.block_size)
+        self._kept[prefix.name] = _Kept(prefix, Warm(full_blocks, is_pinned))
+        self._on_change()
+
+    async def _compute(self, prefix: Prefix, *, pin: str) -> None:
+        """Brings all full blocks into the cache. While the replica serves, it computes them in
+        slices; after each slice, running requests get the same amount of time."""
+        full_blocks = prefix.full_blocks(self._engine.facts.block_size)
+        if not self._is_serving or not full_blocks:
+            await self._compute_first(full_blocks, prefix, pin)
+            return
+        blocks = 0
+        while blocks < full_blocks:
+            blocks = min(full_blocks, blocks + self._slice_blocks)
+            took_s = await self._compute_first(blocks, prefix, pin)
+            self._adapt_slices(took_s)
+            load = self._engine.load()
+            if load.running or load.waiting:
+                await asyncio.sleep(took_s)
+
+    def _adapt_slices(self, took_s: float) -> None:
+        fitting = int(self._slice_blocks * SLICE_S / max(took_s, 1e-6))
+        shortest = self._blocks_in(FIRST_SLICE_TOKENS)  # took_s may be mostly time in a queue
+        longest = self._blocks_in(LONGEST_SLICE_TOKENS)
+        self._slice_blocks = max(shortest, min(fitting, 2 * self._slice_blocks, longest))
+
+    def _blocks_in(self, tokens: int) -> int:
+        return max(1, tokens // self._engine.facts.block_size)
+
+    async def _compute_first(self, blocks: int, prefix: Prefix, pin: str) -> float:
+        """Brings the first blocks into the cache; returns the seconds that it took."""
+        began_s = time.monotonic()
+        token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
+        # With one more token, any one, all blocks can come from the cache.
+        token_ids = np.append(token_ids, prefix.token_ids[:1])
+        request = GenerateRequest(f"warm {prefix.name} {blocks}", token_ids, COMPUTE, pin=pin)
+        async for _ in self._engine.generate(request):
+            pass
+        return time.monotonic() - began_s
+
+    async def _drop(self, name: str) -> None:
+        await self._engine.unpin(name)
+        if self._kept.pop(name, None):
+            self._on_change()

@@ -1,0 +1,1 @@
+"""The read path: a request in, the best replica out."""

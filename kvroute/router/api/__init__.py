@@ -1,0 +1,1 @@
+"""Requests, responses and errors in OpenAI's shapes."""

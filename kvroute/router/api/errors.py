@@ -1,0 +1,72 @@
+"""Errors that a client gets are in OpenAI's shape."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+from redis.exceptions import RedisError
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """Ends a request with `status`. `param` is the field to change; `code` is for programs."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> bytes:
+        """The JSON body of an error response."""
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def event(self) -> bytes:
+        """The error as a server-sent event, for a failure after the first byte of a stream."""
+        return b"data: " + self.body() + b"\n\n"
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """A 400 for an invalid value of one field."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A 400 for a known field that is not supported: ignoring it would change the response."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def context_length_exceeded(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def redis_away(error: Exception, param: str | None = None) -> ApiError:
+    """A 503 for a request that needs Redis."""
+    message = f"Redis is away ({error}); try again"
+    return ApiError(503, message, type="server_error", param=param)
+
+
+@contextmanager
+def needing_redis() -> Iterator[None]:
+    """Makes the block raise ApiError when Redis is away."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise redis_away(error) from None
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A JSON value as a message quotes it; a long one is cut."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,102 @@
+"""A request's body becomes a model, or an ApiError with the field and the expected value."""
+
+from typing import TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+
+Model = TypeVar("Model", bound=BaseModel)
+
+# Unsupported OpenAI fields that would change the response, with the values that have no effect.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "echo": (False,),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": ([], ["text"]),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tools": ([],),
+    "web_search_options": (),
+}
+
+
+async def read_body(request: Request, *, limit_mb: int) -> bytes:
+    """The whole body. A body that is too large is also read to its end: the client reads the error
+    only after it has sent everything."""
+    limit = limit_mb << 20
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        else:
+            parts.clear()
+    if size > limit:
+        raise ApiError(
+            413,
+            f"the body has {size} bytes; the limit is {limit} ({limit_mb} MB). Send a shorter "
+            "prompt, or raise KVROUTE_MAX_BODY_MB",
+            code="request_too_large",
+        )
+    return b"".join(parts)
+
+
+def parse(model: type[Model], raw: bytes) -> Model:
+    """The validated request; unknown fields are dropped, and null means the default."""
+    given = {name: value for name, value in _json_object(raw).items() if value is not None}
+    _refuse_unsupported(given)
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise _first_error(model, error) from None
+
+
+def is_chat(raw: bytes) -> bool:
+    """Whether the body is a chat request; otherwise it is a completion request."""
+    return "messages" in _json_object(raw)
+
+
+def _json_object(raw: bytes) -> dict[str, object]:
+    try:
+        body: object = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(
+            400, f"the body is {shown(body)}; expected a JSON object", code="invalid_json"
+        )
+    return body
+
+
+def _refuse_unsupported(given: dict[str, object]) -> None:
+    for name, harmless in UNSUPPORTED.items():
+        if name in given and given[name] not in harmless:
+            raise unsupported(
+                name, f"{name} is {shown(given[name])}, which is not supported; leave {name} out"
+            )
+
+
+def _first_error(model: type[BaseModel], error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"])
+    expected = _expected(model, first)
+    if first["type"] == "missing":
+        return invalid(param, f"{param} is missing; {expected}")
+    return invalid(param, f"{param} is {shown(first['input'])}; {expected}")
+
+
+def _expected(model: type[BaseModel], error: ErrorDetails) -> str:
+    """The expected value: the field's description, or the validator's message if it is nested."""
+    *parents, name = error["loc"]
+    field = model.model_fields.get(str(name)) if not parents else None
+    if field is not None and field.description is not None:
+        return f"expected {field.description}"
+    if error["type"] == "model_type":  # pydantic's message names our classes
+        return "expected an object"
+    return error["msg"][:1].lower() + error["msg"][1:]

@@ -1,0 +1,96 @@
+"""The HTTP routes for the cluster: health, replicas, audits, diagnosis and metrics targets."""
+
+import asyncio
+from itertools import chain
+
+import ray
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvroute.router.api.errors import ApiError, needing_redis
+from kvroute.router.serving.models import Served, together
+
+routes = APIRouter()
+
+
+@routes.get("/health")
+async def health(models: Served) -> Response:
+    """Status 200 while a replica of any model is ready: a load balancer that removed this router
+    would cut off the other models too. Requests are served without Redis and with degraded replicas
+    too, but their placement is worse."""
+    found = {model.name: model.health() for model in models.all}
+    ready = sum(each.ready for each in found.values())
+    health = {
+        "status": "ok" if ready else "no replica is ready",
+        "replicas": ready,
+        "models": {name: each.ready for name, each in found.items()},
+        "index": {
+            "reachable": all(each.index_is_reachable for each in found.values()),
+            "age_s": round(max(each.index_age_s for each in found.values()), 1),
+        },
+        "degraded": dict(chain.from_iterable(each.degraded.items() for each in found.values())),
+    }
+    return JSONResponse(health, 200 if ready else 503)
+
+
+@routes.get("/v1/cluster")
+async def cluster(models: Served) -> Response:
+    """The replicas in the index, or those last seen there while Redis is away or slow."""
+    replicas = await asyncio.gather(*(model.replicas() for model in models.all))
+    return JSONResponse(
+        {
+            "model": models.only,
+            "ray_address": ray.get_runtime_context().gcs_address,
+            "replicas": together(models.all, replicas),
+        }
+    )
+
+
+@routes.get("/v1/cluster/audit")
+async def audit(models: Served) -> Response:
+    """This router's mirror, Redis, the replicas and their engines, compared."""
+    with needing_redis():
+        audits = await asyncio.gather(*(model.audit() for model in models.all))
+    replicas = together(models.all, audits)
+    return JSONResponse({"router": models.router_id, "replicas": replicas})
+
+
+@routes.post("/v1/cluster/canary")
+async def canary(models: Served) -> Response:
+    """Sends a tiny request to every replica, and reports whether its blocks appeared."""
+    found = await asyncio.gather(*(model.canary() for model in models.all))
+    replicas = together(models.all, found)
+    return JSONResponse({"router": models.router_id, "replicas": replicas})
+
+
+@routes.get("/v1/cluster/diagnosis")
+async def diagnosis(request: Request, models: Served) -> Response:
+    """Redis, the leases, Serve and the versions, as this router sees them."""
+    _, port = request.scope["server"]
+    found = await models.diagnosis.run(port=port)
+    return JSONResponse({"router": models.router_id} | found)
+
+
+@routes.get("/v1/cluster/hot")
+async def hot(models: Served) -> Response:
+    """The prefixes that saved most recently, according to this router's own requests."""
+    found = together(models.all, [model.prefixes.hottest() for model in models.all])
+    found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
+    return JSONResponse({"object": "list", "data": found})
+
+
+@routes.get("/v1/metrics/targets")
+async def metrics_targets(models: Served) -> Response:
+    """All processes of the cluster; 503 without Redis, so Prometheus keeps its last list."""
+    with needing_redis():
+        found = await asyncio.gather(*(model.metrics_targets() for model in models.all))
+    return JSONResponse(list(chain.from_iterable(found)))
+
+
+@routes.get("/metrics")
+async def metrics() -> Response:
+    raise ApiError(
+        404,
+        "Every process has metrics of its own, and this address reaches one of them by chance; "
+        "let Prometheus find them all: http_sd_configs with the url /v1/metrics/targets",
+    )

@@ -1,0 +1,70 @@
+"""OpenAI's HTTP routes, and one that explains where a prompt would go."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvroute.router.api.parsing import is_chat, parse, read_body
+from kvroute.router.api.request_id import request_id
+from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest, PrefixedRequest
+from kvroute.router.serving.models import Models, Served
+
+RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
+
+routes = APIRouter()
+
+
+@routes.post("/v1/chat/completions")
+async def chat(request: Request, models: Served) -> Response:
+    return await _respond(ChatCompletionRequest, request, models)
+
+
+@routes.post("/v1/completions")
+async def completions(request: Request, models: Served) -> Response:
+    return await _respond(CompletionRequest, request, models)
+
+
+@routes.post("/v1/route")
+async def route(request: Request, models: Served) -> Response:
+    """Where the prompts of this body would go now, and why; nothing runs."""
+    raw = await read_body(request, limit_mb=models.settings.max_body_mb)
+    body: PrefixedRequest = parse(ChatCompletionRequest if is_chat(raw) else CompletionRequest, raw)
+    receipts = await models.named(body.model).explain(body)
+    return JSONResponse({"object": "route", "router": models.router_id, "receipts": receipts})
+
+
+@routes.get("/v1/models")
+async def list_models(models: Served) -> Response:
+    cards = [card for model in models.all for card in models.cards(model)]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+@routes.get("/v1/models/{name:path}")
+async def get_model(name: str, models: Served) -> Response:
+    model = models.named(name)
+    id_ = model.adapter(name) or model.name
+    (card,) = (each for each in models.cards(model) if each["id"] == id_)
+    return JSONResponse(card)
+
+
+async def _respond(schema: type[PrefixedRequest], request: Request, models: Models) -> Response:
+    with _counting_refusals(request, models):
+        body = parse(schema, await read_body(request, limit_mb=models.settings.max_body_mb))
+        request.state.model = model = models.named(body.model)
+        with_receipts = request.headers.get(RECEIPT, "0") not in ("0", "")
+        return await model.respond(
+            body, request_id=request_id(request), with_receipts=with_receipts
+        )
+
+
+@contextmanager
+def _counting_refusals(request: Request, models: Models) -> Iterator[None]:
+    """Counts an error that leaves the block, since the client gets it. An error that is raised
+    before the model is known counts for the first model."""
+    try:
+        yield
+    except Exception as error:
+        getattr(request.state, "model", models.first).refused(error)
+        raise

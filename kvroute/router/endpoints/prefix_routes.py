@@ -1,0 +1,40 @@
+"""HTTP routes that declare, list and drop named prefixes."""
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvroute.router.api.parsing import parse, read_body
+from kvroute.router.api.schemas import PrefixDeclaration
+from kvroute.router.serving.models import Served, together
+
+routes = APIRouter()
+
+
+@routes.post("/v1/prefixes")
+async def declare(request: Request, models: Served) -> Response:
+    raw = await read_body(request, limit_mb=models.settings.max_body_mb)
+    declaration = parse(PrefixDeclaration, raw)
+    model = models.named(declaration.model)
+    limit = model.max_model_len
+    prefix, is_new = await model.prefixes.declare(declaration, max_model_len=limit)
+    return JSONResponse({**prefix, "model": model.name}, 201 if is_new else 200)
+
+
+@routes.get("/v1/prefixes")
+async def list_prefixes(models: Served, model: str | None = None) -> Response:
+    selected = models.all if model is None else [models.named(model)]
+    found = await asyncio.gather(*(each.prefixes.all() for each in selected))
+    return JSONResponse({"object": "list", "data": together(selected, found)})
+
+
+@routes.get("/v1/prefixes/{name:path}")
+async def get_prefix(name: str, models: Served, model: str | None = None) -> Response:
+    selected = models.named(model)
+    return JSONResponse({**await selected.prefixes.get(name), "model": selected.name})
+
+
+@routes.delete("/v1/prefixes/{name:path}")
+async def drop_prefix(name: str, models: Served, model: str | None = None) -> Response:
+    return JSONResponse(await models.named(model).prefixes.drop(name))

@@ -1,0 +1,68 @@
+"""HTTP routes of the live page: its files, from `ui/`, and its stream of events."""
+
+from functools import cache
+from importlib.resources import files
+
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
+
+from kvroute.router.api.errors import ApiError
+from kvroute.router.observability.live import Live
+from kvroute.router.serving.models import Models, Served
+
+PAGE = "index.html"
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+HEADERS = {
+    # The page shows text from clients: none of it may run as code, or be sent elsewhere.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+routes = APIRouter()
+
+
+@routes.get("/ui")
+async def page(models: Served) -> Response:
+    return await file(PAGE, models)
+
+
+@routes.get("/ui/{name}")
+async def file(name: str, models: Served) -> Response:
+    _live(models, None)
+    if name not in _files():
+        raise ApiError(404, f"There is no file '{name}' of the live page; it begins at /ui.")
+    return Response(_files()[name], headers=HEADERS, media_type=TYPES[name.rpartition(".")[2]])
+
+
+@routes.get("/v1/cluster/live")
+async def live(models: Served, model: str | None = None) -> Response:
+    """The live page's events for a model, by default the first one, as server-sent events."""
+    events = await _live(models, model).listen()
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+
+
+def _live(models: Models, model: str | None) -> Live:
+    live = (models.named(model) if model else models.first).live
+    if live is None:
+        raise ApiError(404, "the live page is off (--no-ui); start with --ui, or KVROUTE_UI=1")
+    return live
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    """The contents of the page's files by name."""
+    return {
+        file.name: file.read_bytes()
+        for file in files("kvroute.router").joinpath("ui").iterdir()
+        if file.name.rpartition(".")[2] in TYPES
+    }

@@ -1,0 +1,94 @@
+"""One router's HTTP application: all routes, and errors in OpenAI's shape."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+
+from kvroute.process.builtin_model import resolve
+from kvroute.process.logs import log_to_serve
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.request_id import request_id
+from kvroute.router.endpoints import cluster_routes, openai_routes, prefix_routes, ui_routes
+from kvroute.router.observability import request_spans
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.serving.model_router import ModelRouter
+from kvroute.router.serving.models import Models
+from kvroute.settings.router import RouterSettings
+
+log = logging.getLogger("kvroute.ingress")
+
+
+@serve.deployment
+@serve.ingress()
+class Router:
+    """One of N equal routers; each keeps its own mirror of every model's index."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, models: Sequence[tuple[dict[str, Any], DeploymentHandle]]
+    ) -> None:
+        """models: for each one its settings (RouterSettings) and the handle of its replicas."""
+        self._all = list[ModelRouter]()
+        id_ = uuid.uuid4().hex[:12]
+        request_spans.start(id_)
+        for given, replicas in models:
+            self._all.append(await _model_router(id_, given, replicas))
+        self._models = Models(id_, self._all)
+        log_to_serve(self._models.only)
+        await asyncio.gather(*(model.start() for model in self._all))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The application; Serve calls this after the constructor."""
+        return application(self._models)
+
+    async def check_health(self) -> None:
+        """Serve replaces the router when this raises."""
+        for model in self._all:
+            model.check()
+
+    async def __del__(self) -> None:
+        """Serve's shutdown hook."""
+        await asyncio.gather(*(model.close() for model in self._all))
+        await asyncio.to_thread(request_spans.close)
+
+
+async def _model_router(id_: str, given: dict[str, Any], replicas: DeploymentHandle) -> ModelRouter:
+    settings = RouterSettings.model_validate(given)
+    folder = await asyncio.to_thread(resolve, settings.model)
+    tokenizer = await asyncio.to_thread(Prompts, folder, settings.revision)
+    return ModelRouter(id_, settings, replicas, tokenizer)
+
+
+def application(models: Models) -> FastAPI:
+    """An application with all routes for these models."""
+    http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
+    http.state.models = models
+    http.add_middleware(request_spans.Requests)
+    for kind in (openai_routes, prefix_routes, cluster_routes, ui_routes):
+        http.include_router(kind.routes)
+    http.exception_handler(ApiError)(_refuse)
+    http.exception_handler(HTTPException)(_refuse_route)
+    http.exception_handler(Exception)(_fail)
+    return http
+
+
+async def _refuse(request: Request, error: ApiError) -> Response:
+    return Response(error.body(), error.status, media_type="application/json")
+
+
+async def _refuse_route(request: Request, error: HTTPException) -> Response:
+    path, method = request.url.path, request.method
+    message = f"{method} {path}: {error.detail}. See GET /v1/models for what is served."
+    return await _refuse(request, ApiError(error.status_code, message))
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    message = f"the server failed to answer; its log says why, at request {request_id(request)}"
+    return await _refuse(request, ApiError(500, message, type="server_error"))

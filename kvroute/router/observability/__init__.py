@@ -1,0 +1,1 @@
+"""A router reports metrics, traces, request logs, the live page and audits."""

@@ -1,0 +1,185 @@
+"""A tiny request to each replica checks that its blocks appear in the index and in the mirror.
+
+Its blocks are in a namespace that is never used again, so any of them that appear are the canary's.
+It is not a user's request, so routers neither log nor count it.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from ray.serve.handle import DeploymentHandle
+from redis.exceptions import RedisError
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.generation import GenerateRequest, Sampling, TokenIds
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.dispatch.replica_call import UnansweredError, call_replica
+from kvroute.router.routing.fleet import Fleet
+from kvroute.store.index import Index
+
+CALL_S = 15.0  # the longest wait for a response, which includes the engine's queue
+SEEN_S = 5.0  # the longest wait for its blocks after that
+CHECK_INTERVAL_S = 0.02
+BLOCKS = 3  # full blocks in a canary's prompt
+TOKEN_IDS = (100, 1000)  # ordinary tokens of any vocabulary
+
+Send = Callable[[str, GenerateRequest], Awaitable[None]]
+
+Cause = Literal[
+    "no answer",
+    "caching is off",  # not an error
+    "Redis is away",
+    "not in the index",  # the replica runs, but is not registered
+    "nothing published",
+    "other fingerprints",  # it published only other blocks
+    "not in the mirror",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What Redis has about a replica."""
+
+    record: ReplicaRecord | None
+    blocks: int = 0  # of the canary
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of one canary."""
+
+    expected: int  # blocks
+    before: Account | None  # when it was sent; None: Redis is away
+    refusal: str = ""  # why there was no response
+    answered_s: float | None = None
+    after: Account | None = None  # at the last check
+    mirror: int = 0  # blocks in the mirror
+    seen_s: float | None = None  # from the response until all blocks were in the mirror
+
+
+class Canaries:
+    """Sends a canary to each replica that this router could send a request to."""
+
+    def __init__(
+        self,
+        index: Index,
+        fleet: Fleet,
+        send: Send,
+        running: Callable[[], Sequence[str]],
+        *,
+        block_size: int,
+    ) -> None:
+        self._index = index
+        self._fleet = fleet
+        self._send = send
+        self._running = running
+        self._block_size = block_size
+
+    async def run(self) -> list[dict[str, Any]]:
+        """A report on each replica, whatever is wrong with it, or with Redis."""
+        ids = sorted(self._running())
+        results = await asyncio.gather(*(self._check(replica_id) for replica_id in ids))
+        return list(map(report, ids, results))
+
+    async def _check(self, replica_id: str) -> Result:
+        request = GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            token_ids=self._prompt(),
+            sampling=Sampling(max_tokens=1, temperature=0),
+            namespace=f"canary-{uuid.uuid4().hex}",
+        )
+        chain = self._fleet.chain(request.token_ids, request.namespace)
+        before, sent_s = await self._account(replica_id, chain), time.monotonic()
+        try:
+            await self._send(replica_id, request)
+        except UnansweredError as error:
+            return Result(len(chain), before, refusal=str(error))
+        answered_s = time.monotonic()
+        if before and before.record and before.record.facts.prefix_caching:
+            await self._wait(replica_id, chain)
+        seen_s, mirror = time.monotonic() - answered_s, self._mirrored(replica_id, chain)
+        return Result(
+            len(chain),
+            before,
+            answered_s=answered_s - sent_s,
+            after=await self._account(replica_id, chain),
+            mirror=mirror,
+            seen_s=seen_s if mirror == len(chain) else None,
+        )
+
+    def _prompt(self) -> TokenIds:
+        """BLOCKS full blocks, or fewer if the context is short, plus the token that is always
+        computed."""
+        room = self._fleet.max_model_len or BLOCKS * self._block_size + 2  # with the output token
+        blocks = max(1, min(BLOCKS, (room - 2) // self._block_size))
+        tokens = blocks * self._block_size + 1
+        return np.random.default_rng().integers(*TOKEN_IDS, tokens, dtype=np.uint32)
+
+    async def _wait(self, replica_id: str, chain: Sequence[Fingerprint]) -> None:
+        """Returns when the mirror has all blocks, or after SEEN_S."""
+        deadline_s = time.monotonic() + SEEN_S
+        while self._mirrored(replica_id, chain) < len(chain) and time.monotonic() < deadline_s:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+
+    def _mirrored(self, replica_id: str, chain: Sequence[Fingerprint]) -> int:
+        return self._fleet.mirror.hits(chain).get(replica_id, 0)
+
+    async def _account(self, replica_id: str, chain: Sequence[Fingerprint]) -> Account | None:
+        try:
+            record = await self._index.record(replica_id)
+            return Account(record, await self._index.held(record, chain) if record else 0)
+        except (RedisError, OSError):
+            return None
+
+
+def canary_sender(replicas: DeploymentHandle) -> Send:
+    """A function that sends to one particular replica; it raises UnansweredError."""
+
+    async def send(replica_id: str, request: GenerateRequest) -> None:
+        await call_replica(replicas.canary, request, replica_id, within_s=CALL_S)
+
+    return send
+
+
+def report(replica_id: str, result: Result) -> dict[str, Any]:
+    return {
+        "id": replica_id,
+        "answered_s": result.answered_s,
+        "seen_s": result.seen_s,
+        "blocks": {
+            "expected": result.expected,
+            "redis": result.after and result.after.blocks,
+            "mirror": result.mirror,
+        },
+        "cause": cause_of(result),
+        "detail": result.refusal,
+    }
+
+
+def cause_of(result: Result) -> Cause | None:
+    """Why some of the canary's blocks did not appear; None if all did."""
+    before, after = result.before, result.after
+    if result.answered_s is None:
+        return "no answer"
+    if result.mirror == result.expected:
+        return None
+    if before is None or after is None:
+        return "Redis is away"
+    if before.record is None or after.record is None:
+        return "not in the index"
+    if not after.record.facts.prefix_caching:
+        return "caching is off"
+    if after.blocks == result.expected:
+        return "not in the mirror"
+    if _written(before.record) == _written(after.record):
+        return "nothing published"
+    return "other fingerprints"
+
+
+def _written(record: ReplicaRecord) -> tuple[str, int]:
+    return record.incarnation, record.seq

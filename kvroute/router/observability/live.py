@@ -1,0 +1,88 @@
+"""Each open live page receives, once a second, what has changed since its last event.
+
+A state is a set of JSON values by key. The router keeps the last state that it sent to each
+listener. So a listener that reads slowly misses states, but no change. States are made only while
+there are listeners, and all listeners share them.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import msgspec
+
+from kvroute.router.api.errors import ApiError
+
+PERIOD_S = 1.0
+FRESH_S = 0.5  # a state up to this age is sent again
+LISTENERS = 16  # each costs a message a second, which is long if there are many replicas
+
+State = Mapping[str, bytes]
+
+
+class Live:
+    """Sends the states of `snapshot` to listeners, until they disconnect or `over` returns."""
+
+    def __init__(
+        self, snapshot: Callable[[], Awaitable[State]], over: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.listeners = 0
+        self._snapshot = snapshot
+        self._over = over
+        self._making = asyncio.Lock()
+        self._state: State = {}
+        self._made_s = -FRESH_S
+
+    async def listen(self) -> AsyncIterator[bytes]:
+        """Server-sent events: the whole state, then changes. ApiError at too many listeners."""
+        if self.listeners >= LISTENERS:
+            raise ApiError(
+                503,
+                f"{LISTENERS} live pages are open at this router, the most that it serves; "
+                "close one and try again",
+                type="server_error",
+            )
+        events = self._events()
+        return _chain(await anext(events), events)  # a started generator also runs its cleanup
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        self.listeners += 1
+        try:
+            sent: State = {}
+            while True:
+                state = await self._current()
+                yield event(sent, state)
+                sent = state
+                if await self._is_over(within_s=PERIOD_S):
+                    return
+        finally:
+            self.listeners -= 1
+
+    async def _current(self) -> State:
+        async with self._making:
+            if time.monotonic() - self._made_s > FRESH_S:
+                self._state = await self._snapshot()
+                self._made_s = time.monotonic()
+        return self._state
+
+    async def _is_over(self, *, within_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._over()
+                return True
+        return False
+
+
+def event(sent: State, state: State) -> bytes:
+    """The changes from the state that was sent last to `state`; `whole` if none was sent."""
+    changed = {key: msgspec.Raw(value) for key, value in state.items() if sent.get(key) != value}
+    gone = list(sent.keys() - state.keys())
+    data = msgspec.json.encode({"changed": changed, "gone": gone})
+    return b"event: %b\ndata: %b\n\n" % (b"change" if sent else b"whole", data)
+
+
+async def _chain(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for each in events:
+        yield each

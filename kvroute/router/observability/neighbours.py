@@ -1,0 +1,39 @@
+"""A router announces its cluster in Redis, and finds other clusters that use the same Redis."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from kvroute.store.clusters import SILENCE_S, Clusters, Tenant
+
+
+class Neighbours:
+    """The clusters in this Redis that serve one model of this cluster."""
+
+    def __init__(self, clusters: Clusters, own: Tenant) -> None:
+        self._clusters = clusters
+        self._own = own
+
+    async def run(self) -> None:
+        """Announces the cluster until cancelled."""
+        while True:
+            with contextlib.suppress(RedisError, OSError):  # the feed logs the outage
+                await self._clusters.announce(self._own)
+            await asyncio.sleep(SILENCE_S / 3)
+
+    async def leave(self) -> None:
+        with contextlib.suppress(RedisError, OSError):
+            await self._clusters.withdraw(self._own)
+
+    async def report(self) -> dict[str, Any]:
+        """This cluster, and others that serve a model of the same name. RedisError or OSError
+        without Redis."""
+        others = [
+            {**msgspec.structs.asdict(each), "is_twin": each.is_twin_of(self._own)}
+            for each in await self._clusters.all()
+            if each.model == self._own.model and each != self._own
+        ]
+        return {"own": msgspec.structs.asdict(self._own), "others": others}

@@ -1,0 +1,112 @@
+"""A router keeps its last decisions, and the sources of the last five minutes' prompt tokens."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from operator import add, sub
+from typing import Any
+
+import msgspec
+
+from kvroute.router.routing.attempts import Attempt, RequestObserver
+from kvroute.router.routing.ledger import CAUSES, Ledger
+
+DECISIONS = 50  # kept
+WINDOW_S = 300.0  # over which the sums are taken
+BUCKET_S = 5.0  # part of the window that is dropped at once
+
+
+class Sums(msgspec.Struct, frozen=True):
+    """The sums over the prompts of some requests."""
+
+    requests: int
+    tokens: Ledger
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.tokens.hit + self.tokens.unexpected_hit
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(msgspec.structs.astuple(self.tokens))
+
+
+class Window:
+    """Sums over the last WINDOW_S, by replica; replicas without a request in it are dropped."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: deque[tuple[int, dict[str, list[int]]]] = deque()  # oldest first
+        self._totals: dict[str, list[int]] = {}  # of all buckets: requests, then the causes
+
+    def add(self, replica_id: str, ledger: Ledger) -> None:
+        """Adds a request that ended there."""
+        now = self._roll()
+        if not self._buckets or self._buckets[-1][0] != now:
+            self._buckets.append((now, {}))
+        counts = (1, *msgspec.structs.astuple(ledger))
+        for sums in (self._buckets[-1][1], self._totals):
+            sums[replica_id] = list(map(add, sums.get(replica_id) or NOTHING, counts))
+
+    def sums(self) -> dict[str, Sums]:
+        self._roll()
+        return {
+            replica_id: Sums(requests, Ledger(*tokens))
+            for replica_id, (requests, *tokens) in self._totals.items()
+        }
+
+    def _roll(self) -> int:
+        """Drops buckets that are too old; returns the number of the current bucket."""
+        now = int(self._clock() // BUCKET_S)
+        while self._buckets and self._buckets[0][0] <= now - WINDOW_S // BUCKET_S:
+            for replica_id, counts in self._buckets.popleft()[1].items():
+                left = list(map(sub, self._totals[replica_id], counts))
+                if left[0]:
+                    self._totals[replica_id] = left
+                else:
+                    del self._totals[replica_id]
+        return now
+
+
+def summed(sums: Collection[Sums]) -> dict[str, Any]:
+    """The total of the sums, as JSON."""
+    return {
+        "window_s": WINDOW_S,
+        "requests": sum(each.requests for each in sums),
+        "tokens": {cause: sum(getattr(each.tokens, cause) for each in sums) for cause in CAUSES},
+    }
+
+
+NOTHING = (0,) * (1 + len(CAUSES))
+
+
+@dataclass(slots=True)
+class Decision:
+    """A request that was sent to a replica, with the JSON that the live page caches for it."""
+
+    number: int  # in the order of sending
+    at_s: float  # since 1970
+    attempt: Attempt
+    receipt: msgspec.Raw | None = field(default=None, repr=False)
+    summary: bytes = b""  # JSON, once the request has ended
+
+
+class Recent(RequestObserver):
+    """Keeps the last DECISIONS in memory; costs a few microseconds for each request."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.decisions: deque[Decision] = deque(maxlen=DECISIONS)  # oldest first
+        self.in_flight = 0  # requests sent and not ended
+        self.window = Window(clock)
+        self._sent = 0
+
+    def sent(self, attempt: Attempt) -> None:
+        self.in_flight += 1
+        self._sent += 1
+        self.decisions.append(Decision(self._sent, time.time(), attempt))
+
+    def ended(self, attempt: Attempt) -> None:
+        self.in_flight -= 1
+        if (ledger := attempt.ledger()) is not None:
+            self.window.add(attempt.replica_id, ledger)

@@ -1,0 +1,130 @@
+"""A router writes one JSON line for each request: its lengths, placement and outcome.
+
+`kvroute replay` reads the lines. They contain lengths, times and block ids, but no text and no
+token ids. The log cannot delay or fail a request: a separate task writes the lines, and drops them
+when the disk is too slow.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.router.routing.attempts import Attempt, Placement, RequestObserver
+from kvroute.router.routing.ledger import Ledger
+
+log = logging.getLogger("kvroute.request_log")
+
+ID_TOKENS = 128  # the fewest tokens of one id; an id for each engine block would make long lines
+ID_BITS = (1 << 53) - 1  # bits of a fingerprint that every JSON reader keeps exactly
+WRITE_S = 0.5  # between writes
+WAITING_LINES = 10_000  # not yet written; more are dropped
+
+
+class Line(msgspec.Struct):
+    """One request at one replica. The first four are Mooncake's; replay/trace.py reads it."""
+
+    timestamp: float  # ms since 1970, when it was sent
+    input_length: int
+    output_length: int  # of all its choices together
+    hash_ids: Sequence[int]  # one for each `block_size` tokens that a cache could hold
+    block_size: int
+    model: str
+    replica: str
+    reusable_tokens: int  # cached anywhere, as far as the router knew
+    expected_tokens: int  # cached there, as far as the router knew
+    cached_tokens: int | None  # as the engine reported; None, like ttft_s: there was no token
+    predicted_ttft_s: float
+    ttft_s: float | None
+    duration_s: float
+    outcome: str  # ok | cancelled | refused | failed: lost with its replica, perhaps sent again
+    ledger: Ledger | None  # where the prompt's tokens came from; None if there was no token
+    request_id: str  # the response's x-request-id
+    lora: str | msgspec.UnsetType = msgspec.UNSET  # the requested adapter
+
+
+class RequestLog(RequestObserver):
+    """Writes one router's lines of one model into one file."""
+
+    def __init__(self, file: Path, *, model: str, block_size: int) -> None:
+        self.dropped = 0
+        self._file = file
+        self._model = model
+        self._blocks_per_id = -(-ID_TOKENS // block_size)
+        self._block_size = block_size
+        self._lines: list[Line] = []
+
+    def ended(self, attempt: Attempt) -> None:
+        """Notes an ended request, unless it moved to another replica."""
+        if attempt.placement is None or attempt.outcome == "moved":
+            return
+        if len(self._lines) >= WAITING_LINES:
+            self._drop(1, "the disk is slow")
+            return
+        self._lines.append(self._line(attempt, attempt.placement))
+
+    async def run(self) -> None:
+        """Writes the waiting lines, until cancelled."""
+        while True:
+            await asyncio.sleep(WRITE_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Writes the waiting lines, or drops them."""
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        try:
+            await asyncio.to_thread(_append, self._file, lines)
+        except OSError as error:
+            self._drop(len(lines), str(error))
+
+    def _line(self, attempt: Attempt, placement: Placement) -> Line:
+        duration_s = time.monotonic() - attempt.sent_s
+        return Line(
+            timestamp=round(1000 * (time.time() - duration_s), 3),
+            input_length=placement.prompt_tokens,
+            output_length=attempt.output_tokens,
+            hash_ids=self._ids(placement.chain),
+            block_size=self._blocks_per_id * self._block_size,
+            model=self._model,
+            replica=attempt.replica_id,
+            reusable_tokens=placement.reusable_tokens,
+            expected_tokens=placement.expected_tokens(attempt.replica_id),
+            cached_tokens=attempt.cached_tokens,
+            predicted_ttft_s=placement.predicted_ttft_s(attempt.replica_id),
+            ttft_s=None
+            if attempt.first_token_s is None
+            else attempt.first_token_s - attempt.sent_s,
+            duration_s=duration_s,
+            outcome=attempt.outcome or "ok",
+            ledger=attempt.ledger(),
+            request_id=attempt.context.request_id,
+            lora=placement.lora or msgspec.UNSET,
+        )
+
+    def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:
+        step = self._blocks_per_id
+        return [fingerprint & ID_BITS for fingerprint in chain[step - 1 :: step]]
+
+    def _drop(self, lines: int, why: str) -> None:
+        if not self.dropped:
+            log.warning("requests are missing in the log %s: %s", self._file, why)
+        self.dropped += lines
+
+
+def _append(file: Path, lines: Sequence[Line]) -> None:
+    """Appends all lines or none: a partial line would corrupt the log."""
+    text = msgspec.json.Encoder().encode_lines(lines)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab", buffering=0) as log:
+        size = os.fstat(log.fileno()).st_size
+        if log.write(text) < len(text):
+            log.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

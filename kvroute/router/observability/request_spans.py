@@ -1,0 +1,144 @@
+"""Tracing spans of a request's steps in this router: how long each took, and where it went.
+
+Without tracing, each step costs only one check of a variable.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvroute.process.tracing import Tracing, context_of, headers_of, start_tracing
+from kvroute.router.api.request_id import HEADER
+from kvroute.router.routing.attempts import Attempt, Placement, RequestObserver
+
+_tracing: Tracing | None = None  # of this process
+
+
+def start(router_id: str) -> None:
+    """Starts to record spans, if the environment names a collector."""
+    global _tracing
+    _tracing = start_tracing("kvroute-router", router_id)
+
+
+def dispatches() -> RequestObserver | None:
+    """An observer that records a span for each dispatch; None without tracing."""
+    return Dispatches(_tracing) if _tracing else None
+
+
+def close() -> None:
+    """Sends the last spans, or drops them."""
+    if _tracing:
+        _tracing.close()
+
+
+def step(name: str) -> AbstractContextManager[object]:
+    """A span for the block."""
+    return _tracing.tracer.start_as_current_span(name) if _tracing else nullcontext()
+
+
+class Requests:
+    """Records a span for each HTTP request, from its headers to the response's last byte. An
+    incoming `traceparent` is continued. GET requests, which machines poll, have no span."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _tracing is None or scope["type"] != "http" or scope["method"] == "GET":
+            await self._app(scope, receive, send)
+            return
+        with _request_span(_tracing, scope) as span:
+
+            async def send_noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    _note_status(span, message["status"])
+                await send(message)
+
+            await self._app(scope, receive, send_noted)
+
+
+@contextmanager
+def _request_span(tracing: Tracing, scope: Scope) -> Iterator[Span]:
+    headers, method = Headers(scope=scope), scope["method"]
+    with tracing.tracer.start_as_current_span(
+        method,
+        context=context_of(dict(headers)),
+        kind=SpanKind.SERVER,
+        attributes={
+            "http.request.method": method,
+            "url.path": scope["path"],
+            "kvroute.request_id": headers.get(HEADER, ""),
+        },
+    ) as span:
+        try:
+            yield span
+        except Exception:
+            _note_status(span, 500)  # an outer layer makes the response
+            raise
+        finally:
+            if route := scope.get("route"):
+                span.update_name(f"{method} {route.path}")
+                span.set_attribute("http.route", route.path)
+
+
+def _note_status(span: Span, status: int) -> None:
+    span.set_attribute("http.response.status_code", status)
+    if status >= 500:
+        span.set_status(StatusCode.ERROR)
+
+
+class Dispatches(RequestObserver):
+    """Records a span for each decision, and one for each dispatch of a prompt, up to the end of the
+    response. If a replica was full, its dispatch and the next one share a span."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracer = tracing.tracer
+        self._spans: dict[str, Span] = {}  # in flight, by request id; each has one active attempt
+
+    def placed(self, placement: Placement, decision_s: float) -> None:
+        span = self._tracer.start_span("place", start_time=time.time_ns() - int(decision_s * 1e9))
+        span.set_attribute("kvroute.best_hit_tokens", placement.reusable_tokens)
+        span.set_attribute("kvroute.replicas", len(placement.ranking))
+        span.end()
+
+    def sent(self, attempt: Attempt) -> None:
+        span = self._spans.get(attempt.request_id) or self._begin(attempt)
+        span.set_attribute("kvroute.replica", attempt.replica_id)
+        if placement := attempt.placement:
+            expected_tokens = placement.expected_tokens(attempt.replica_id)
+            predicted_ttft_s = placement.predicted_ttft_s(attempt.replica_id)
+            span.set_attribute("kvroute.expected_tokens", expected_tokens)
+            span.set_attribute("kvroute.predicted_ttft_s", predicted_ttft_s)
+
+    def first_token(self, attempt: Attempt) -> None:
+        span = self._spans[attempt.request_id]
+        if attempt.first_token_s is not None:
+            waited_s = attempt.first_token_s - attempt.sent_s
+            span.set_attribute("gen_ai.response.time_to_first_chunk", waited_s)
+        if attempt.cached_tokens is not None:
+            span.set_attribute("gen_ai.usage.cache_read.input_tokens", attempt.cached_tokens)
+
+    def ended(self, attempt: Attempt) -> None:
+        if attempt.outcome == "moved":
+            self._spans[attempt.request_id].add_event(
+                "moved", {"kvroute.replica": attempt.replica_id}
+            )
+            return
+        span = self._spans.pop(attempt.request_id)
+        span.set_attribute("kvroute.outcome", attempt.outcome or "")
+        span.set_attribute("gen_ai.usage.output_tokens", attempt.output_tokens)
+        if attempt.outcome in ("failed", "refused"):
+            span.set_status(Status(StatusCode.ERROR, attempt.outcome))
+        span.end()
+
+    def _begin(self, attempt: Attempt) -> Span:
+        span = self._tracer.start_span("dispatch", kind=SpanKind.CLIENT)
+        span.set_attribute("kvroute.request_id", attempt.request_id)
+        span.set_attribute("gen_ai.usage.input_tokens", attempt.dispatch.prompt_tokens)
+        self._spans[attempt.request_id] = span
+        attempt.trace = headers_of(span)
+        return span

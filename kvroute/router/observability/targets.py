@@ -1,0 +1,64 @@
+"""The addresses of all processes' metrics, in the format of Prometheus's HTTP service discovery.
+
+Every process serves its metrics on its own port. A replica's address is in its record in the index.
+A router announces its own here, so any router can list all of them.
+"""
+
+import asyncio
+import contextlib
+import os
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from kvroute.contract.records import RouterDescription, Whereabouts
+from kvroute.process.exposition import Exposition
+from kvroute.store.index import Index
+
+LEASE_S = 3.0
+RETRY_S = 0.5  # between attempts while Redis is away
+
+Target = dict[str, Any]
+
+
+class Announcer:
+    """Announces the address of one router's metrics."""
+
+    def __init__(self, index: Index, router_id: str, exposition: Exposition, node: str) -> None:
+        self._index = index
+        self._router_id = router_id
+        self._exposition = exposition
+        whereabouts = Whereabouts(node, os.getpid(), exposition.address)
+        self._description = RouterDescription(whereabouts)
+
+    async def run(self) -> None:
+        """Renews the router's lease until cancelled."""
+        while True:
+            try:
+                await self._index.announce_router(
+                    self._router_id, self._description, lease_s=LEASE_S
+                )
+                await asyncio.sleep(LEASE_S / 3)
+            except (RedisError, OSError):
+                await asyncio.sleep(RETRY_S)  # the feed logs the outage
+
+    async def leave(self) -> None:
+        """Withdraws the address and closes the port."""
+        with contextlib.suppress(RedisError, OSError):
+            await self._index.withdraw_router(self._router_id)
+        await asyncio.to_thread(self._exposition.close)
+
+
+async def targets(index: Index, model: str) -> list[Target]:
+    """Every process with a valid lease and metrics. RedisError or OSError without Redis."""
+    replicas = {record.id: record.whereabouts for record in await index.records()}
+    routers = {id_: router.whereabouts for id_, router in (await index.routers()).items()}
+    return [
+        {
+            "targets": [process.metrics],
+            "labels": {"model": model, "role": role, role: process_id, "node": process.node},
+        }
+        for role, processes in (("replica", replicas), ("router", routers))
+        for process_id, process in processes.items()
+        if process.metrics
+    ]

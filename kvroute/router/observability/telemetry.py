@@ -1,0 +1,86 @@
+"""A router's telemetry of one model: all request observers, and where they report to."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+from urllib.parse import quote
+
+import ray
+from prometheus_client import CollectorRegistry
+
+from kvroute.contract.unreadable import Unreadable
+from kvroute.process.exposition import Exposition, Process
+from kvroute.router.observability import request_spans
+from kvroute.router.observability.audit import Audit
+from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.observability.recent import Recent
+from kvroute.router.observability.request_log import RequestLog
+from kvroute.router.observability.targets import Announcer
+from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.routing.attempts import RequestObserver, RequestObservers
+from kvroute.router.routing.feed import Feed
+from kvroute.router.routing.fleet import Fleet
+from kvroute.settings.router import RouterSettings
+from kvroute.store.index import Index
+
+
+class Telemetry:
+    """Metrics, request log, spans and the last decisions. `also`: another observer."""
+
+    def __init__(self, router_id: str, settings: RouterSettings, *, also: RequestObserver) -> None:
+        self.recent = Recent()
+        self._router_id = router_id
+        self._log = _request_log(router_id, settings)
+        self._registry = CollectorRegistry()  # not the process's, which may serve other models
+        self._metrics = RouterMetrics(self._registry) if settings.metrics else None
+        self._announcer: Announcer | None = None
+        observers = (also, self._log, self._metrics, self.recent, request_spans.dispatches())
+        self.observer = RequestObservers(*filter(None, observers))
+
+    async def start(
+        self,
+        index: Index,
+        *,
+        fleet: Fleet,
+        feed: Feed,
+        catalogue: Catalogue,
+        audit: Audit,
+        unreadable: Unreadable,
+    ) -> None:
+        """Prometheus can scrape and find this router from now on, unless metrics are off."""
+        if self._metrics is None:
+            return
+        self._metrics.export(fleet, feed)
+        self._metrics.export_prefixes(catalogue)
+        self._metrics.export_audit(audit)
+        self._metrics.export_unreadable(unreadable)
+        if self._log:
+            self._metrics.export_log(self._log)
+        self._registry.register(Process())
+        node = ray.util.get_node_ip_address()
+        exposition = await asyncio.to_thread(Exposition, node, self._registry)
+        self._announcer = Announcer(index, self._router_id, exposition, node)
+
+    def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """The background tasks by name; call it after `start`."""
+        workers = {"request log": self._log, "announcer": self._announcer}
+        return {name: worker.run() for name, worker in workers.items() if worker}
+
+    def refused(self, error: Exception) -> None:
+        """A client got this error instead of a response."""
+        if self._metrics:
+            self._metrics.refused(error)
+
+    async def close(self) -> None:
+        if self._log:
+            await self._log.flush()
+        if self._announcer:
+            await self._announcer.leave()
+
+
+def _request_log(router_id: str, settings: RouterSettings) -> RequestLog | None:
+    if settings.request_log is None:
+        return None
+    model = settings.served_model_name
+    file = settings.request_log / f"{router_id}-{quote(model, safe='')}.jsonl"
+    return RequestLog(file, model=model, block_size=settings.block_size)

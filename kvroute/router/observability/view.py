@@ -1,0 +1,182 @@
+"""The live page's state of the fleet, as one router sees it: a JSON value for each key.
+
+router          this router, its model and how well it knows the index
+ledger          where the prompts' tokens came from, for the requests in recent.Window
+prefixes        the hottest prefixes, as in GET /v1/cluster/hot
+replica/ID      a replica's record, and the sums of its requests
+decision/N      where a request went, its result and its receipt: numbers, no text
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.observability.live import State
+from kvroute.router.observability.recent import Decision, Recent, Sums, summed
+from kvroute.router.routing.feed import Feed
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.peers import PeerSubscriber
+from kvroute.router.routing.receipts import receipt
+from kvroute.settings.router import RouterSettings
+from kvroute.store.index import Index
+
+COUNTED = 100  # replicas whose blocks are counted in one snapshot; others keep their last counts
+HOT_S = 5.0  # between updates of the hot prefixes, which have to be decoded and looked up
+RECEIPT_REPLICAS = 8  # in a receipt: the first of the ranking
+STEP = 50  # replicas described before requests get the event loop
+
+encode = msgspec.json.Encoder().encode
+
+
+class View:
+    """Reads the state of the router's parts, and the sizes of the block sets from Redis."""
+
+    def __init__(
+        self,
+        recent: Recent,
+        settings: RouterSettings,
+        *,
+        index: Index,
+        fleet: Fleet,
+        feed: Feed,
+        liveness: Liveness,
+        hottest: Callable[[], list[dict[str, Any]]],
+        peers: PeerSubscriber,
+    ) -> None:
+        self._recent = recent
+        self._settings = settings
+        self._index = index
+        self._fleet = fleet
+        self._feed = feed
+        self._liveness = liveness
+        self._hottest = hottest
+        self._peers = peers
+        self._blocks: dict[str, int] = {}  # by replica id, as last counted
+        self._counted = 0  # where the next count starts, in rotation over the fleet
+        self._prefixes = b"[]"
+        self._prefixes_at_s = -HOT_S
+
+    async def snapshot(self) -> State:
+        """The current state."""
+        records = sorted(self._fleet.records, key=lambda record: record.id)
+        await self._count_blocks(records)
+        sums = self._recent.window.sums()
+        state = {
+            "router": encode(self._router()),
+            "ledger": encode(summed(sums.values())),
+            "prefixes": self._hot_prefixes(),
+        }
+        states = self._states(records)
+        by_id = {record.id: record for record in records}
+        for number, (replica_id, how) in enumerate(sorted(states.items())):
+            facts = self._replica(by_id.get(replica_id), sums.get(replica_id))
+            state[f"replica/{replica_id}"] = encode({"id": replica_id, "state": how, **facts})
+            if number % STEP == STEP - 1:
+                await asyncio.sleep(0)
+        for decision in list(self._recent.decisions):
+            if decision.attempt.outcome != "moved":  # another decision has the final replica
+                state[f"decision/{decision.number}"] = self._decision(decision)
+                await asyncio.sleep(0)
+        return state
+
+    def _router(self) -> dict[str, Any]:
+        settings, feed = self._settings, self._feed.state
+        return {
+            "id": self._peers.own,
+            "routers": 1 + self._peers.alive,
+            "model": settings.served_model_name,
+            "policy": settings.policy,
+            "block_size": settings.block_size,
+            "in_flight": self._recent.in_flight,
+            "index": {
+                "reachable": feed.is_reachable,
+                "age_s": round(feed.age_s, 1),
+                "blocks": feed.blocks,
+            },
+        }
+
+    def _states(self, records: Sequence[ReplicaRecord]) -> dict[str, str]:
+        """One word for every replica that Serve runs or the index knows."""
+        states = {record.id: "away" for record in records}  # starting, leaving, or lost
+        states |= dict.fromkeys(self._liveness.running(), "silent")  # suspect
+        states |= dict.fromkeys(self._liveness.trusted(), "ready")
+        differ = self._fleet.handshake.degraded.keys() & self._liveness.trusted()
+        states |= dict.fromkeys(differ, "degraded")
+        return states
+
+    def _replica(self, record: ReplicaRecord | None, sums: Sums | None) -> dict[str, Any]:
+        answered = {
+            "requests": sums.requests if sums else 0,
+            "prompt_tokens": sums.prompt_tokens if sums else 0,
+            "hit_tokens": sums.hit_tokens if sums else 0,
+        }
+        if record is None:  # not announced yet
+            return answered
+        return answered | {
+            "node": record.whereabouts.node,
+            "capacity_blocks": record.facts.capacity_blocks,
+            "cached_blocks": self._blocks.get(record.id),
+            "used_blocks": record.load.used_blocks,
+            "pinned_blocks": sum(warm.blocks for warm in record.pins.values() if warm.is_pinned),
+            "running": record.load.running,
+            "waiting": record.load.waiting,
+        }
+
+    def _decision(self, decision: Decision) -> bytes:
+        if decision.summary:
+            return decision.summary
+        attempt = decision.attempt
+        assert attempt.placement is not None, "only this router's own attempts have observers"
+        if decision.receipt is None:
+            made = receipt(attempt.placement, policy=self._settings.policy, most=RECEIPT_REPLICAS)
+            decision.receipt = msgspec.Raw(encode(made))
+        waited_s = None if attempt.first_token_s is None else attempt.first_token_s - attempt.sent_s
+        ledger = attempt.ledger()
+        summary = encode(
+            {
+                "number": decision.number,
+                "at_ms": round(1000 * decision.at_s),
+                "replica": attempt.replica_id,
+                "of_replicas": len(attempt.placement.ranking),
+                "prompt_tokens": attempt.placement.prompt_tokens,
+                "expected_tokens": attempt.placement.expected_tokens(attempt.replica_id),
+                "cached_tokens": attempt.cached_tokens,
+                "output_tokens": attempt.output_tokens if attempt.outcome else None,
+                "predicted_ttft_s": round(
+                    attempt.placement.predicted_ttft_s(attempt.replica_id), 4
+                ),
+                "ttft_s": None if waited_s is None else round(waited_s, 4),
+                "outcome": attempt.outcome,
+                "is_resumed": attempt.context.is_resumed,
+                "ledger": ledger and msgspec.structs.asdict(ledger),
+                "receipt": decision.receipt,
+            }
+        )
+        if attempt.outcome:
+            decision.summary = summary
+        return summary
+
+    def _hot_prefixes(self) -> bytes:
+        if time.monotonic() - self._prefixes_at_s >= HOT_S:
+            self._prefixes = encode(self._hottest())
+            self._prefixes_at_s = time.monotonic()
+        return self._prefixes
+
+    async def _count_blocks(self, records: Sequence[ReplicaRecord]) -> None:
+        """Counts the blocks of some replicas, of others each time; of none while Redis is away."""
+        start = self._counted % max(1, len(records))
+        some = [*records[start:], *records[:start]][:COUNTED]
+        self._counted = start + len(some)
+        try:
+            counts = await self._index.counts(some)
+        except (RedisError, OSError):
+            self._blocks = {}
+            return
+        known = {record.id for record in records}
+        self._blocks = {id_: n for id_, n in self._blocks.items() if id_ in known} | counts

@@ -1,0 +1,1 @@
+"""Named prefixes, and hot prefixes without a name."""

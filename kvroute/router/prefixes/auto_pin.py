@@ -1,0 +1,66 @@
+"""Hot prefixes without a name are pinned for as long as they are hot (--auto-pin)."""
+
+import asyncio
+import contextlib
+import time
+
+from redis.exceptions import RedisError
+
+from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.prefixes.hot import Hot, HotPrefixes
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.routing.fleet import Fleet
+
+CHECK_INTERVAL_S = 5.0
+CANDIDATES = 20  # prefixes, the hottest first
+WORTH = 0.05  # share of one replica's prefill time that a prefix has to save
+COOL_S = 300.0  # after which a prefix is dropped, unless it is still hot
+BUDGET = 0.5  # share of the blocks that pins may take
+AUTO = "auto-"  # the start of the names
+
+
+class AutoPin:
+    """Declares hot prefixes for COOL_S; any router for which a prefix is still hot renews it."""
+
+    def __init__(
+        self, hot: HotPrefixes, fleet: Fleet, catalogue: Catalogue, prompts: Prompts
+    ) -> None:
+        self._hot = hot
+        self._fleet = fleet
+        self._catalogue = catalogue
+        self._prompts = prompts
+
+    async def run(self) -> None:
+        """Checks and declares until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            for hot in self.worth_pinning(time.monotonic()):
+                with contextlib.suppress(RedisError, OSError):  # the catalogue logs the outage
+                    await self._declare(hot)
+
+    def worth_pinning(self, now_s: float) -> list[Hot]:
+        """The prefixes worth pinning that fit into the BUDGET, the hottest first."""
+        records = self._fleet.own_records
+        room = BUDGET * min((record.facts.pin_blocks for record in records), default=0)
+        chosen = []
+        for hot in self._hot.top(CANDIDATES, now_s):
+            prefix = self._catalogue.declared_as(hot.token_ids)
+            if hot.blocks > room or (prefix and not prefix.id.startswith(AUTO)):
+                continue
+            prefill_s = self._fleet.prefill_s(records[0].id, len(hot.token_ids))
+            if prefill_s * hot.requests_per_s(now_s) >= WORTH:
+                room -= hot.blocks
+                chosen.append(hot)
+        return chosen
+
+    async def _declare(self, hot: Hot) -> None:
+        id_ = f"{AUTO}{hot.end:016x}"
+        known = self._catalogue.get(id_)
+        expires_at_s = time.time() + COOL_S
+        if known and known.expires_at_s and known.expires_at_s > expires_at_s - COOL_S / 2:
+            return
+        source = {"prompt": self._prompts.decode(hot.token_ids)}
+        await self._catalogue.store.declare(
+            id_, token_ids=hot.token_ids, source=source, expires_at_s=expires_at_s
+        )
+        await self._catalogue.refresh()

@@ -1,0 +1,225 @@
+"""Every named prefix is in this router's memory for requests, and is kept in step with Redis."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+import numpy as np
+from redis.exceptions import RedisError
+
+from kvroute.contract.generation import TokenIds
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.api.errors import ApiError, redis_away
+from kvroute.router.prompts.composer import PrefixComposer
+from kvroute.router.routing.fleet import Fleet
+from kvroute.settings.multi_task import Task
+from kvroute.store.outage import Outage
+from kvroute.store.prefixes import Prefix, Prefixes, assigned
+
+log = logging.getLogger("kvroute.prefixes")
+
+POLL_S = 0.25
+COUNT_S = 1.0  # between writes of the counts
+RETIRE_S = 5.0  # a newer version is in use for this time before the older ones are released
+RETRY_S = 0.5  # between attempts while Redis is away
+
+
+def is_warm(prefix: Prefix, record: ReplicaRecord) -> bool:
+    """Whether all its full blocks are in that replica's cache."""
+    full_blocks = prefix.full_blocks(record.facts.block_size)
+    warm = record.pins.get(prefix.name)
+    return not full_blocks or (warm is not None and warm.blocks >= full_blocks)
+
+
+def keepers(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+    """Those of the live replicas that keep it warm, or will soon."""
+    by_id = {record.id: record for record in records}
+    return [by_id[replica_id] for replica_id in assigned(prefix, by_id)]
+
+
+class Catalogue:
+    """Follows the declarations in Redis, and restores them if Redis lost them."""
+
+    def __init__(self, store: Prefixes, fleet: Fleet, *, block_size: int) -> None:
+        self.store = store
+        self._fleet = fleet
+        self.block_size = block_size
+        self._versions: dict[str, list[Prefix]] = {}  # by id, oldest first
+        self._revision: int | None = None  # of the last read; None: nothing was read yet
+        self._reading = asyncio.Lock()
+        self._outage = Outage(log, "named prefixes stay as they are")
+        self._settled_s: dict[str, float] = {}  # name in use with older versions -> since when
+        self._uses: dict[str, tuple[int, int]] = {}  # id -> hits, tokens saved; not yet written
+        self._saved = Counter[str]()  # id -> tokens saved since this router knows it
+
+    async def run(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
+        """Declares the tasks, then follows Redis until cancelled."""
+        while True:
+            try:
+                await self.refresh()
+                self._outage.end()
+                await self._declare(tasks, composer)
+                tasks = ()
+                await self._follow()
+            except (RedisError, OSError) as error:
+                self._outage.begin(error)
+                await asyncio.sleep(RETRY_S)
+
+    async def named(self, param: str, id_: str) -> Prefix:
+        """The version to use now. Only an unknown name needs a read from Redis; ApiError when it is
+        not there either."""
+        prefix = self.get(id_)
+        if prefix is None:
+            await self._refresh_unknown(param)
+            prefix = self.get(id_)
+        if prefix is None:
+            raise self.unknown(param, id_)
+        return prefix
+
+    @property
+    def records(self) -> list[ReplicaRecord]:
+        """The live replicas as of the last poll."""
+        return self._fleet.records
+
+    def holders(self, prefix: Prefix) -> set[str]:
+        """The replicas that hold all of it in their caches, according to the index."""
+        return self._fleet.holders(prefix.token_ids)
+
+    def get(self, id_: str) -> Prefix | None:
+        """The newest version that is warm on all its replicas; if there is none, the newest."""
+        versions = self._living(id_)
+        if len(versions) > 1:
+            return next(filter(self.is_settled, reversed(versions)), versions[-1])
+        return versions[0] if versions else None
+
+    def latest(self, id_: str) -> Prefix | None:
+        """The last declared version of this name."""
+        return next(reversed(self._living(id_)), None)
+
+    def all(self) -> list[Prefix]:
+        """Every version."""
+        return [prefix for id_ in self._versions for prefix in self._living(id_)]
+
+    def declared_as(self, token_ids: TokenIds) -> Prefix | None:
+        """The prefix that has exactly these full blocks."""
+        for prefix in self.all():
+            full = prefix.full_blocks(self.block_size) * self.block_size
+            if full == len(token_ids) and np.array_equal(prefix.token_ids[:full], token_ids):
+                return prefix
+        return None
+
+    def is_settled(self, prefix: Prefix) -> bool:
+        """Whether it is warm on all replicas that keep it, as of the last poll of their records."""
+        records = keepers(prefix, self.records)
+        return bool(records) and all(is_warm(prefix, record) for record in records)
+
+    def count(self, prefix: Prefix, cached_tokens: int) -> None:
+        """Counts a prompt with this prefix, of which `cached_tokens` were cached."""
+        saved = min(cached_tokens, prefix.full_blocks(self.block_size) * self.block_size)
+        if saved:
+            hits, tokens_saved = self._uses.get(prefix.id, (0, 0))
+            self._uses[prefix.id] = (hits + 1, tokens_saved + saved)
+            self._saved[prefix.id] += saved
+
+    def saved_tokens(self) -> dict[str, int]:
+        """Id -> tokens saved, as this router counted; safe to call from another thread."""
+        return {id_: self._saved[id_] for id_ in self._versions}
+
+    def extra_replicas(self) -> dict[str, int]:
+        """Id -> extra replicas for its demand; safe to call from another thread."""
+        return {id_: versions[-1].extra_replicas for id_, versions in self._versions.items()}
+
+    def unknown(self, param: str, id_: str) -> ApiError:
+        """The 404 for an unknown name, with similar names."""
+        near = get_close_matches(id_, list(self._versions), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see GET /v1/prefixes."
+        return ApiError(
+            404,
+            f"{param} is {id_!r}, and no prefix of that name is declared; {hint}",
+            param=param,
+            code="prefix_not_found",
+        )
+
+    def learn(self, declared: Iterable[Prefix]) -> None:
+        """Replaces all known versions by these, oldest first."""
+        versions: dict[str, list[Prefix]] = {}
+        for prefix in declared:
+            versions.setdefault(prefix.id, []).append(prefix)
+        self._versions = versions
+        self._saved = Counter({id_: self._saved[id_] for id_ in versions})
+
+    async def refresh(self) -> None:
+        """Reads the declarations if they changed. RedisError or OSError when Redis is away."""
+        async with self._reading:
+            revision = await self.store.revision()
+            if not revision and self._versions:
+                await self.store.restore(self.all())
+                revision = await self.store.revision()
+            if revision != self._revision:
+                self.learn(await self.store.all())
+                self._revision = revision
+
+    async def flush(self) -> None:
+        """Writes the counts. RedisError or OSError when Redis is away: the counts are kept then."""
+        uses, self._uses = self._uses, {}
+        if not uses:
+            return
+        try:
+            await self.store.count(uses)
+        except (RedisError, OSError):
+            for id_, (hits, saved) in uses.items():
+                more = self._uses.get(id_, (0, 0))
+                self._uses[id_] = (hits + more[0], saved + more[1])
+            raise
+
+    async def _follow(self) -> None:
+        count_due_s = 0.0
+        while True:
+            await self.refresh()
+            await self._retire()
+            if time.monotonic() >= count_due_s:
+                await self.flush()
+                count_due_s = time.monotonic() + COUNT_S
+            await asyncio.sleep(POLL_S)
+
+    async def _declare(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
+        """Declares the tasks, except those that were declared in another way since."""
+        for task in tasks:
+            latest = self.latest(task.task_id)
+            if latest is not None and "task_id" not in latest.source:
+                continue
+            source = task.model_dump()
+            try:
+                token_ids = await composer.beginning(source)
+            except ApiError as error:
+                log.error("task %r cannot be a prefix: %s", task.task_id, error)
+                continue
+            await self.store.declare(task.task_id, token_ids=token_ids, source=source)
+        await self.refresh()
+
+    async def _retire(self) -> None:
+        """Releases older versions when a newer one has been in use for RETIRE_S."""
+        settled = {}
+        for versions in self._versions.values():
+            new = next(filter(self.is_settled, reversed(versions[1:])), None)
+            if new is None:
+                continue
+            since_s = settled[new.name] = self._settled_s.get(new.name, time.monotonic())
+            if time.monotonic() - since_s >= RETIRE_S:
+                for old in versions[: versions.index(new)]:
+                    await self.store.retire(old.id, old.version)
+        self._settled_s = settled
+
+    async def _refresh_unknown(self, param: str) -> None:
+        try:
+            await self.refresh()
+        except (RedisError, OSError) as error:
+            if self._revision is None:
+                raise redis_away(error, param) from None
+
+    def _living(self, id_: str) -> list[Prefix]:
+        now_s = time.time()
+        return [each for each in self._versions.get(id_, ()) if not each.is_expired(now_s)]

@@ -1,0 +1,184 @@
+"""A model's named prefixes can be declared, listed and dropped."""
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.api.errors import ApiError, needing_redis
+from kvroute.router.api.schemas import PrefixDeclaration
+from kvroute.router.prefixes.catalogue import Catalogue, is_warm, keepers
+from kvroute.router.prompts.composer import PrefixComposer
+from kvroute.store.prefixes import Prefix, is_same
+
+MAX_PREFIXES = 1_000  # versions of all names together
+
+Records = list[ReplicaRecord]
+Uses = Mapping[str, tuple[int, int]]  # id -> hits, tokens saved
+
+
+class Declarations:
+    """Declares, lists and drops prefixes; declare and drop raise ApiError when Redis is away.
+
+    read_records: reads the replicas' current records.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        composer: PrefixComposer,
+        read_records: Callable[[], Awaitable[Records]],
+        *,
+        block_size: int,
+    ) -> None:
+        self._catalogue = catalogue
+        self._composer = composer
+        self._read_records = read_records
+        self._block_size = block_size
+
+    async def declare(
+        self, declaration: PrefixDeclaration, *, max_model_len: int
+    ) -> tuple[dict[str, Any], bool]:
+        """The prefix, and whether this call made a new version of it."""
+        source = declaration.source()
+        token_ids = await self._composer.beginning(source, max_model_len=max_model_len)
+        wanted = Prefix(
+            declaration.id,
+            0,
+            token_ids,
+            source,
+            None if declaration.replicas == "all" else declaration.replicas,
+            declaration.pinned,
+            declaration.ttl_s and time.time() + declaration.ttl_s,
+        )
+        with needing_redis():
+            return await self._declare(wanted)
+
+    async def list(self) -> list[dict[str, Any]]:
+        """The latest version of each name, in the order of their declarations."""
+        records, uses = await self._status()
+        latest = {prefix.id: prefix for prefix in self._catalogue.all()}
+        return [self._as_json(prefix, records, uses) for prefix in latest.values()]
+
+    async def get(self, id_: str) -> dict[str, Any]:
+        """The latest version of that name; ApiError when there is none."""
+        records, uses = await self._status()
+        prefix = self._catalogue.latest(id_)
+        if prefix is None:
+            raise self._catalogue.unknown("id", id_)
+        return self._as_json(prefix, records, uses)
+
+    async def drop(self, id_: str) -> dict[str, Any]:
+        """Drops all versions of that name; ApiError when there is none."""
+        with needing_redis():
+            was_there = await self._catalogue.store.drop(id_)
+            await self._catalogue.refresh()
+        if not was_there:
+            raise self._catalogue.unknown("id", id_)
+        return {"id": id_, "object": "prefix", "deleted": True}
+
+    async def _declare(self, wanted: Prefix) -> tuple[dict[str, Any], bool]:
+        await self._catalogue.refresh()
+        before = self._catalogue.latest(wanted.id)
+        if before is None or not is_same(before, wanted):
+            self._check_number(wanted.id)
+            self._check_budget(wanted, await self._read_records())
+        prefix = await self._catalogue.store.declare(
+            wanted.id,
+            token_ids=wanted.token_ids,
+            source=wanted.source,
+            replicas=wanted.replicas,
+            is_pinned=wanted.is_pinned,
+            expires_at_s=wanted.expires_at_s,
+        )
+        is_new = before is None or before.version != prefix.version
+        return self._as_json(prefix, *await self._status()), is_new
+
+    def _check_number(self, id_: str) -> None:
+        if len(self._catalogue.all()) >= MAX_PREFIXES:
+            raise ApiError(
+                409,
+                f"prefix {id_!r} would be one more than the {MAX_PREFIXES} that there can be; "
+                "drop one: DELETE /v1/prefixes/ID",
+                param="id",
+                code="too_many_prefixes",
+            )
+
+    def _check_budget(self, wanted: Prefix, records: Records) -> None:
+        """Refuses a prefix for which some replica has too few free blocks to pin. Older versions
+        take blocks too: they stay until the new one is warm."""
+        if not wanted.is_pinned:
+            return
+        needed = wanted.full_blocks(self._block_size)
+        taken = self._pinned_blocks(records)
+        for record in keepers(wanted, records):
+            budget = record.facts.pin_blocks
+            free = max(0, budget - taken[record.id])
+            if needed > free:
+                raise ApiError(
+                    409,
+                    f"prefix {wanted.id!r} needs {needed} KV blocks, and replica {record.id} has "
+                    f"{free} of its {budget} for pinned prefixes free; drop a prefix, raise "
+                    '--pin-share, or send "pinned": false for one that may be evicted',
+                    param="pinned",
+                    code="pin_budget_exceeded",
+                )
+
+    def _warm(self, prefix: Prefix, assigned: Records) -> Records:
+        """The replicas where it is warm, by their records; if not pinned, checked in the index too,
+        since it may have been evicted."""
+        warm = [record for record in assigned if is_warm(prefix, record)]
+        if not prefix.full_blocks(self._block_size) or all(_is_pinned(prefix, r) for r in warm):
+            return warm
+        holders = self._catalogue.holders(prefix)
+        return [record for record in warm if _is_pinned(prefix, record) or record.id in holders]
+
+    def _pinned_blocks(self, records: Records) -> Counter[str]:
+        """Blocks that each replica has to pin now; blocks shared by two prefixes count twice."""
+        taken = Counter[str]()
+        for prefix in self._catalogue.all():
+            if prefix.is_pinned:
+                for record in keepers(prefix, records):
+                    taken[record.id] += prefix.full_blocks(self._block_size)
+        return taken
+
+    async def _status(self) -> tuple[Records, Uses]:
+        """The live replicas and the counts from Redis; while it is away, the last known replicas
+        and no counts."""
+        try:
+            await self._catalogue.refresh()
+            await self._catalogue.flush()
+            return await self._read_records(), await self._catalogue.store.uses()
+        except (RedisError, OSError):
+            return self._catalogue.records, {}
+
+    def _as_json(self, prefix: Prefix, records: Records, uses: Uses) -> dict[str, Any]:
+        assigned = keepers(prefix, records)
+        warm = self._warm(prefix, assigned)
+        in_use = self._catalogue.get(prefix.id) or prefix
+        hits, tokens_saved = uses.get(prefix.id, (0, 0))
+        return {
+            "id": prefix.id,
+            "object": "prefix",
+            "version": prefix.version,
+            "version_in_use": in_use.version,
+            "tokens": len(prefix.token_ids),
+            "full_blocks": prefix.full_blocks(self._block_size),
+            "partial_tokens": len(prefix.token_ids) % self._block_size,
+            "replicas": prefix.replicas or "all",
+            "extra_replicas": prefix.extra_replicas,
+            "assigned_to": [record.id for record in assigned],
+            "warm_on": [record.id for record in warm],
+            "pinned": bool(warm) and all(_is_pinned(prefix, record) for record in warm),
+            "hits": hits,
+            "tokens_saved": tokens_saved,
+            "expires_at": prefix.expires_at_s,
+        }
+
+
+def _is_pinned(prefix: Prefix, record: ReplicaRecord) -> bool:
+    warm = record.pins.get(prefix.name)
+    return warm is not None and warm.is_pinned

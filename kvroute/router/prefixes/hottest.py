@@ -1,0 +1,41 @@
+"""The hottest prefixes of a router's own requests as JSON, with the beginning of their text."""
+
+import time
+from typing import Any
+
+from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.prefixes.hot import Hot, HotPrefixes
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.routing.fleet import Fleet
+
+SHOWN = 20  # prefixes
+SHOWN_TOKENS = 32  # of each prefix, as text
+
+
+class Hottest:
+    """Describes the hottest prefixes for the API and the live page."""
+
+    def __init__(
+        self, hot: HotPrefixes, fleet: Fleet, catalogue: Catalogue, prompts: Prompts
+    ) -> None:
+        self._hot = hot
+        self._fleet = fleet
+        self._catalogue = catalogue
+        self._prompts = prompts
+
+    def top(self) -> list[dict[str, Any]]:
+        """Those that save most, best first."""
+        now_s = time.monotonic()
+        return [self._as_json(hot, now_s) for hot in self._hot.top(SHOWN, now_s)]
+
+    def _as_json(self, hot: Hot, now_s: float) -> dict[str, Any]:
+        prefix = self._catalogue.declared_as(hot.token_ids)
+        return {
+            "object": "hot_prefix",
+            "tokens": len(hot.token_ids),
+            "tokens_saved_per_s": round(hot.tokens_saved_per_s(now_s), 3),
+            "requests_per_s": round(hot.requests_per_s(now_s), 3),
+            "replicas": sorted(self._fleet.holders(hot.token_ids)),
+            "prefix_id": prefix and prefix.id,
+            "text": self._prompts.decode(hot.token_ids[:SHOWN_TOKENS]),
+        }

@@ -1,0 +1,195 @@
+"""Prompts become the token ids that the model's own tokenizer and chat template make."""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvroute.contract.generation import TokenIds
+from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
+from kvroute.router.api.schemas import ChatMessage
+from kvroute.router.prompts.segments import Cutter, SegmentCache
+
+INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
+WORKERS = 2
+
+
+class Prompts:
+    """The tokenizer of a model folder or hub name.
+
+    If a user's text contains a special token such as <|im_end|>, it becomes the special token, as
+    in vLLM: a client that can write messages can end one. Escape untrusted text before it gets
+    here.
+
+    Only the new part of a chat's next turn is tokenised: the segments of earlier turns are cached,
+    if the tokenizer's text can be cut into segments. Use chat() from one event loop only.
+    """
+
+    def __init__(self, model: str | Path, revision: str = "") -> None:
+        self.model = str(model)
+        tokenizer = _load(model, revision)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"the tokenizer of {model} has no fast form; add a tokenizer.json")
+        backend.no_truncation()
+        backend.no_padding()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1  # ids below it are valid
+        self._longest_token = max(map(len, vocabulary))  # characters
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._opening = _opening(backend)
+        self._cutter = _cutter(backend)
+        self._known = SegmentCache()  # used from the event loop only, so without a lock
+        # A long prompt uses only its worker's core; the event loop and the engines need the others.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenise")
+
+    async def chat(
+        self, messages: Sequence[ChatMessage], *, max_model_len: int | None = None
+    ) -> TokenIds:
+        """The conversation in the model's chat template, up to the assistant's turn."""
+        text = self.render(messages)
+        self.check_length("messages", text, max_model_len)
+        return await self.rendered(text)
+
+    async def text(self, prompt: str, *, max_model_len: int | None = None) -> TokenIds:
+        """Plain text with the special tokens that the tokenizer puts around it."""
+        token_ids = np.concatenate([self._opening, await self.rest(prompt, max_model_len)])
+        if not len(token_ids):
+            raise invalid("prompt", 'prompt is ""; expected at least one token')
+        return token_ids
+
+    async def beginning(self, text: str, *, max_model_len: int | None = None) -> TokenIds:
+        """Plain text that other text will follow, with the special tokens before it."""
+        self.check_length("prompt", text, max_model_len)
+        return np.concatenate([self._opening, *await self._encode([text])])
+
+    async def rest(self, prompt: str, max_model_len: int | None = None) -> TokenIds:
+        """Plain text that follows a beginning, with the special tokens after it."""
+        self.check_length("prompt", prompt, max_model_len)
+        (token_ids,) = await self._encode([prompt], special=True)
+        return self.without_opening(token_ids)
+
+    def without_opening(self, token_ids: TokenIds) -> TokenIds:
+        """The ids without the special tokens that the tokenizer puts before any text."""
+        opening = len(self._opening)
+        has_opening = np.array_equal(token_ids[:opening], self._opening)
+        return token_ids[opening:] if has_opening else token_ids
+
+    def ids(self, token_ids: Sequence[int]) -> TokenIds:
+        """Token ids from a client, after a check that they are in the vocabulary."""
+        if not token_ids:
+            raise invalid("prompt", "prompt is []; expected at least one token id")
+        worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+        if not 0 <= worst < self.vocab_size:
+            raise invalid(
+                "prompt",
+                f"prompt has the token id {worst}; expected ids from 0 to {self.vocab_size - 1}",
+            )
+        return np.array(token_ids, dtype=np.uint32)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """The text of the ids, including special tokens."""
+        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
+
+    def close(self) -> None:
+        """Stops the worker threads after their current work."""
+        self._workers.shutdown(cancel_futures=True)
+
+    def render(self, messages: Sequence[ChatMessage], *, is_turn: bool = True) -> str:
+        """The conversation in the chat template; `is_turn`: with the assistant's turn begun."""
+        from jinja2 import TemplateError
+
+        if self._tokenizer.chat_template is None:
+            raise ApiError(
+                400,
+                "this model has no chat template; send a prompt to /v1/completions",
+                param="messages",
+            )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [_template_message(message) for message in messages],
+                add_generation_prompt=is_turn,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            raise invalid("messages", f"the model's chat template refuses: {error}") from error
+        return str(rendered)
+
+    async def rendered(self, text: str) -> TokenIds:
+        """The ids of a rendered template, which already contains the special tokens."""
+        segments = self._cutter.cut(text) if self._cutter else [text]
+        found = {segment: self._known.get(segment) for segment in segments}
+        missing = [segment for segment, token_ids in found.items() if token_ids is None]
+        for segment, token_ids in zip(missing, await self._encode(missing), strict=True):
+            found[segment] = token_ids
+            self._known.put(segment, token_ids)
+        return np.concatenate([found[segment] for segment in segments])
+
+    def check_length(self, field: str, text: str, max_model_len: int | None) -> None:
+        """Refuses text that is too long for the context even with the longest tokens."""
+        if max_model_len is not None and len(text) > max_model_len * self._longest_token:
+            raise context_length_exceeded(
+                field,
+                f"This model's maximum context length is {max_model_len} tokens. However, your "
+                f"{field} contains {len(text)} characters, which cannot fit. Please reduce its "
+                "length.",
+            )
+
+    async def _encode(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return self._token_ids(texts, special)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._token_ids, texts, special)
+
+    def _token_ids(self, texts: Sequence[str], special: bool) -> list[TokenIds]:
+        # `encode` holds the GIL while it works; the batch call releases it.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def _opening(backend: Any) -> TokenIds:
+    """The special tokens that the tokenizer puts before any text, such as a BOS."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    return np.array(encoding.ids[: encoding.special_tokens_mask.index(0)], dtype=np.uint32)
+
+
+def _cutter(backend: Any) -> Cutter | None:
+    """None for a tokenizer whose text cannot be cut; then each chat is tokenised as a whole."""
+    try:
+        return Cutter(backend)
+    except ValueError:
+        return None
+
+
+def _template_message(message: ChatMessage) -> dict[str, str]:
+    """Templates know the developer role by its older name, system."""
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": message.content}
+
+
+def _load(model: str | Path, revision: str) -> Any:
+    """The model's tokenizer, loaded without torch where possible (0.1 GB instead of 0.5)."""
+    if _is_generic(Path(model)):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(model)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, revision=revision or "main")
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether the folder's tokenizer is just its tokenizer.json. AutoTokenizer would load the same,
+    but imports torch to read the model's configuration."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+    except OSError:
+        return False
+    return bool(config.get("tokenizer_class") == "TokenizersBackend")

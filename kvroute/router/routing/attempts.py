@@ -1,0 +1,203 @@
+"""One request at one replica: why it was placed there, what it receives, how it ends."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.generation import Chunk, TraceContext
+from kvroute.router.routing.ledger import Ledger, account
+from kvroute.router.routing.load import ReplicaLoad
+from kvroute.router.routing.mirror import Mirror
+from kvroute.router.routing.policy import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A prompt's replicas, best first, and what the router expects of each."""
+
+    ranking: tuple[Candidate, ...]
+    chain: tuple[Fingerprint, ...]  # the prompt's reusable blocks
+    best_hit_blocks: int  # the longest hit on any replica
+    prompt_tokens: int
+    block_size: int
+    forks: float = 0.0  # earlier requests that diverged at the end of the known prefix
+    lora: str = ""  # the request's LoRA adapter
+    known_blocks: int = 0  # the longest part that any replica has now or had once
+
+    def at(self, replica_id: str) -> Candidate:
+        """The candidate with that id; one without hits when the replica was not ranked."""
+        for candidate in self.ranking:
+            if candidate.replica_id == replica_id:
+                return candidate
+        return Candidate(replica_id, hit_blocks=0, backlog_s=0.0, own_s=0.0)
+
+    @property
+    def known_prefix(self) -> tuple[Fingerprint, ...]:
+        """The longest part of the prompt that some replica has."""
+        return self.chain[: self.best_hit_blocks]
+
+    @property
+    def reusable_tokens(self) -> int:
+        return self.best_hit_blocks * self.block_size
+
+    def expected_tokens(self, replica_id: str) -> int:
+        return self.at(replica_id).hit_blocks * self.block_size
+
+    def predicted_ttft_s(self, replica_id: str) -> float:
+        there = self.at(replica_id)
+        return there.backlog_s + there.own_s + there.copy_s + there.lora_s
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What a client's call asks for; the same for each of its prompts."""
+
+    at_s: float  # when its prompts were ready to be dispatched, on the clock of the attempts
+    request_id: str = ""  # as the client knows it; a dispatch's id is longer
+    choices: int = 1  # for each prompt
+    namespace: str = ""  # its cache_salt; empty: it shares cached blocks with all others
+    lora: str = ""  # LoRA adapter to use; empty: the model itself
+    named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with
+    is_resumed: bool = False  # a replica that was lost has generated the beginning
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A request sent to a replica: the part that other requests need to know."""
+
+    request_id: str
+    replica_id: str
+    prefill_s: float  # as the replica's speed model predicts it
+    new_tokens: int  # prompt tokens to compute there
+    prompt_tokens: int
+    known_prefix: tuple[Fingerprint, ...]  # last block that some replica had of it; empty: none
+    expected: tuple[Fingerprint, ...]  # blocks that it will add to the replica's cache
+    lora: str = ""  # its LoRA adapter
+    loads_lora: bool = False  # the replica has to load the adapter first, as the router knows
+
+
+# How an attempt ends. refused: the engine cannot run it, or no replica has room. failed: the
+# replica was lost; the request is sent again if possible. moved: the replica was full or gone when
+# the request arrived, and the request went to another one.
+Outcome = Literal["ok", "cancelled", "refused", "failed", "moved"]
+
+
+class RequestObserver:
+    """Receives the events of this router's requests; the base class ignores them."""
+
+    def placed(self, placement: Placement, decision_s: float) -> None:
+        """A request's replicas were ranked, which took `decision_s`."""
+
+    def sent(self, attempt: "Attempt") -> None: ...
+
+    def first_token(self, attempt: "Attempt") -> None: ...
+
+    def next_chunk(self, attempt: "Attempt", gap_s: float) -> None:
+        """A chunk arrived, `gap_s` after the previous one."""
+
+    def ended(self, attempt: "Attempt") -> None: ...
+
+
+class RequestObservers(RequestObserver):
+    """Several observers as one."""
+
+    def __init__(self, *observers: RequestObserver) -> None:
+        self._observers = observers
+
+    def placed(self, placement: Placement, decision_s: float) -> None:
+        for observer in self._observers:
+            observer.placed(placement, decision_s)
+
+    def sent(self, attempt: "Attempt") -> None:
+        for observer in self._observers:
+            observer.sent(attempt)
+
+    def first_token(self, attempt: "Attempt") -> None:
+        for observer in self._observers:
+            observer.first_token(attempt)
+
+    def next_chunk(self, attempt: "Attempt", gap_s: float) -> None:
+        for observer in self._observers:
+            observer.next_chunk(attempt, gap_s)
+
+    def ended(self, attempt: "Attempt") -> None:
+        for observer in self._observers:
+            observer.ended(attempt)
+
+
+NO_OBSERVER = RequestObserver()
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One request at one replica, from the dispatch to its end, whatever the outcome."""
+
+    mirror: Mirror
+    load: ReplicaLoad
+    dispatch: Dispatch
+    capacity_blocks: int  # of the replica's cache
+    sent_s: float
+    context: RequestContext
+    placement: Placement | None = None  # why it went there; None: another router sent it
+    observer: RequestObserver = NO_OBSERVER
+    trace: TraceContext | None = None  # its span, if an observer keeps one
+    unfinished: int = 1  # choices
+    output_tokens: int = 0  # of all choices
+    first_tokens: int = 0  # output tokens in the first chunk
+    cached_tokens: int | None = None  # of the prompt, as the engine reports in the first chunk
+    first_token_s: float | None = None
+    last_chunk_s: float | None = None
+    outcome: Outcome | None = None  # None: it is in flight
+
+    @property
+    def request_id(self) -> str:
+        return self.dispatch.request_id
+
+    @property
+    def replica_id(self) -> str:
+        return self.dispatch.replica_id
+
+    def receive(self, chunk: Chunk, now_s: float) -> None:
+        """The replica sent this chunk."""
+        self.output_tokens += len(chunk.token_ids)
+        self.unfinished -= chunk.finish_reason is not None
+        if self.last_chunk_s is None:
+            self.first_tokens = self.output_tokens
+            self.cached_tokens = chunk.cached_tokens
+            self.first_token(now_s)
+        else:
+            self.observer.next_chunk(self, now_s - self.last_chunk_s)
+        self.last_chunk_s = now_s
+
+    def first_token(self, now_s: float) -> None:
+        self.first_token_s = now_s
+        self.load.first_token(self.request_id, now_s)
+        self.observer.first_token(self)
+
+    def end(self, outcome: Outcome | None = None) -> None:
+        """Ends the attempt; a second call does nothing. Without an outcome it is "ok" if all
+        choices have finished, else "cancelled"."""
+        if self.outcome is not None:
+            return
+        self.outcome = outcome or ("cancelled" if self.unfinished else "ok")
+        self.load.finish(self.request_id)
+        self.mirror.unexpect(self.replica_id, self.dispatch.expected)
+        if self.placement and self.first_token_s is not None and self.capacity_blocks:
+            chain, capacity_blocks = self.placement.chain, self.capacity_blocks
+            self.mirror.infer(self.replica_id, chain, capacity_blocks=capacity_blocks)
+        self.observer.ended(self)
+
+    def ledger(self) -> Ledger | None:
+        """Where the prompt's tokens came from; None until the engine has reported."""
+        if self.placement is None or self.cached_tokens is None:
+            return None
+        return account(
+            self.placement.prompt_tokens,
+            cacheable=len(self.placement.chain) * self.placement.block_size,
+            reusable=self.placement.reusable_tokens,
+            expected=self.placement.expected_tokens(self.replica_id),
+            delivered=self.cached_tokens,
+            named=self.context.named_tokens,
+            known=self.placement.known_blocks * self.placement.block_size,
+            is_salted=bool(self.context.namespace),
+        )

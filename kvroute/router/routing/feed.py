@@ -1,0 +1,270 @@
+"""The mirror follows the index, in a separate task that never delays a request.
+
+Changes arrive within milliseconds. A change may be missed: the stream lost it, or changes came
+faster than we read. The feed notices that at the replica's next change, or within two polls, and
+loads the replica again. A replica that left is dropped at once. A replica without a record in Redis
+is kept for LINGER_S: if Redis lost the record, the replica registers again within this time.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.routing.fleet import Fleet
+from kvroute.store.index import (
+    END,
+    READ_CHANGES,
+    START,
+    Change,
+    FencedError,
+    Index,
+    Position,
+    Snapshot,
+)
+from kvroute.store.outage import Outage
+
+log = logging.getLogger("kvroute.feed")
+
+POLL_S = 1.0  # between reads of the replicas' records: loads, expired leases, missed changes
+WAIT_MS = 200  # the longest wait for a change
+STEP_S = 0.001  # of work on the mirror; then requests get the event loop
+STEP_BLOCKS = 1000  # in one step: half a millisecond, or a few ms when the mirror's tables grow
+RETRY_S = 0.5  # between attempts while Redis is away
+LINGER_S = 3.0  # a replica is kept after its record vanished; Serve reports whether it runs
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How much of a replica's changes is in the mirror."""
+
+    incarnation: str
+    seq: int  # of the last change in the mirror
+    position: Position  # in the stream: changes up to here are in the mirror, or are outdated
+
+
+NOTHING = Seen("", 0, START)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedState:
+    """How well the mirror follows the index."""
+
+    is_reachable: bool  # Redis answered the last request
+    age_s: float  # since the mirror was last equal to the index
+    loads: int  # of a replica's whole block set, since the start
+    changes: int  # read from the stream since the start
+    blocks: int  # in the mirror
+
+
+class Feed:
+    """Keeps one fleet's mirror equal to the index, except while Redis is away."""
+
+    def __init__(self, index: Index, fleet: Fleet) -> None:
+        self._index = index
+        self._fleet = fleet
+        self._mirror = fleet.mirror
+        # All changes up to here are in the mirror. A poll moves it back if the stream ends earlier.
+        self.position = END
+        self._seen: dict[str, Seen] = {}  # by replica id, as in the mirror
+        self._polled: dict[str, int] = {}  # replica id -> seq in its record at the last poll
+        self._records: dict[str, ReplicaRecord] = {}  # the last known ones, by replica id
+        self._vanished_s: dict[str, float] = {}  # replica id -> when its record was first missing
+        self._unreadable: Mapping[str, str] = {}  # replica id -> why its record cannot be read
+        self._poll_due_s = 0.0  # on the monotonic clock, as all times here
+        self._step_began_s = 0.0
+        self._equal_s = time.monotonic()
+        self._outage = Outage(log, "the mirror follows this router's own requests")
+        self._has_loaded = asyncio.Event()
+        self._loads = 0
+        self._changes = 0
+
+    @property
+    def state(self) -> FeedState:
+        return FeedState(
+            not self._outage.is_on,
+            time.monotonic() - self._equal_s,
+            self._loads,
+            self._changes,
+            len(self._mirror),
+        )
+
+    async def run(self) -> None:
+        """Follows the index until cancelled."""
+        while True:
+            try:
+                await self._poll()
+                self._has_loaded.set()
+                await self._follow()
+            except (RedisError, OSError) as error:
+                self._outage.begin(error)
+                self._mirror.is_fed = False
+                await self._sweep()
+                await asyncio.sleep(RETRY_S)
+
+    def incarnation(self, replica_id: str) -> str | None:
+        """The replica's incarnation in the mirror; None: the replica is not in the mirror."""
+        seen = self._seen.get(replica_id)
+        return seen.incarnation if seen else None
+
+    def request_reload(self, replica_id: str) -> None:
+        """Makes the next poll load the replica again."""
+        self._seen.pop(replica_id, None)
+
+    async def loaded(self, *, within_s: float) -> None:
+        """Returns when every replica in the index is loaded, or after `within_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._has_loaded.wait()
+
+    async def _follow(self) -> None:
+        while True:
+            changes, taken = await self._index.follow(self.position, block_ms=WAIT_MS), 0
+            read_s = time.monotonic()
+            for position, change in changes:
+                if change is not None:
+                    await self._apply(position, change)
+                self.position = position
+                taken += 1
+                await self._yield_to_requests()
+                await self._poll_if_due()
+            self._changes += taken
+            if taken < READ_CHANGES:
+                self._equal_s = read_s
+            await self._poll_if_due()
+            await self._sweep()
+
+    async def _apply(self, position: Position, change: Change) -> None:
+        replica_id, seen = change.replica_id, self._seen.get(change.replica_id, NOTHING)
+        if position <= seen.position:
+            return
+        if change.left:
+            self._forget(replica_id)
+            self._update_fleet()
+            return
+        if change.joined:
+            self._mirror.join(replica_id)
+        elif (change.incarnation, change.seq) == (seen.incarnation, seen.seq + 1):
+            await self._apply_blocks(change)
+        else:
+            if replica_id in self._seen:  # if not, it has left, or the next poll finds it
+                await self._reload(replica_id)
+            return
+        self._seen[replica_id] = Seen(change.incarnation, change.seq, position)
+
+    async def _apply_blocks(self, change: Change) -> None:
+        if change.cleared:
+            self._mirror.join(change.replica_id)
+        await self._in_steps(self._mirror.remove, change.replica_id, change.removed)
+        await self._in_steps(self._mirror.add, change.replica_id, change.added)
+
+    async def _poll_if_due(self) -> None:
+        if time.monotonic() >= self._poll_due_s:
+            await self._poll()
+
+    async def _poll(self) -> None:
+        """Reads all records: who runs, with which load. Replicas that differ are loaded again."""
+        await self._rewind()
+        self._end_outage()
+        readable, self._unreadable = await self._index.all_records()
+        records = {record.id: record for record in readable}
+        self._update(records)
+        await self._load(filter(self._is_behind, records.values()))
+        self._polled = {replica_id: record.seq for replica_id, record in records.items()}
+        self._poll_due_s = time.monotonic() + POLL_S
+
+    def _end_outage(self) -> None:
+        """Redis is back. Loading a replica again discards what was inferred during the outage."""
+        self._outage.end()
+        self._mirror.is_fed = True
+        for replica_id in self._mirror.inferred:
+            self._seen.pop(replica_id, None)
+
+    async def _rewind(self) -> None:
+        """Moves back to the stream's end: after a restored Redis snapshot we could be ahead."""
+        end = await self._index.position()
+        if end < self.position:
+            self.position = end
+            self._seen.clear()
+
+    def _update(self, records: Mapping[str, ReplicaRecord]) -> None:
+        """Takes over these records; a missing one keeps its last value for LINGER_S."""
+        now_s = time.monotonic()
+        vanished = (self._mirror.replica_ids | self._records.keys()) - records.keys()
+        self._vanished_s = {id_: self._vanished_s.get(id_, now_s) for id_ in vanished}
+        for replica_id in vanished:
+            if now_s - self._vanished_s[replica_id] >= LINGER_S:
+                self._forget(replica_id)
+        self._records.update(records)
+        self._update_fleet()
+
+    def _update_fleet(self) -> None:
+        self._fleet.update(
+            self._records.values(), unleased=self._vanished_s, unreadable=self._unreadable
+        )
+
+    def _is_behind(self, record: ReplicaRecord) -> bool:
+        """True when changes were missed: they did not arrive for a whole poll interval."""
+        seen = self._seen.get(record.id, NOTHING)
+        if seen.incarnation != record.incarnation or record.seq < seen.seq:
+            return True
+        return seen.seq < self._polled.get(record.id, 0)
+
+    async def _reload(self, replica_id: str) -> None:
+        if record := await self._index.record(replica_id):
+            await self._load([record])
+
+    async def _load(self, records: Iterable[ReplicaRecord]) -> None:
+        """Reads each replica's block set while the previous one is put into the mirror."""
+        unread = iter(records)
+
+        async def read() -> tuple[ReplicaRecord, Snapshot] | None:
+            for record in unread:
+                with contextlib.suppress(FencedError):  # just replaced: the stream has the new one
+                    return record, await self._index.blocks(record)
+            return None
+
+        reading = asyncio.create_task(read())
+        try:
+            while found := await reading:
+                reading = asyncio.create_task(read())
+                await self._load_snapshot(*found)
+        finally:
+            reading.cancel()
+
+    async def _load_snapshot(self, record: ReplicaRecord, snapshot: Snapshot) -> None:
+        for _ in self._mirror.load(record.id, snapshot.packed):
+            await self._yield_to_requests()
+        self._seen[record.id] = Seen(record.incarnation, snapshot.seq, snapshot.position)
+        self._loads += 1
+
+    def _forget(self, replica_id: str) -> None:
+        self._mirror.drop(replica_id)
+        for known in (self._seen, self._records, self._vanished_s):
+            known.pop(replica_id, None)
+
+    async def _in_steps(
+        self,
+        act: Callable[[str, Sequence[Fingerprint]], None],
+        replica_id: str,
+        blocks: Sequence[Fingerprint],
+    ) -> None:
+        for begin in range(0, len(blocks), STEP_BLOCKS):
+            act(replica_id, blocks[begin : begin + STEP_BLOCKS])
+            await self._yield_to_requests()
+
+    async def _sweep(self) -> None:
+        while self._mirror.sweep():
+            await self._yield_to_requests()
+
+    async def _yield_to_requests(self) -> None:
+        """Lets requests use the event loop if this work has used it for STEP_S."""
+        if time.monotonic() - self._step_began_s >= STEP_S:
+            await asyncio.sleep(0)
+            self._step_began_s = time.monotonic()

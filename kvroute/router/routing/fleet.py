@@ -1,0 +1,354 @@
+"""A router's knowledge about all replicas, from which it ranks them for one request."""
+
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from kvroute.contract.adapters import LOAD_S
+from kvroute.contract.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
+from kvroute.contract.generation import TokenIds
+from kvroute.contract.records import ReplicaRecord
+from kvroute.contract.speed import PrefillModel, prefill_model
+from kvroute.router.routing.attempts import (
+    NO_OBSERVER,
+    Attempt,
+    Dispatch,
+    Placement,
+    RequestContext,
+    RequestObserver,
+)
+from kvroute.router.routing.baselines import Ranking
+from kvroute.router.routing.branches import Branches, relative
+from kvroute.router.routing.handshake import NONE, Handshake
+from kvroute.router.routing.load import (
+    ReplicaLoad,
+    Sent,
+    learned_slowness,
+    new_replica_load,
+)
+from kvroute.router.routing.mirror import Mirror
+from kvroute.router.routing.policy import Candidate, rank
+
+UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
+
+
+class Prompt:
+    """What a prompt costs to compute; consecutive replicas of the same speed share the results."""
+
+    def __init__(self, tokens: int, best_hit_blocks: int, block_size: int) -> None:
+        self.tokens = tokens
+        self._best_tokens = best_hit_blocks * block_size
+        self._block_size = block_size
+        self._model: PrefillModel | None = None
+        self._costs: dict[int, tuple[int, float, float]] = {}
+
+    def at(self, model: PrefillModel, hit_blocks: int) -> tuple[int, float, float]:
+        """Tokens to compute; seconds for tokens that no replica holds, and that others hold."""
+        if model is not self._model:
+            self._model, self._costs = model, {}
+        if hit_blocks not in self._costs:
+            hit_tokens = hit_blocks * self._block_size
+            self._costs[hit_blocks] = (
+                self.tokens - hit_tokens,
+                model.seconds(self._best_tokens, self.tokens),
+                model.seconds(hit_tokens, self._best_tokens),
+            )
+        return self._costs[hit_blocks]
+
+
+class Fleet:
+    """The replicas as one router sees them: the index's mirror, their records, all known requests.
+
+    running: returns ids of the replicas that Serve runs; records of other replicas may belong to
+    another cluster. None: Serve is not available.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        revision: str,
+        block_size: int,
+        rng: random.Random,
+        handshake: Handshake | None = None,
+        observer: RequestObserver = NO_OBSERVER,
+        ranking: Ranking = rank,
+        running: Callable[[], Collection[str]] | None = None,
+    ) -> None:
+        self.mirror = Mirror()
+        self.handshake = handshake or Handshake()
+        self.observer = observer
+        self._model = model
+        self._revision = revision
+        self._block_size = block_size
+        self._rng = rng
+        self._rank = ranking
+        self._running = running
+        self._records: dict[str, ReplicaRecord] = {}
+        self._leased: set[str] = set()  # replicas with a valid lease
+        self._free_blocks: dict[str, int] = {}  # of replicas with a record
+        self._loads: dict[str, ReplicaLoad] = {}  # of replicas with a record or with requests
+        self._branches = Branches()
+
+    @property
+    def records(self) -> list[ReplicaRecord]:
+        return list(self._records.values())
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and response together that fit on every replica; None: unknown."""
+        return min((record.facts.max_model_len for record in self.own_records), default=None)
+
+    @property
+    def own_records(self) -> list[ReplicaRecord]:
+        """Records of the replicas that Serve runs; all records if it runs none or is unknown."""
+        running = self._running() if self._running else ()
+        if not running:
+            return self.records
+        return [self._records[id_] for id_ in running if id_ in self._records]
+
+    def is_idle(self, replica_id: str) -> bool:
+        """Its lease is valid, as far as Redis is reachable, and it has no request in flight."""
+        load = self._loads.get(replica_id)
+        return replica_id in self._leased and not (load and load.is_busy)
+
+    def backlogs_s(self, replica_ids: Sequence[str], now_s: float) -> list[float]:
+        """Seconds of prefill queued or running on each."""
+        loads = [self._load(replica_id) for replica_id in replica_ids]
+        return [load.backlog_s(load.speed.slowness, now_s) for load in loads]
+
+    def prefill_s(self, replica_id: str, tokens: int) -> float:
+        """Seconds to compute a prompt of `tokens` tokens there, on an idle replica."""
+        load = self._load(replica_id)
+        return load.speed.slowness * load.model.seconds(0, tokens)
+
+    def update(
+        self,
+        records: Iterable[ReplicaRecord],
+        *,
+        unleased: Iterable[str] = (),
+        unreadable: Mapping[str, str] = NONE,
+    ) -> None:
+        """Takes over the replicas' current records. `unleased`: replicas whose lease expired
+        recently, or whose record cannot be read; `unreadable`: why it cannot."""
+        self._records = {record.id: record for record in records}
+        if unreadable and self._running:
+            ours = set(self._running())
+            unreadable = {id_: reason for id_, reason in unreadable.items() if id_ in ours}
+        self.handshake.check(self._records.values(), unreadable)
+        self._leased = self._records.keys() - set(unleased)
+        self._free_blocks = {
+            record.id: record.facts.capacity_blocks - record.load.used_blocks
+            for record in self._records.values()
+        }
+        self._loads = {
+            replica_id: load
+            for replica_id, load in self._loads.items()
+            if replica_id in self._records or load.is_busy
+        }
+        for replica_id, load in self._loads.items():
+            load.model = self._speed(replica_id)
+            if record := self._records.get(replica_id):
+                load.report(record.load.waiting)
+                _report_loras(load, record)
+
+    def chain(self, token_ids: TokenIds, namespace: str, lora: str = "") -> list[Fingerprint]:
+        """The fingerprints of the prompt's reusable blocks."""
+        parent = root(
+            model=self._model,
+            revision=self._revision,
+            block_size=self._block_size,
+            lora=lora,
+            namespace=namespace,
+        )
+        blocks = reusable_blocks(len(token_ids), self._block_size)
+        return fingerprints(
+            token_ids[: blocks * self._block_size], block_size=self._block_size, parent=parent
+        )
+
+    def holders(self, token_ids: TokenIds) -> set[str]:
+        """The replicas that hold all full blocks of these tokens, without a salt."""
+        chain = self.chain(np.append(token_ids, token_ids[:1]), "")  # makes the last block reusable
+        return {id_ for id_, blocks in self.mirror.hits(chain).items() if blocks == len(chain)}
+
+    def place(
+        self,
+        token_ids: TokenIds,
+        namespace: str,
+        running: Sequence[str],
+        now_s: float,
+        lora: str = "",
+    ) -> Placement:
+        """Ranks the running replicas for this prompt. Replicas that cannot load its LoRA adapter
+        are left out, unless none can."""
+        chain = self.chain(token_ids, namespace, lora)
+        if lora:
+            running = [id_ for id_ in running if self._can_load(id_, lora)] or running
+        return self.place_chain(chain, len(token_ids), running, now_s, lora)
+
+    def place_chain(
+        self,
+        chain: Sequence[Fingerprint],
+        prompt_tokens: int,
+        running: Sequence[str],
+        now_s: float,
+        lora: str = "",
+    ) -> Placement:
+        """Ranks the running replicas for a prompt with these reusable blocks."""
+        hits = self.mirror.hits(chain)
+        for replica_id in self.handshake.degraded:
+            hits.pop(replica_id, None)
+        best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
+        prefix = chain[:best]
+        prompt = Prompt(prompt_tokens, best, self._block_size)
+        candidates = self._candidates(running, prompt, hits, prefix, now_s)
+        if lora:
+            candidates = [self._with_lora(each, lora) for each in candidates]
+        forks = self._branches.forks(prefix)
+        ranking = self._rank(candidates, forks=forks, rng=self._rng)
+        return Placement(
+            ranking=tuple(ranking),
+            chain=tuple(chain),
+            best_hit_blocks=best,
+            prompt_tokens=prompt_tokens,
+            block_size=self._block_size,
+            forks=forks,
+            lora=lora,
+            known_blocks=self.mirror.known(chain, at_least=best),
+        )
+
+    def sent(
+        self,
+        placement: Placement,
+        replica_id: str,
+        request_id: str,
+        now_s: float,
+        context: RequestContext | None = None,
+    ) -> Attempt:
+        """The request was sent there: it counts as load, and its blocks are expected."""
+        there, load = placement.at(replica_id), self._load(replica_id)
+        hit_blocks = there.hit_blocks
+        hit_tokens = hit_blocks * self._block_size
+        prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
+        dispatch = Dispatch(
+            request_id=request_id,
+            replica_id=replica_id,
+            prefill_s=prefill_s + there.lora_s / load.speed.slowness,
+            new_tokens=placement.prompt_tokens - hit_tokens,
+            prompt_tokens=placement.prompt_tokens,
+            known_prefix=placement.known_prefix[-1:],
+            expected=placement.chain[hit_blocks:] if self._caches(replica_id) else (),
+            lora=placement.lora,
+            loads_lora=there.lora_s > 0,
+        )
+        attempt = self.begin(dispatch, now_s)
+        attempt.placement, attempt.observer = placement, self.observer
+        attempt.context = context or attempt.context
+        attempt.unfinished = attempt.context.choices
+        self.observer.sent(attempt)
+        return attempt
+
+    def begin(self, dispatch: Dispatch, now_s: float) -> Attempt:
+        """Counts a dispatch, of this router or of another, as load."""
+        load = self._load(dispatch.replica_id)
+        load.send(
+            dispatch.request_id,
+            Sent(
+                dispatch.prefill_s,
+                dispatch.new_tokens,
+                dispatch.prompt_tokens,
+                now_s,
+                dispatch.lora,
+                dispatch.loads_lora,
+            ),
+        )
+        fleet = self.mirror.replica_ids | {dispatch.replica_id}
+        self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
+        self.mirror.expect(dispatch.replica_id, dispatch.expected)
+        capacity_blocks = self._capacity_blocks(dispatch.replica_id)
+        return Attempt(self.mirror, load, dispatch, capacity_blocks, now_s, RequestContext(now_s))
+
+    def _candidates(
+        self,
+        running: Sequence[str],
+        prompt: Prompt,
+        hits: Mapping[str, int],
+        prefix: Sequence[Fingerprint],
+        now_s: float,
+    ) -> list[Candidate]:
+        """Most of a decision's time is spent here, once for each replica; so without keywords."""
+        loads = [self._load(replica_id) for replica_id in running]
+        replicas = zip(
+            running,
+            loads,
+            learned_slowness(loads),
+            relative([load.recent(now_s) for load in loads]),
+            self._branches.shares(prefix, running),
+            strict=True,
+        )
+        candidates = []
+        for replica_id, load, slowness, recent_share, branch_share in replicas:
+            hit_blocks = hits.get(replica_id, 0)
+            new_tokens, own_s, copy_s = prompt.at(load.model, hit_blocks)
+            candidates.append(
+                Candidate(
+                    replica_id,
+                    hit_blocks,
+                    load.backlog_s(slowness, now_s),
+                    slowness * own_s,
+                    slowness * copy_s,
+                    load.pending_tokens,
+                    new_tokens,
+                    recent_share,
+                    branch_share,
+                    load.decode_step_s,
+                    self._free_blocks.get(replica_id, 0),
+                    load.unanswered,
+                )
+            )
+        return candidates
+
+    def _with_lora(self, candidate: Candidate, lora: str) -> Candidate:
+        if lora in self._load(candidate.replica_id).loras:
+            return candidate
+        record = self._records.get(candidate.replica_id)
+        lora_s = record.load.lora_load_s if record else LOAD_S
+        return candidate._replace(lora_s=lora_s)
+
+    def _can_load(self, replica_id: str, lora: str) -> bool:
+        """Whether the replica can load the adapter; yes if it does not report its adapters."""
+        record = self._records.get(replica_id)
+        identity = record.identity if record else None
+        return identity is None or lora in identity.adapters
+
+    def _load(self, replica_id: str) -> ReplicaLoad:
+        load = self._loads.get(replica_id)
+        if load is None:
+            load = new_replica_load(self._speed(replica_id), self._loads.values())
+            self._loads[replica_id] = load
+            if record := self._records.get(replica_id):
+                _report_loras(load, record)
+        return load
+
+    def _speed(self, replica_id: str) -> PrefillModel:
+        record = self._records.get(replica_id)
+        if record is None:
+            return UNKNOWN_SPEED
+        return prefill_model(record.facts.prefill_tokens_per_s, record.facts.attention_tokens)
+
+    def _capacity_blocks(self, replica_id: str) -> int:
+        """The cache's size in blocks; 0 if there is no prefix cache, or the replica is unknown."""
+        if not self._caches(replica_id):
+            return 0
+        return self._records[replica_id].facts.capacity_blocks
+
+    def _caches(self, replica_id: str) -> bool:
+        record = self._records.get(replica_id)
+        if record is None or replica_id in self.handshake.degraded:
+            return False
+        return record.facts.prefix_caching
+
+
+def _report_loras(load: ReplicaLoad, record: ReplicaRecord) -> None:
+    load.report_loras(record.load.loras, record.facts.max_cpu_loras)

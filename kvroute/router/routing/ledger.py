@@ -1,0 +1,80 @@
+"""Every prompt token has one cause: it came from the cache, or there is one reason why not.
+
+A cache holds only leading tokens of a prompt. So a few lengths describe everything. Each counts
+tokens from the prompt's start:
+
+    delivered   tokens that the engine took from its cache
+    expected    tokens that the router expected in the chosen replica's cache
+    reusable    the longest part that any replica held or was about to hold
+    named       whole blocks of the named prefix that the request starts with
+    known       the longest part that any replica ever held, as far as the router remembers
+    cacheable   what a cache could hold: whole blocks, without the block of the last token
+
+Delivered tokens are `hit` up to `expected`, and `unexpected_hit` beyond it: the index was behind,
+or another request with the same prefix was faster. The other tokens were computed. The cause of
+such a token is the first of these whose length reaches beyond the token's position:
+
+    stale       expected: evicted in the meantime, not there yet, or the index was wrong
+    spilled     reusable: another replica had it, but the request did not go there
+    unpinned    named: declared to be kept warm, but no replica had it
+    evicted     known: some replica had it once, but none has it now
+    new         cacheable: no replica ever had it
+    isolated    the same, for a prompt with a cache_salt. Prompts with other salts may share the
+                text, but only the owners of the salts can know: this is the most isolation can cost
+    tail        not cacheable
+
+The nine causes add up to the prompt's tokens, whatever the lengths are.
+"""
+
+import msgspec
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """One prompt's tokens by where they came from."""
+
+    hit: int
+    unexpected_hit: int
+    stale: int
+    spilled: int
+    unpinned: int
+    evicted: int
+    new: int
+    isolated: int
+    tail: int
+
+
+CAUSES = Ledger.__struct_fields__
+
+
+def account(
+    prompt_tokens: int,
+    *,
+    cacheable: int,
+    reusable: int,
+    expected: int,
+    delivered: int,
+    named: int = 0,
+    known: int = 0,
+    is_salted: bool = False,
+) -> Ledger:
+    """The ledger of a prompt. All lengths are in tokens; a longer one is cut to the prompt's."""
+    begin = min(delivered, prompt_tokens)
+    hit = min(begin, expected)
+
+    def until(end: int) -> int:
+        """Tokens before `end` that have no cause yet."""
+        nonlocal begin
+        before, begin = begin, max(begin, min(end, prompt_tokens))
+        return begin - before
+
+    return Ledger(
+        hit=hit,
+        unexpected_hit=begin - hit,
+        stale=until(expected),
+        spilled=until(reusable),
+        unpinned=until(0 if is_salted else named),
+        evicted=until(known),
+        new=until(0 if is_salted else cacheable),
+        isolated=until(cacheable),
+        tail=until(prompt_tokens),
+    )

@@ -1,0 +1,137 @@
+"""A replica's unanswered requests as this router knows them, and its observed speed.
+
+This is bookkeeping only: the caller passes the time, in seconds of any monotonic clock.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvroute.contract.adapters import Residents
+from kvroute.contract.prefill_queue import PrefillQueue
+from kvroute.contract.speed import PRIOR_S, PrefillModel, Speed
+
+MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
+RECENT_S = 60.0  # time constant of the decay of recent tokens
+UNLIMITED = 1 << 30  # adapters; used until a replica has reported its capacity
+DECODE_REQUEST_S = 20e-6  # what one decoding request adds to a step
+DECODE_TOKEN_S = 27e-9  # what each token of its context adds: its KV is read once a step
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that waits for its first token."""
+
+    prefill_s: float  # as the speed model predicts it
+    new_tokens: int
+    prompt_tokens: int
+    sent_s: float
+    lora: str = ""  # its LoRA adapter
+    loads_lora: bool = False  # loads the adapter first: in prefill_s, but no sample of the speed
+
+
+@dataclass(slots=True)
+class ReplicaLoad(PrefillQueue[Sent]):
+    model: PrefillModel
+    decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
+    # Derived from the requests and updated with each one, since every decision reads them all.
+    pending_tokens: int = 0
+    decoding_tokens: int = 0
+    decode_step_s: float = 0.0  # what the requests decoding there add to each step
+    recent_tokens: float = 0.0  # as of recent_at_s
+    recent_at_s: float = 0.0
+    mean_prefill_s: float = 0.0  # of recent requests
+    loras: Residents = field(default_factory=lambda: Residents(UNLIMITED))  # loaded, as we know
+    loras_sent: tuple[list[str], list[str]] = field(
+        default_factory=lambda: ([], [])
+    )  # since the last report, and between the two last reports
+    # The most requests that we knew waiting: since the last report, and between the two last ones.
+    peaks: tuple[int, int] = (0, 0)
+
+    def send(self, request_id: str, sent: Sent) -> None:
+        self.join(request_id, sent)
+        if sent.lora:
+            self.loras.use(sent.lora)
+            self.loras_sent[0].append(sent.lora)
+        self.pending_tokens += sent.new_tokens
+        self.recent_tokens = self.recent(sent.sent_s) + sent.new_tokens
+        self.recent_at_s = sent.sent_s
+        self.mean_prefill_s += MEAN_SHARE * (sent.prefill_s - self.mean_prefill_s)
+        self.peaks = (max(self.peaks[0], len(self.waiting)), self.peaks[1])
+
+    def report_loras(self, names: Iterable[str], capacity: int) -> None:
+        """The replica reports its loaded adapters, as of some time after the last report but one.
+        Adapters of requests sent since then count as loaded too."""
+        since, before = self.loras_sent
+        self.loras = Residents(capacity, names)
+        for name in (*before, *since):
+            self.loras.use(name)
+        self.loras_sent = ([], since)
+
+    def report(self, waiting: int) -> None:
+        """The replica reports its waiting requests, as of some time after the last report but one.
+        Those above the most that we knew of since then come from others; each counts as one mean
+        prefill of those that we know."""
+        self.unknown_s = self.mean_prefill_s * max(0, waiting - max(self.peaks))
+        self.peaks = (len(self.waiting), self.peaks[0])
+
+    def first_token(self, request_id: str, now_s: float) -> None:
+        """The request's prefill is over: its time updates the replica's speed."""
+        sent = self.waiting.get(request_id)
+        if sent is None:
+            return
+        self.served(request_id, now_s, teaches=not sent.loads_lora)
+        self.pending_tokens -= sent.new_tokens
+        self._count_decoding(request_id, sent.prompt_tokens)
+
+    def finish(self, request_id: str) -> None:
+        """Answered, failed or cancelled: the replica no longer works on it."""
+        if sent := self.leave(request_id):
+            self.pending_tokens -= sent.new_tokens
+        self._count_decoding(request_id, 0)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.decoding)
+
+    @property
+    def unanswered(self) -> int:
+        return len(self.waiting) + len(self.decoding)
+
+    def recent(self, now_s: float) -> float:
+        """Uncached prompt tokens sent there recently, with decay."""
+        return self.recent_tokens * math.exp((self.recent_at_s - now_s) / RECENT_S)
+
+    def _count_decoding(self, request_id: str, tokens: int) -> None:
+        """Sets the request's context tokens; 0: it no longer decodes."""
+        self.decoding_tokens += tokens - self.decoding.pop(request_id, 0)
+        if tokens:
+            self.decoding[request_id] = tokens
+        self.decode_step_s = (
+            DECODE_REQUEST_S * len(self.decoding) + DECODE_TOKEN_S * self.decoding_tokens
+        )
+
+
+def new_replica_load(model: PrefillModel, fleet: Collection[ReplicaLoad]) -> ReplicaLoad:
+    """A replica without requests yet. It starts with the slowness that the others have relative to
+    their reported speeds. Its own report alone would attract more requests than it can take."""
+    slowness = _fleet_slowness([load.speed for load in fleet]) if fleet else 1.0
+    return ReplicaLoad(model, speed=Speed(observed_s=slowness * PRIOR_S))
+
+
+def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
+    """Each replica's slowness; if it is near the median, half-way to the fleet's.
+
+    A few observations say little about one replica. But a value far from the median is real.
+    """
+    if not loads:
+        return []
+    speeds = [load.speed for load in loads]
+    own = [speed.slowness for speed in speeds]
+    fleet = _fleet_slowness(speeds)
+    median = sorted(own)[len(own) // 2]
+    return [(c + fleet) / 2 if abs(c - median) <= 0.25 * median else c for c in own]
+
+
+def _fleet_slowness(speeds: Sequence[Speed]) -> float:
+    return sum([speed.observed_s for speed in speeds]) / sum([s.predicted_s for s in speeds])

@@ -1,0 +1,183 @@
+"""Knows in memory which replicas hold a prompt's leading blocks.
+
+Each fingerprint maps to a bit mask of replica slots. A replica that holds block i of a chain holds
+the blocks before it, because engines evict leaves first. So galloping and bisection find the length
+of each replica's match: about ten dictionary reads for a prompt of a thousand blocks.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.router.routing.eviction_history import EvictionHistory
+from kvroute.router.routing.masks import TABLES, Masks
+
+
+class Mirror:
+    """The fleet's index in this process. A slot is a bit; a replica that clears gets a new one.
+
+    While the index announces nothing, each replica has a second slot, the predicted slot, for the
+    chains that were sent there since. Blocks that are only in the old slot were used less recently.
+    So when the chains have as many blocks as the replica's cache, the others must be evicted. Then
+    the predicted slot replaces the old one.
+    """
+
+    def __init__(self) -> None:
+        self.is_fed = True  # the index announces changes
+        self._held = Masks()
+        self._expected = Masks()
+        self._history = EvictionHistory()
+        self._slots: dict[str, int] = {}  # replica id -> its bit
+        self._predicted: dict[str, int] = {}  # replica id -> bit of its predicted slot, if any
+        self._predicted_blocks: dict[str, int] = {}  # replica id -> blocks in its last such slot
+        self._ids: dict[int, str] = {}  # bit -> replica id
+        self._live = 0  # bits in use; all other bits of a mask are ignored
+        self._dirty = 0  # released bits, perhaps still set in some masks
+        self._sweeping = 0  # those of them that the current sweep clears
+        self._unswept = 0  # tables that the current sweep has still to clear
+
+    def __len__(self) -> int:
+        """Known fingerprints: held by live replicas, or not yet swept."""
+        return len(self._held)
+
+    @property
+    def replica_ids(self) -> set[str]:
+        return set(self._slots)
+
+    def join(self, replica_id: str) -> None:
+        """The replica starts empty; whatever was known about it is dropped."""
+        self.drop(replica_id)
+        self._slots[replica_id] = self._allocate_bit(replica_id)
+
+    def drop(self, replica_id: str) -> None:
+        """Removes the replica. Its bits can be reused after a sweep."""
+        self._release(self._slots.pop(replica_id, 0))
+        self._release(self._predicted.pop(replica_id, 0))
+        self._predicted_blocks.pop(replica_id, None)
+
+    def load(self, replica_id: str, packed: bytes) -> Iterator[None]:
+        """The replica holds exactly these blocks once the iterator is exhausted; each of its steps
+        is short."""
+        self.join(replica_id)
+        return self._held.fill(self._slots[replica_id], packed)
+
+    def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
+        self._held.mark(self._slots[replica_id], fingerprints)
+
+    def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
+        self._history.add(self._held.unmark(self._slots[replica_id], fingerprints))
+
+    def infer(self, replica_id: str, chain: Sequence[Fingerprint], *, capacity_blocks: int) -> None:
+        """The replica holds this chain now; an unfed mirror has to infer that."""
+        if self.is_fed or replica_id not in self._slots:
+            return
+        if replica_id not in self._predicted:
+            self._predicted[replica_id] = self._allocate_bit(replica_id)
+            self._predicted_blocks[replica_id] = 0
+        bit = self._predicted[replica_id]
+        new = [fingerprint for fingerprint in chain if not self._held.get(fingerprint) & bit]
+        self._held.mark(bit, new)
+        self._predicted_blocks[replica_id] += len(new)
+        if self._predicted_blocks[replica_id] >= capacity_blocks:
+            self._release(self._slots[replica_id])
+            self._slots[replica_id] = self._predicted.pop(replica_id)
+
+    @property
+    def inferred(self) -> set[str]:
+        """Replicas for which something was inferred since they joined."""
+        return set(self._predicted_blocks)
+
+    def expect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
+        """A request in flight will add these blocks; other requests may already rely on them."""
+        self._expected.mark(self._bits(replica_id), fingerprints)
+
+    def unexpect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
+        self._expected.unmark(self._bits(replica_id), fingerprints)
+
+    def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
+        """replica id -> leading blocks of the chain held or expected there; no entry: none."""
+        depths: dict[str, int] = {}
+        here, step = 0, 1
+        holders = self._holders(chain, 0)
+        while holders:
+            there = min(here + step, len(chain))
+            remaining = holders & self._holders(chain, there)
+            self._settle(chain, here, there, holders & ~remaining, depths)
+            here, holders = there, remaining
+            step *= 2
+        return depths
+
+    def known(self, chain: Sequence[Fingerprint], *, at_least: int = 0) -> int:
+        """Leading blocks of the chain that some replica holds or once held, as far as the eviction
+        history remembers; of a chain's blocks, those evicted first also leave the history first."""
+
+        def is_new(i: int) -> bool:
+            return not (self._held.get(chain[i]) or chain[i] in self._history)
+
+        return bisect_left(range(len(chain)), True, lo=at_least, key=is_new)
+
+    def held_by(self, replica_id: str) -> set[Fingerprint]:
+        """All of one replica's blocks."""
+        return set[Fingerprint]().union(*self.walk(replica_id))
+
+    def walk(self, replica_id: str) -> Iterator[list[Fingerprint]]:
+        """The same in parts, each of which is short; together they read the whole mirror."""
+        return self._held.all_with(self._bits(replica_id))
+
+    def sweep(self) -> bool:
+        """Clears released bits in one table; False when there is nothing to clear."""
+        if not self._dirty:
+            return False
+        if not self._unswept:
+            self._unswept = TABLES
+            self._sweeping = self._dirty
+        self._unswept -= 1
+        self._history.add(self._held.unmark_in(self._unswept, self._sweeping))
+        self._expected.unmark_in(self._unswept, self._sweeping)
+        if not self._unswept:
+            self._dirty &= ~self._sweeping
+        return True
+
+    def _holders(self, chain: Sequence[Fingerprint], i: int) -> int:
+        """The bits of the live replicas that hold, or will hold, block i."""
+        if i >= len(chain):
+            return 0
+        fingerprint = chain[i]
+        return (self._held.get(fingerprint) | self._expected.get(fingerprint)) & self._live
+
+    def _settle(
+        self, chain: Sequence[Fingerprint], low: int, high: int, lost: int, depths: dict[str, int]
+    ) -> None:
+        """Finds the depth of each replica in `lost`: it holds block `low` but not block `high`."""
+        if not lost:
+            return
+        if high - low == 1:
+            depths.update((self._ids[bit], high) for bit in _bits(lost))
+            return
+        middle = (low + high) // 2
+        kept = lost & self._holders(chain, middle)
+        self._settle(chain, low, middle, lost & ~kept, depths)
+        self._settle(chain, middle, high, kept, depths)
+
+    def _bits(self, replica_id: str) -> int:
+        return self._slots.get(replica_id, 0) | self._predicted.get(replica_id, 0)
+
+    def _allocate_bit(self, replica_id: str) -> int:
+        used = self._live | self._dirty
+        bit = ~used & (used + 1)
+        self._ids[bit] = replica_id
+        self._live |= bit
+        return bit
+
+    def _release(self, bit: int) -> None:
+        """Releases the bit, which can be reused after a sweep."""
+        self._ids.pop(bit, None)
+        self._live &= ~bit
+        self._dirty |= bit
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit

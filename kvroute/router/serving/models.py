@@ -1,0 +1,84 @@
+"""All models that one router serves, and the choice of the model for a request."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from kvroute.contract.adapters import Adapter
+from kvroute.router.api.errors import ApiError, invalid
+from kvroute.router.serving.diagnosis import Diagnosis
+from kvroute.router.serving.model_router import ModelRouter
+from kvroute.store.connection import connect
+
+
+class Models:
+    """One router's models, in the order of its settings."""
+
+    def __init__(self, router_id: str, models: Sequence[ModelRouter]) -> None:
+        self.router_id = router_id
+        self.all = models
+        self.first = models[0]
+        self.settings = self.first.settings  # only those that all models share are used
+        self.diagnosis = Diagnosis(connect(self.settings.redis_url), models)
+        self._started = int(time.time())
+
+    @property
+    def only(self) -> str | None:
+        """The name of the model if there is only one."""
+        return self.first.name if len(self.all) == 1 else None
+
+    def named(self, model: str | None) -> ModelRouter:
+        """The router of the model that a request names, or whose adapter it names. With only one
+        model the name is optional. ApiError for a model that is not served."""
+        if model is None and len(self.all) == 1:
+            return self.first
+        if model is None:
+            raise invalid("model", f"model is missing; this server has {self._served()}")
+        for each in self.all:
+            if each.adapter(model) is not None:
+                return each
+        raise ApiError(
+            404,
+            f"The model '{model}' does not exist; this server has {self._served()}.",
+            param="model",
+            code="model_not_found",
+        )
+
+    def _served(self) -> str:
+        names = [card["id"] for each in self.all for card in self.cards(each)]
+        return " and ".join(map(repr, names))
+
+    def cards(self, model: ModelRouter) -> list[dict[str, Any]]:
+        """A model and its adapters in OpenAI's shape."""
+        card = {
+            "id": model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvroute",
+            "max_model_len": model.known_max_model_len,
+        }
+        adapters = model.settings.adapters
+        return [card, *(card | _adapter(each, parent=model.name) for each in adapters)]
+
+
+def together(
+    models: Iterable[ModelRouter], results: Iterable[Iterable[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The models' results as one list; each entry names its model."""
+    pairs = zip(models, results, strict=True)
+    return [{**entry, "model": model.name} for model, entries in pairs for entry in entries]
+
+
+async def _served(request: Request) -> Models:
+    models: Models = request.app.state.models
+    return models
+
+
+Served = Annotated[Models, Depends(_served)]  # a route's parameter
+
+
+def _adapter(adapter: Adapter, *, parent: str) -> dict[str, Any]:
+    """The members of an adapter's card that differ from the model's."""
+    return {"id": adapter.name, "root": adapter.path, "parent": parent}

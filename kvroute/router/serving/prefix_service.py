@@ -1,0 +1,118 @@
+"""One model's prefixes in one router: named prefixes, hot prefixes, and prompts that use them."""
+
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from kvroute.contract.generation import TokenIds
+from kvroute.router.api.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    PrefixDeclaration,
+    PrefixedRequest,
+)
+from kvroute.router.dispatch.dispatcher import Generation
+from kvroute.router.prefixes.auto_pin import AutoPin
+from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.prefixes.declarations import Declarations
+from kvroute.router.prefixes.demand import Demand
+from kvroute.router.prefixes.hot import HotPrefixes
+from kvroute.router.prefixes.hottest import Hottest
+from kvroute.router.prompts.composer import PrefixComposer
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.routing.fleet import Fleet
+from kvroute.settings.router import RouterSettings
+from kvroute.store.index import Index
+from kvroute.store.prefixes import Prefix, Prefixes
+
+
+class PrefixService:
+    """Owns the catalogue of named prefixes and the counts of hot ones."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        store: Prefixes,
+        index: Index,
+        fleet: Fleet,
+        tokenizer: Prompts,
+    ) -> None:
+        block_size = settings.block_size
+        self._block_size = block_size
+        self._tasks_to_declare = settings.tasks
+        self._pins_by_itself = settings.auto_pin
+        self.catalogue = Catalogue(store, fleet, block_size=block_size)
+        self._composer = PrefixComposer(tokenizer)
+        self._declarations = Declarations(
+            self.catalogue, self._composer, index.records, block_size=block_size
+        )
+        self._demand = Demand(self.catalogue, fleet)
+        self._hot = HotPrefixes(block_size=block_size)
+        self._hottest = Hottest(self._hot, fleet, self.catalogue, tokenizer)
+        self._auto_pin = AutoPin(self._hot, fleet, self.catalogue, tokenizer)
+
+    def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """The background tasks by name."""
+        tasks = {
+            "demand": self._demand.run(),
+            "catalogue": self.catalogue.run(self._tasks_to_declare, self._composer),
+        }
+        if self._pins_by_itself:
+            tasks["auto-pin"] = self._auto_pin.run()
+        return tasks
+
+    # Requests.
+
+    async def named_by(self, body: PrefixedRequest) -> Prefix | None:
+        """The prefix that a request names; ApiError when it is not declared."""
+        named = body.prefix()
+        return await self.catalogue.named(*named) if named else None
+
+    async def tokenise(
+        self, body: PrefixedRequest, prefix: Prefix | None, *, max_model_len: int
+    ) -> list[TokenIds]:
+        """The call's prompts, each after the prefix."""
+        composer, limit = self._composer, max_model_len
+        if isinstance(body, ChatCompletionRequest):
+            return [await composer.chat(body.messages, prefix, max_model_len=limit)]
+        assert isinstance(body, CompletionRequest)
+        prompts = body.prompts()
+        return [await composer.completion(each, prefix, max_model_len=limit) for each in prompts]
+
+    def named_tokens(self, prefix: Prefix | None) -> int:
+        """The prefix's tokens in whole blocks."""
+        return prefix.full_blocks(self._block_size) * self._block_size if prefix else 0
+
+    def count(self, generation: Generation, prefix: Prefix | None, *, is_isolated: bool) -> None:
+        """Counts the cached tokens of a prompt with a first token for its prefixes. An isolated
+        prompt, with a salt or an adapter, makes no prefix hot."""
+        if prefix is not None:
+            self.catalogue.count(prefix, generation.cached_tokens)
+            self._demand.count(prefix)
+        if not is_isolated:
+            chain, now_s = generation.placement.chain, time.monotonic()
+            self._hot.see(generation.token_ids, chain, generation.cached_tokens, now_s)
+
+    # The API.
+
+    async def declare(
+        self, declaration: PrefixDeclaration, *, max_model_len: int
+    ) -> tuple[dict[str, Any], bool]:
+        """The prefix as GET returns it, and whether this call made a new version of it."""
+        return await self._declarations.declare(declaration, max_model_len=max_model_len)
+
+    async def all(self) -> list[dict[str, Any]]:
+        """The latest version of each name, in the order of their declarations."""
+        return await self._declarations.list()
+
+    async def get(self, name: str) -> dict[str, Any]:
+        """The latest version of that name; ApiError when there is none."""
+        return await self._declarations.get(name)
+
+    async def drop(self, name: str) -> dict[str, Any]:
+        """Drops all versions of that name; ApiError when there is none."""
+        return await self._declarations.drop(name)
+
+    def hottest(self) -> list[dict[str, Any]]:
+        """The prefixes that saved most recently, named or not, best first."""
+        return self._hottest.top()

@@ -1,0 +1,140 @@
+// The live page: follows /v1/cluster/live and shows what it says, once for each event.
+
+import { showDecisions } from "./decisions.js";
+import { el, plural, seconds, setText, count, percent } from "./dom.js";
+import { showFleet } from "./fleet.js";
+import { hitTokens, showLedger, totalTokens } from "./ledger.js";
+import { showPrefixes } from "./prefixes.js";
+
+const STALE_MS = 5000; // events come each second
+const RETRY_MS = 5000; // after a refusal; a connection that breaks is made anew by the browser
+
+const byId = (id) => document.getElementById(id);
+const connection = byId("connection");
+const live = byId("live");
+const models = byId("models");
+
+let things = new Map(); // what there is to see, by key
+let source = null;
+let heardMs = 0;
+let retry = 0;
+
+function connect() {
+  clearTimeout(retry);
+  source?.close();
+  const model = models.value;
+  source = new EventSource(`v1/cluster/live${model ? `?model=${encodeURIComponent(model)}` : ""}`);
+  source.addEventListener("whole", (event) => {
+    things = new Map();
+    take(event);
+  });
+  source.addEventListener("change", take);
+  source.addEventListener("error", () => {
+    if (source.readyState !== EventSource.CLOSED) {
+      say("lost", "disconnected; trying again …");
+      return;
+    }
+    say("lost", `refused; trying again every ${RETRY_MS / 1000} s. Are many such pages open?`);
+    retry = setTimeout(connect, RETRY_MS);
+  });
+}
+
+// Each model has replicas, an index and decisions of its own.
+async function offerModels() {
+  const answer = await fetch("v1/models");
+  const { data } = await answer.json();
+  const names = data.filter((card) => !card.parent).map((card) => card.id);
+  if (names.length < 2) return;
+  models.replaceChildren(...names.map((name) => el("option", "", name)));
+  byId("choice").hidden = false;
+}
+
+function take(event) {
+  const { changed, gone } = JSON.parse(event.data);
+  for (const [key, value] of Object.entries(changed)) things.set(key, value);
+  for (const key of gone) things.delete(key);
+  heardMs = performance.now();
+  say("live", "live");
+  show();
+}
+
+function say(state, text) {
+  connection.dataset.state = state;
+  setText(connection, text);
+  live.classList.toggle("old", state !== "live");
+}
+
+function all(kind) {
+  return [...things].filter(([key]) => key.startsWith(kind)).map(([, value]) => value);
+}
+
+function show() {
+  const router = things.get("router");
+  const ledger = things.get("ledger");
+  const replicas = all("replica/");
+  const decisions = all("decision/").sort((a, b) => b.number - a.number);
+  setText(byId("model"), router.model);
+  document.title = `${router.model} – kvroute`;
+  showFigures(router, ledger, replicas, decisions);
+  showRouter(router);
+  showFleet(replicas);
+  showLedger(ledger);
+  showPrefixes(things.get("prefixes"));
+  showDecisions(decisions, router.policy);
+  live.setAttribute("aria-busy", "false");
+}
+
+function showFigures(router, ledger, replicas, decisions) {
+  const ready = replicas.filter((replica) => replica.state === "ready").length;
+  const total = (name) => replicas.reduce((sum, replica) => sum + (replica[name] ?? 0), 0);
+  const waits = decisions.filter((one) => one.ttft_s !== null).map((one) => one.ttft_s).sort((a, b) => a - b);
+  const minutes = Math.round(ledger.window_s / 60);
+  const figures = [
+    ["Prompt tokens from cache", percent(hitTokens(ledger), totalTokens(ledger)), `last ${minutes} minutes`],
+    ["Wait for the first token", seconds(waits[waits.length >> 1]), `median of the last ${waits.length}`],
+    ["Requests in flight", count(router.in_flight), `in engines: ${count(total("running"))} run, ${count(total("waiting"))} wait`],
+    ["Requests answered", count(ledger.requests), `last ${minutes} minutes`],
+    ["Replicas ready", `${count(ready)} of ${count(replicas.length)}`, ready === replicas.length ? "all of them" : "see the tiles"],
+    ["Index of the caches", router.index.reachable ? "in step" : "away", indexNote(router.index)],
+  ];
+  const list = byId("figures");
+  figures.forEach(([name, value, note], i) => {
+    const box = list.children[i] ?? list.appendChild(el("div", "", el("dt"), el("dd", "value"), el("dd", "note")));
+    const [dt, dd, small] = box.children;
+    setText(dt, name);
+    setText(dd, value);
+    setText(small, note);
+    box.classList.toggle("bad", value === "away" || (name === "Replicas ready" && ready < replicas.length));
+  });
+}
+
+function indexNote(index) {
+  if (!index.reachable) return `Redis does not answer; known as of ${seconds(index.age_s)} ago`;
+  return `${plural(index.blocks, "block")} known, as of ${index.age_s < 2 ? "now" : `${seconds(index.age_s)} ago`}`;
+}
+
+function showRouter(router) {
+  const which =
+    router.routers > 1
+      ? `Seen by router ${router.id}, one of ${router.routers}: caches and loads are the whole fleet’s; hits, prefixes and decisions are those of this router’s own requests.`
+      : `Seen by router ${router.id}, the only one.`;
+  setText(byId("router"), `${which} Blocks of ${router.block_size} tokens; policy ${router.policy}.`);
+}
+
+setInterval(() => {
+  const silentMs = performance.now() - heardMs;
+  if (connection.dataset.state === "live" && silentMs > STALE_MS)
+    say("stale", "nothing heard for some seconds; what you see is old");
+}, 1000);
+
+// The router serves a few pages only: one that nobody looks at makes room.
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) return connect();
+  clearTimeout(retry);
+  source.close();
+  say("connecting", "paused in the background");
+});
+
+models.addEventListener("change", connect);
+connect();
+offerModels();

@@ -1,0 +1,185 @@
+// Recent decisions, each with its receipt.
+
+import { arrange, count, el, percent, plural, seconds, setBar, setText } from "./dom.js";
+
+const OUTCOMES = {
+  ok: "answered",
+  cancelled: "cancelled by its client",
+  refused: "refused",
+  failed: "lost with its replica",
+};
+// What a cost is made of, in the words of the receipt's reasons.
+const TERMS = {
+  waiting: "queued prefill",
+  own: "computing what no replica holds",
+  copy: "computing again what others hold",
+  externality: "making new requests wait",
+  balance: "recent work",
+  rotation: "rotation of new conversations",
+  decode: "slowing running answers",
+};
+
+const list = document.getElementById("decisions");
+const pause = document.getElementById("pause");
+const items = new Map(); // by number: the decision as it is shown, and its elements
+let latest = [];
+let shown = []; // those, or the ones of when the list came to stand still
+let isHeld = false; // by the button
+let policy = "";
+
+pause.addEventListener("click", () => {
+  isHeld = !isStill();
+  if (!isHeld) for (const details of list.querySelectorAll("details[open]")) details.open = false;
+  draw();
+});
+
+export function showDecisions(decisions, ofPolicy) {
+  latest = decisions;
+  policy = ofPolicy;
+  draw();
+}
+
+const isStill = () => isHeld || list.querySelector("details[open]") !== null;
+
+function draw() {
+  const now = new Map(latest.map((decision) => [decision.number, decision]));
+  shown = isStill() ? shown.map((decision) => now.get(decision.number) ?? decision) : latest;
+  const numbers = new Set(shown.map((decision) => decision.number));
+  for (const number of items.keys()) if (!numbers.has(number)) items.delete(number);
+  const drawn = shown.map(item);
+  arrange(list, drawn.length ? drawn : [el("li", "none", "No request yet.")]);
+  showPause();
+}
+
+function showPause() {
+  const behind = latest.filter((decision) => decision.number > (shown[0]?.number ?? 0)).length;
+  pause.setAttribute("aria-pressed", String(isStill()));
+  setText(pause, isStill() ? `Go on: ${behind} new` : "Pause");
+}
+
+function item(decision) {
+  let known = items.get(decision.number);
+  if (!known) {
+    known = { decision: null, element: el("li", "", row(decision.number)) };
+    items.set(decision.number, known);
+  }
+  if (known.decision !== decision) {
+    known.decision = decision;
+    const details = known.element.firstChild;
+    showSummary(decision, details.firstChild);
+    if (details.open) fill(details, decision);
+  }
+  return known.element;
+}
+
+function row(number) {
+  const came = el("span", "came", el("span"), el("span", "wait"));
+  const summary = el("summary", "", el("time"), el("b", "to"), el("span", "outcome"), el("span", "hits"), came);
+  const details = el("details", "", summary);
+  details.addEventListener("toggle", () => {
+    if (details.open) fill(details, items.get(number).decision);
+    draw();
+  });
+  return details;
+}
+
+function showSummary(decision, summary) {
+  const [time, to, outcome, bar, came] = summary.children;
+  const [hits, wait] = came.children;
+  const at = new Date(decision.at_ms);
+  time.dateTime = at.toISOString();
+  setText(time, at.toLocaleTimeString("en-GB"));
+  setText(to, `→ ${decision.replica}`);
+  outcome.dataset.outcome = decision.outcome ?? "in flight";
+  setText(outcome, decision.outcome === null ? "in flight" : OUTCOMES[decision.outcome]);
+  const cached = decision.cached_tokens ?? decision.expected_tokens;
+  setBar(bar, [["cached", cached / decision.prompt_tokens]]);
+  const word = decision.cached_tokens === null ? "expected in cache" : "cached";
+  setText(hits, `${count(cached)} of ${plural(decision.prompt_tokens, "token")} ${word}`);
+  const predicted = `predicted ${seconds(decision.predicted_ttft_s)}`;
+  setText(wait, decision.ttft_s === null ? predicted : `first token ${seconds(decision.ttft_s)}, ${predicted}`);
+}
+
+function fill(details, decision) {
+  const body = receipt(decision);
+  if (details.children[1]) details.children[1].replaceWith(body);
+  else details.append(body);
+}
+
+function receipt(decision) {
+  const { receipt } = decision;
+  return el(
+    "div",
+    "receipt",
+    el("p", "reason", el("b", "", receipt.reason.startsWith("only") ? "" : "Why: "), receipt.reason, "."),
+    decision.replica === receipt.choice
+      ? null
+      : el("p", "", `${receipt.choice} was full or gone when the request came, so ${decision.replica} got it.`),
+    decision.is_resumed ? el("p", "", "A replica was lost in the midst of this answer; this one goes on with it.") : null,
+    outcomeOf(decision),
+    replicasOf(decision),
+  );
+}
+
+function outcomeOf(decision) {
+  const { receipt } = decision;
+  const facts = [
+    ["the most that any replica holds", `${count(receipt.best_hit_tokens)} tokens`],
+    ["expected here", `${count(decision.expected_tokens)} tokens`],
+    ["delivered by the cache", decision.cached_tokens === null ? "–" : `${count(decision.cached_tokens)} tokens`],
+  ];
+  if (decision.output_tokens !== null) facts.push(["answer", plural(decision.output_tokens, "token")]);
+  if (receipt.congestion_price !== null) facts.push(["price of computing again", `× ${receipt.congestion_price.toFixed(2)}`]);
+  if (decision.ledger) {
+    const parts = Object.entries(decision.ledger).filter(([, tokens]) => tokens);
+    facts.push(["ledger", parts.map(([cause, tokens]) => `${cause} ${count(tokens)}`).join(", ")]);
+  }
+  return el("dl", "", ...facts.map(([name, value]) => el("div", "", el("dt", "", name), el("dd", "", value))));
+}
+
+function replicasOf(decision) {
+  const { replicas } = decision.receipt;
+  const heading = ["replica", "hits", "queue", "prefill", "busy with", "cost"].map((name) => {
+    const cell = el("th", "", name);
+    cell.scope = "col";
+    return cell;
+  });
+  const rows = replicas.flatMap((replica, i) => [
+    costs(decision, replica, i),
+    ...(replica.terms_s ? [terms(replica)] : []),
+  ]);
+  const hidden = decision.of_replicas - replicas.length;
+  const table = el("table", "", el("thead", "", el("tr", "", ...heading)), el("tbody", "", ...rows));
+  const scroll = el("div", "scroll", table);
+  scroll.tabIndex = 0;
+  scroll.setAttribute("role", "region");
+  scroll.setAttribute("aria-label", "What each replica would have cost");
+  return el(
+    "div",
+    "",
+    scroll,
+    hidden > 0 ? el("p", "about", `${plural(hidden, "more replica")} cost as much or more.`) : null,
+    policy === "kvroute" ? null : el("p", "about", `The policy ${policy} has no costs.`),
+  );
+}
+
+function costs(decision, replica, i) {
+  const name = el("th", "", replica.id, i === 0 ? el("i", "", "choice") : i === 1 ? el("i", "", "runner-up") : null);
+  name.scope = "row";
+  const values = [
+    percent(replica.hit_tokens, decision.prompt_tokens),
+    seconds(replica.backlog_s),
+    seconds(replica.prefill_s),
+    count(replica.unanswered),
+    seconds(replica.cost_s),
+  ];
+  return el("tr", i === 0 ? "choice" : "", name, ...values.map((value) => el("td", "number", value)));
+}
+
+function terms(replica) {
+  const parts = Object.entries(replica.terms_s).filter(([, s]) => Math.abs(s) >= 0.00005);
+  const words = parts.map(([name, s]) => `${s < 0 ? "−" : ""}${seconds(Math.abs(s))} ${TERMS[name]}`);
+  const cell = el("td", "", words.length ? `= ${words.join(" + ")}`.replaceAll("+ −", "− ") : "costs nothing");
+  cell.colSpan = 6;
+  return el("tr", "terms", cell);
+}

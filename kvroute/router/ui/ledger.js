@@ -1,0 +1,60 @@
+// The ledger: every token of every prompt, by where it came from.
+
+import { compact, count, el, percent, plural, setText } from "./dom.js";
+
+// As in the table of docs/metrics.md.
+export const CAUSES = [
+  ["hit", "came from the cache, as the router expected", ""],
+  ["unexpected_hit", "came from the cache, but were not expected there", "look at kvroute_index_age_seconds"],
+  ["stale", "were expected but did not come: evicted meanwhile, or the index was wrong", "more memory for the cache; look at kvroute_publisher_lag_seconds"],
+  ["spilled", "were cached on a replica that was not chosen, mostly because it was busy", "more replicas"],
+  ["unpinned", "belong to the request's named prefix, but were cached nowhere", "GET /v1/prefixes/ID says where it is warm; a larger --pin-share, or fewer prefixes"],
+  ["evicted", "were cached once, but no longer: evicted, cleared, or lost with their replica", "more memory for the cache, more replicas, or named prefixes"],
+  ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks)", "see whether prompts could begin alike"],
+  ["isolated", "were never cached under the prompt's cache_salt; other salts were not searched", "fewer salts, if that is allowed"],
+  ["tail", "are in no full block, or in the last token's block, which is always computed", "a smaller --block-size"],
+];
+const LETTER = 9; // pixels in the bar
+
+const bar = document.getElementById("bar");
+const about = document.getElementById("ledger-about");
+const rows = document.querySelector("#causes tbody");
+
+for (const [cause, meaning, remedy] of CAUSES) {
+  bar.append(el("span", cause));
+  const name = el("th", "", el("span", `key ${cause}`), cause);
+  name.scope = "row";
+  rows.append(el("tr", "", name, el("td", "number"), el("td", "number"), el("td", "", meaning), el("td", "", remedy)));
+}
+
+export const totalTokens = (ledger) => Object.values(ledger.tokens).reduce((a, b) => a + b, 0);
+export const hitTokens = (ledger) => ledger.tokens.hit + ledger.tokens.unexpected_hit;
+
+export function showLedger(ledger) {
+  const total = totalTokens(ledger);
+  const words = CAUSES.map(([cause]) => `${cause} ${percent(ledger.tokens[cause], total)}`).join(", ");
+  CAUSES.forEach(([cause], i) => {
+    const share = total ? ledger.tokens[cause] / total : 0;
+    const part = bar.children[i];
+    part.style.width = `${(100 * share).toFixed(2)}%`;
+    part.title = `${cause}: ${count(ledger.tokens[cause])} tokens`;
+    setText(part, share * bar.clientWidth > LETTER * (cause.length + 1) ? cause : "");
+    const [, portion, tokens] = rows.children[i].children;
+    setText(portion, percent(ledger.tokens[cause], total));
+    setText(tokens, compact(ledger.tokens[cause]));
+  });
+  bar.setAttribute("aria-label", total ? words : "no tokens yet");
+  bar.classList.toggle("nothing", !total);
+  setText(about, sentence(ledger, total));
+}
+
+function sentence(ledger, total) {
+  const minutes = Math.round(ledger.window_s / 60);
+  if (!total) return `No request was answered in the last ${minutes} minutes.`;
+  const computed = total - hitTokens(ledger);
+  return (
+    `${plural(ledger.requests, "request")} in the last ${minutes} minutes had ${plural(total, "prompt token")}: ` +
+    `${percent(hitTokens(ledger), total)} came from a KV cache, and ${plural(computed, "token")} had to be computed. ` +
+    "Each of them has one cause."
+  );
+}

@@ -1,0 +1,15 @@
+"""Options that a user may omit have definite values for replicas and routers."""
+
+from kvroute.contract.adapters import Adapter
+from kvroute.settings.options import CPU_BLOCK_SIZE, CommonOptions
+from kvroute.store.keys import DEFAULT_CLUSTER
+
+
+class Decided(CommonOptions):
+    """`model` is what an engine loads: a folder or a hub name."""
+
+    served_model_name: str
+    redis_url: str
+    cluster: str = DEFAULT_CLUSTER
+    block_size: int = CPU_BLOCK_SIZE  # tokens
+    adapters: tuple[Adapter, ...] = ()  # LoRA

@@ -1,0 +1,64 @@
+"""One model's complete settings are one frozen value, which all other code receives."""
+
+import os
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from kvroute.settings.checked_options import CheckedOptions
+from kvroute.settings.options import (
+    CPU_BLOCK_SIZE,
+    GPU_BLOCK_SIZE,
+    DeploymentOptions,
+)
+from kvroute.settings.replica import ReplicaSettings
+from kvroute.settings.router import RouterSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Facts about a model that depend on the machine."""
+
+    model: str  # as an engine loads it: a folder or a hub name
+    gpus_per_replica: int
+
+
+class ModelSettings(ReplicaSettings, RouterSettings, DeploymentOptions):
+    gpus_per_replica: int
+
+    def for_replicas(self) -> dict[str, Any]:
+        """ReplicaSettings as JSON data, for the constructor of the replicas."""
+        return self._part(ReplicaSettings.model_fields.keys())
+
+    def for_routers(self) -> dict[str, Any]:
+        """RouterSettings as JSON data, for the constructor of the routers."""
+        return self._part(RouterSettings.model_fields.keys())
+
+    def _part(self, names: Set[str]) -> dict[str, Any]:
+        return self.model_dump(mode="json", include=set(names))
+
+
+def decide(
+    options: CheckedOptions, found: Found, *, redis_url: str, cluster: str, other_replicas: int
+) -> ModelSettings:
+    """Completes the user's options. other_replicas: of other models on the same machines."""
+    gpus, replicas = found.gpus_per_replica, options.replicas + other_replicas
+    given = {
+        name: getattr(options, name)
+        for name in type(options).model_fields
+        if name in ModelSettings.model_fields
+    }
+    decided = {
+        "model": found.model,
+        "served_model_name": options.name,
+        "redis_url": redis_url,
+        "cluster": cluster,
+        "block_size": options.block_size or (GPU_BLOCK_SIZE if gpus else CPU_BLOCK_SIZE),
+        "gpus_per_replica": gpus,
+        "tensor_parallel_size": max(1, gpus),
+        "cores": max(1, (os.cpu_count() or 1) // replicas),
+        "adapters": options.adapters,
+        "tasks": options.tasks,
+        "declared": tuple(task.task_id for task in options.tasks),
+    }
+    return ModelSettings(**given | decided)

@@ -1,0 +1,38 @@
+"""Initial named prefixes in RTP-LLM's format: `[{"task_id": 1, "prompt": "..."}]`."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from kvroute.contract.prefix_id import PrefixId
+
+MAX_TASKS = 100
+FORMAT = 'expected a list such as [{"task_id": 1, "prompt": "You are ..."}]'
+
+
+class Task(BaseModel):
+    """A prefix with RTP-LLM's field names; other fields are ignored."""
+
+    model_config = ConfigDict(frozen=True)
+
+    task_id: PrefixId
+    prompt: Annotated[str, Field(min_length=1)]
+
+
+_TASKS: TypeAdapter[list[Task]] = TypeAdapter(Annotated[list[Task], Field(max_length=MAX_TASKS)])
+
+
+def read_tasks(text: str | bytes) -> tuple[Task, ...]:
+    """The tasks in order. Raises ValueError that says what is wrong and what to write."""
+    try:
+        tasks = _TASKS.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        location = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{FORMAT}; {location or 'it'}: {first['msg']}") from None
+    seen = set[str]()
+    for task in tasks:
+        if task.task_id in seen:
+            raise ValueError(f"{FORMAT}; the task_id {task.task_id!r} is there twice")
+        seen.add(task.task_id)
+    return tuple(tasks)

@@ -1,0 +1,362 @@
+"""Every option is defined once, in the class of the side that needs it.
+
+An option is a field: its name, type, default, and an Option with its group, help, flags and
+environment names. The command line, the environment, the table in the documents, and the settings
+of replicas and routers are derived from it. A field of ReplicaOptions reaches every replica, and so
+on; a replica restarts only when one of its own options changes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic.fields import FieldInfo
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.settings import parsers
+from kvroute.settings.help import Option, option
+from kvroute.store.keys import DEFAULT_CLUSTER
+
+CPU_BLOCK_SIZE = 32  # tokens
+GPU_BLOCK_SIZE = 16  # tokens
+
+
+MODEL = "Model"
+REPLICAS = "Replicas"
+CLUSTER = "Cluster"
+CACHE = "KV cache"
+PREFIXES = "Named prefixes"
+ADAPTERS = "LoRA adapters"
+SIMULATED = "Simulated engine (--engine simulated)"
+GROUPS = (MODEL, REPLICAS, CLUSTER, CACHE, PREFIXES, ADAPTERS, SIMULATED)
+
+Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]  # vLLM's
+
+Positive = Field(ge=1)
+NotNegative = Field(ge=0)
+
+
+def in_order(fields: Mapping[str, FieldInfo]) -> dict[str, FieldInfo]:
+    """The options group by group."""
+    return dict(sorted(fields.items(), key=lambda item: GROUPS.index(option(item[1]).group)))
+
+
+class CommonOptions(BaseModel):
+    """The options for every replica and every router of a model."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), defer_build=True
+    )
+
+    model: Annotated[
+        str,
+        BeforeValidator(parsers.joined),
+        Option(
+            MODEL,
+            "Built-in model, local folder or hub name. Several: comma-separated, or one --model "
+            "each.",
+            kind=list[str],
+        ),
+    ] = BUILTIN_MODEL
+    served_model_name: Annotated[
+        str | None,
+        Option(MODEL, "Name by which clients ask for the model.", default="same as --model"),
+    ] = None
+    revision: Annotated[
+        str,
+        Option(MODEL, "Version of the model; replicas of different versions share no prefixes."),
+    ] = ""
+    cluster: Annotated[
+        str | None,
+        Field(pattern=r"^[\w.-]{1,100}$"),
+        Option(
+            CLUSTER,
+            "Id of the cluster. Clusters that share a Redis need different ids; one cluster keeps "
+            "its id over restarts.",
+            example="production",
+            default=f"HOSTNAME-PORT; {DEFAULT_CLUSTER} under serve deploy",
+        ),
+    ] = None
+    redis_url: Annotated[
+        str | None,
+        Option(
+            CLUSTER,
+            "Redis 6.2 or newer that holds the index.",
+            example="redis://127.0.0.1:6379",
+            default="one is started",
+        ),
+    ] = None
+    metrics: Annotated[
+        bool,
+        Option(
+            CLUSTER,
+            "Every process serves Prometheus metrics on a port of its own.",
+            example="1 or 0",
+            flags=("--metrics/--no-metrics",),
+        ),
+    ] = True
+    block_size: Annotated[
+        int | None,
+        Positive,
+        Option(
+            CACHE,
+            "Tokens in one block of the cache.",
+            example="32",
+            default=f"{CPU_BLOCK_SIZE} on CPUs, {GPU_BLOCK_SIZE} on GPUs",
+            env=("SEQ_SIZE_PER_BLOCK",),
+        ),
+    ] = None
+
+
+class ReplicaOptions(CommonOptions):
+    """The options for every replica."""
+
+    engine: Annotated[
+        Literal["vllm", "simulated"],
+        Option(MODEL, "What runs the model; simulated: modelled time and no model."),
+    ] = "vllm"
+    dtype: Annotated[
+        Dtype,
+        Option(
+            MODEL,
+            "Data type of weights and activations; auto: the model's own, but float32 for the "
+            "built-in model on CPUs without bfloat16.",
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Positive,
+        Option(
+            MODEL,
+            "Most tokens of prompt and answer together.",
+            example="4096",
+            default="the model's",
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        Positive,
+        Option(MODEL, "Most requests in one batch.", example="64", default="the engine's"),
+    ] = None
+    engine_args: Annotated[
+        dict[str, JsonValue],
+        BeforeValidator(parsers.engine_args),
+        Option(
+            MODEL,
+            "Any other of vLLM's engine arguments: a JSON object, or name=value, several times. "
+            "name=value wins over the object.",
+            example="""'{"gpu_memory_utilization": 0.85}' or gpu_memory_utilization=0.85""",
+            default="none",
+            flags=("--engine-args", "--engine-arg"),
+            kind=list[str],
+        ),
+    ] = {}
+    stream_interval: Annotated[
+        int,
+        Positive,
+        Option(
+            CLUSTER,
+            "Tokens in one chunk of a streamed answer, after its first token. Larger chunks "
+            "cost a router less.",
+        ),
+    ] = 1
+    prefix_caching: Annotated[
+        bool,
+        Option(
+            CACHE,
+            "Keep the KV cache of prompts and reuse it.",
+            example="1 or 0",
+            flags=("--prefix-caching/--no-prefix-caching",),
+            env=("REUSE_CACHE", "NIM_ENABLE_KV_CACHE_REUSE"),
+        ),
+    ] = True
+    pin_share: Annotated[
+        float,
+        Field(ge=0, le=1),
+        Option(
+            CACHE,
+            "Share of the cache that named prefixes may occupy permanently. Room for one request "
+            "of the greatest length is always left.",
+        ),
+    ] = 0.3
+    kv_cache_memory_mb: Annotated[
+        int, Positive, Option(CACHE, "Memory of one replica's cache in MB, on CPUs.")
+    ] = 512
+    max_loras: Annotated[
+        int, Positive, Option(ADAPTERS, "Most different adapters in one batch of a replica.")
+    ] = 4
+    max_cpu_loras: Annotated[
+        int,
+        Positive,
+        Option(ADAPTERS, "Adapters that a replica keeps in memory; at least --max-loras."),
+    ] = 16
+    simulated_prefill_tokens_per_s: Annotated[
+        float, NotNegative, Option(SIMULATED, "Prompt tokens per second; 0: no delay.")
+    ] = 20_000.0
+    simulated_decode_ms: Annotated[
+        float, NotNegative, Option(SIMULATED, "Milliseconds for one token of the answer.")
+    ] = 10.0
+    simulated_blocks: Annotated[int, Positive, Option(SIMULATED, "Blocks in the KV cache.")] = 4096
+
+
+class RouterOptions(CommonOptions):
+    """The options for every router."""
+
+    max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Largest request body in MB.")] = 16
+    policy: Annotated[
+        Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
+        Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),
+    ] = "kvroute"
+    request_log: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "Folder for request logs, which kvroute replay reads: one file per router and model, "
+            "one line per request with lengths, times and block ids, without text.",
+            example="requests",
+            default="none is written",
+        ),
+    ] = None
+    ui: Annotated[
+        bool,
+        Option(
+            CLUSTER,
+            "A live page at /ui: replicas, their caches, hits and decisions.",
+            example="1 or 0",
+            flags=("--ui/--no-ui",),
+        ),
+    ] = True
+    hang_timeout_s: Annotated[
+        float,
+        Field(ge=2),
+        Option(CLUSTER, "Seconds without a sign of life after which a replica is replaced."),
+    ] = 5.0
+    auto_pin: Annotated[
+        bool,
+        Option(PREFIXES, "Pin hot prefixes that have no name, for as long as they are hot."),
+    ] = False
+
+
+class DeploymentOptions(BaseModel):
+    """The options for Serve, which starts the replicas; replicas do not receive them."""
+
+    replicas: Annotated[int, Positive, Option(REPLICAS, "Engines, each with its own cache.")] = 2
+    max_replicas: Annotated[
+        int | None,
+        Positive,
+        Option(
+            REPLICAS,
+            "Most replicas. The fleet then scales with its load, and --replicas is the fewest.",
+            example="8",
+            default="as many as --replicas",
+        ),
+    ] = None
+    gpus_per_replica: Annotated[
+        int | None,
+        NotNegative,
+        Option(
+            REPLICAS,
+            "GPUs of one engine (tensor parallelism).",
+            example="1",
+            default="1 where there are GPUs",
+            flags=("--gpus-per-replica", "--tensor-parallel-size"),
+        ),
+    ] = None
+    target_wait_s: Annotated[
+        float,
+        Field(gt=0),
+        Option(CLUSTER, "Seconds in a queue above which replicas are added, up to --max-replicas."),
+    ] = 1.0
+    shrink_delay_s: Annotated[
+        float,
+        NotNegative,
+        Option(
+            REPLICAS,
+            "Seconds for which one replica fewer must have been enough before one is removed, "
+            "and its cache with it.",
+        ),
+    ] = 300.0
+
+
+class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
+    """All options of one model."""
+
+    multi_task_prompt: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            PREFIXES,
+            'File of prefixes to start with: [{"task_id": 1, "prompt": "..."}, ...].',
+            example="tasks.json",
+            default="none",
+            env=("MULTI_TASK_PROMPT",),
+        ),
+    ] = None
+    multi_task_prompt_str: Annotated[
+        str | None,
+        Option(
+            PREFIXES,
+            "The same as JSON instead of a file.",
+            example='[{"task_id": 1, "prompt": "You are ..."}]',
+            default="none",
+            env=("MULTI_TASK_PROMPT_STR",),
+        ),
+    ] = None
+    lora: Annotated[
+        list[str],
+        BeforeValidator(parsers.listed),
+        AfterValidator(parsers.absolute_folders),
+        Option(
+            ADAPTERS,
+            "An adapter's name and folder; once per adapter, or comma-separated.",
+            example="sql=adapters/sql",
+            default="none",
+            flags=("--lora", "--lora-modules"),
+        ),
+    ] = []
+
+
+class Options(ModelOptions):
+    """All options; those of this class apply to the whole cluster."""
+
+    models: Annotated[
+        list[dict[str, Any]],
+        BeforeValidator(parsers.from_json),
+        Option(
+            CLUSTER,
+            "Several models as JSON, each with options of its own.",
+            example='[{"model": "Qwen/Qwen3-8B", "replicas": 4}, {"model": "Qwen/Qwen3-0.6B"}]',
+            default="none",
+            kind=str,
+        ),
+    ] = []
+    routers: Annotated[int, Positive, Option(CLUSTER, "Processes that take requests.")] = 1
+    host: Annotated[
+        str, Option(CLUSTER, "Address to listen on; 0.0.0.0: all of this machine's.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535), Option(CLUSTER, "Port to listen on.")] = 8000
+    drain_timeout_s: Annotated[
+        float,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "Seconds in which a removed replica may finish its requests. The rest then continues "
+            "at other replicas.",
+        ),
+    ] = 600.0
+    log_format: Annotated[
+        Literal["text", "json"],
+        Option(CLUSTER, "Format of the logs of routers and replicas; json: one object per line."),
+    ] = "text"
+    start_timeout_s: Annotated[
+        float, Field(gt=0), Option(CLUSTER, "Seconds after which a start has failed.")
+    ] = 600.0
+
+
+PER_MODEL = tuple(  # options that each of several models can set
+    name
+    for name, field in in_order(ModelOptions.model_fields).items()
+    if option(field).group != CLUSTER
+)

@@ -1,0 +1,45 @@
+"""vLLM's engine arguments that kvroute sets itself, so that users cannot set them."""
+
+from collections.abc import Mapping
+
+# OWNED: vLLM's name -> kvroute's option for it. FIXED: vLLM's name -> why it cannot be changed.
+OWNED = {
+    "model": "--model",
+    "served_model_name": "--served-model-name",
+    "revision": "--revision",
+    "dtype": "--dtype",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "stream_interval": "--stream-interval",
+    "block_size": "--block-size",
+    "enable_prefix_caching": "--prefix-caching",
+    "tensor_parallel_size": "--gpus-per-replica",
+    "data_parallel_size": "--replicas",
+    "enable_lora": "--lora",
+    "max_lora_rank": "--lora",
+    "max_loras": "--max-loras",
+    "max_cpu_loras": "--max-cpu-loras",
+    "otlp_traces_endpoint": "the environment variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+}
+FIXED = {
+    "kv_events_config": "the index is fed by KV events",
+    "scheduler_cls": "named prefixes need kvroute's scheduler",
+    "async_scheduling": "kvroute's scheduler decides it",
+    "disable_log_stats": "routers need the engine's statistics",
+    "tokenizer": "routers use the model's own tokenizer",
+    "tokenizer_revision": "routers use the model's own tokenizer",
+    "skip_tokenizer_init": "replicas send text",
+    "pipeline_parallel_size": "a replica gets the GPUs of --gpus-per-replica, for tensor "
+    "parallelism",
+    "device_ids": "Ray assigns the GPUs",
+}
+
+
+def refusal(engine_args: Mapping[str, object]) -> str | None:
+    """What is wrong with the names, and what to do; None when a user can set all of them."""
+    for name in engine_args:
+        if name in OWNED:
+            return f"{name} has an option of its own; use {OWNED[name]}"
+        if name in FIXED:
+            return f"{name} cannot be changed: {FIXED[name]}; leave it out"
+    return None

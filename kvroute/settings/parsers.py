@@ -1,0 +1,67 @@
+"""Parsers turn what a user writes for an option into its value."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+
+def absolute(path: Path | None) -> Path | None:
+    """An absolute path: routers run in other folders."""
+    return path and path.absolute()
+
+
+def listed(given: object) -> object:
+    """Splits the comma-separated string of an environment variable."""
+    return given.split(",") if isinstance(given, str) else given
+
+
+def absolute_folders(adapters: list[str]) -> list[str]:
+    pairs = (each.partition("=") for each in adapters)
+    return [f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs]
+
+
+def joined(names: object) -> object:
+    """Joins the values of a repeated `--model`."""
+    return ",".join(names) if isinstance(names, list) else names
+
+
+def from_json(given: object) -> object:
+    """The value of a JSON string; any other value unchanged."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise PydanticCustomError("json", "expected JSON ({why})", {"why": str(error)}) from None
+
+
+def engine_args(given: object) -> object:
+    """One mapping of all JSON objects and name=value pairs; a pair wins over an object."""
+    objects, pairs = dict[str, Any](), dict[str, Any]()
+    for each in given if isinstance(given, list) else [given]:
+        if isinstance(each, str) and not each.lstrip().startswith("{"):
+            name, value = _pair(each)
+            pairs[name] = value
+            continue
+        found = from_json(each)
+        if not isinstance(found, dict):
+            raise _no_engine_arg()
+        objects |= found
+    return {str(name).replace("-", "_"): value for name, value in (objects | pairs).items()}
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """Parses name=value. The value is parsed as JSON if possible, else it is a string."""
+    name, equals, value = text.partition("=")
+    if not (name.strip() and equals):
+        raise _no_engine_arg()
+    try:
+        return name.strip(), json.loads(value)
+    except ValueError:
+        return name.strip(), value
+
+
+def _no_engine_arg() -> PydanticCustomError:
+    return PydanticCustomError("engine_args", "expected a JSON object or name=value")

@@ -1,0 +1,9 @@
+"""The settings that a router receives for one model at its start."""
+
+from kvroute.settings.decided import Decided
+from kvroute.settings.multi_task import Task
+from kvroute.settings.options import RouterOptions
+
+
+class RouterSettings(Decided, RouterOptions):
+    tasks: tuple[Task, ...] = ()  # named prefixes to start with

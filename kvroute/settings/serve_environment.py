@@ -1,0 +1,29 @@
+"""The environment variables that Ray Serve reads on every node, only at its start.
+
+`python -m kvroute.settings.serve_environment` prints them for a shell. deploy/Dockerfile repeats
+them, because an image's environment cannot be computed; a test keeps both equal.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+
+def serve_environment() -> dict[str, str]:
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # Lines of Serve's logs that are buffered: more would delay warnings.
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvroute.router.api.request_id:middlewares",
+        # When the routers change, a new HAProxy takes over. The old one may finish its streams for
+        # this long, including those of other routers.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("kvroute-haproxy")),
+    }
+
+
+if __name__ == "__main__":
+    for name, value in serve_environment().items():
+        print(f"export {name}={shlex.quote(value)}")

@@ -1,0 +1,1 @@
+"""What is kept in Redis: the index, named prefixes, clusters. No other room knows a key."""

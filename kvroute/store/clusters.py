@@ -1,0 +1,78 @@
+"""The list of clusters that use this Redis: routers refresh their entry, silent ones expire.
+
+kvroute:clusters    zset    JSON of Tenant -> time of its last refresh, on Redis's clock
+"""
+
+from typing import Any
+
+import msgspec
+import redis.asyncio as redis
+from msgspec import Struct
+
+from kvroute.contract.records import Name, encode
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
+from kvroute.store.connection import answered
+
+KEY = "kvroute:clusters"
+SILENCE_S = 30.0  # without a refresh, after which an entry expires
+MOST = 200  # entries that are read: the latest
+
+# ARGV entry, time now, entries refreshed before this time are removed, lease in s
+_ANNOUNCE = """
+if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then redis.call('DEL', KEYS[1]) end
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', ARGV[3])
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+"""
+
+
+class Tenant(Struct, frozen=True, order=True):
+    """One model of one cluster."""
+
+    cluster: Name  # its id
+    model: Name
+    ray_address: Name
+    application: Name  # Ray Serve's name of it
+
+    def is_twin_of(self, other: "Tenant") -> bool:
+        """Two different tenants that use the same keys."""
+        return self != other and (self.cluster, self.model) == (other.cluster, other.model)
+
+
+class Clusters:
+    """Any method raises RedisError or OSError when Redis is unreachable."""
+
+    def __init__(self, client: "redis.Redis", unreadable: Unreadable) -> None:
+        self._redis: Any = client
+        self._unreadable = unreadable
+        self._announce = client.register_script(_ANNOUNCE)
+        self._decode = msgspec.json.Decoder(Tenant).decode
+
+    @answered
+    async def announce(self, own: Tenant) -> None:
+        """Refreshes the entry; it lasts for SILENCE_S."""
+        now_s = await self._now_s()
+        limit_s, lease_s = f"({now_s - SILENCE_S}", round(SILENCE_S)
+        await self._announce(keys=[KEY], args=[encode(own), now_s, limit_s, lease_s])
+
+    @answered
+    async def withdraw(self, own: Tenant) -> None:
+        """Removes the entry; another router of the same tenant adds it again."""
+        await self._redis.zrem(KEY, encode(own))
+
+    @answered
+    async def all(self) -> list[Tenant]:
+        """All tenants with a current entry."""
+        oldest_s = await self._now_s() - SILENCE_S
+        members = await self._redis.zrevrangebyscore(KEY, "+inf", oldest_s, start=0, num=MOST)
+        found = []
+        for member in members:
+            try:
+                found.append(self._decode(member))
+            except DECODE_ERRORS as error:
+                self._unreadable.add("cluster", member, error)
+        return sorted(found)
+
+    async def _now_s(self) -> float:
+        seconds, microseconds = await self._redis.time()
+        return float(seconds + microseconds / 1e6)

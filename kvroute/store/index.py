@@ -1,0 +1,513 @@
+"""The index in Redis says which replica holds which blocks; its keys and formats are here only.
+
+All keys of one model of one cluster share a hash tag, so they live on one node of a Redis Cluster.
+TAG is CLUSTER/MODEL, with %, { and } escaped as in a URL, and / in the cluster's part:
+
+    kvroute:{TAG}:replicas              set     ids registered and not yet pruned
+    kvroute:{TAG}:replica:ID            hash    incarnation, seq, facts, load, pins; leased. facts,
+                                                load, pins: JSON of records.Description, Load, Pins
+    kvroute:{TAG}:blocks:ID:INCARNATION set     8-byte fingerprints; leased
+    kvroute:{TAG}:router-ids            set     ids announced and not yet pruned
+    kvroute:{TAG}:router:ID             string  JSON of records.RouterDescription; leased
+    kvroute:{TAG}:routers               channel msgpack of messages.Message
+    kvroute:{TAG}:changes               stream  r, i, s; j (joined), l (left), or c, a, d
+    kvroute:clusters                    zset    all clusters that use this Redis: clusters.py
+
+Each registration starts a new incarnation; its changes are numbered from 0 (seq). Every write is
+one script that carries the expected state: incarnation, seq and number of blocks. If Redis has a
+different state (another writer, no lease, an older snapshot, an evicted set), the write is fenced:
+it changes nothing, and the writer registers again. All keys except the channel expire with the last
+lease. Named prefixes have additional keys: prefixes.py.
+
+Unreadable data (another version, another cluster's, garbage) is skipped and counted in
+`Index.unreadable`; a key of another type is replaced when its writer registers again.
+"""
+
+import hashlib
+from collections.abc import (
+    AsyncIterator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import redis.asyncio as redis
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.records import (
+    NO_PINS,
+    Description,
+    Load,
+    Pins,
+    ReplicaRecord,
+    RouterDescription,
+    decode_description,
+    decode_load,
+    decode_pins,
+    decode_router,
+    encode,
+)
+from kvroute.contract.unreadable import DECODE_ERRORS, Kind, Unreadable, UnreadableError, text
+from kvroute.store import scripts
+from kvroute.store.connection import answered
+from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
+
+BATCH_BLOCKS = 5000  # the most fingerprints in one change: bounds one script's time in Redis
+# Bounds of the stream, both approximate; a reader that is further behind reloads replicas. Each
+# block stored or evicted takes 8 bytes and each change about 150: 55 MB where 100 replicas change
+# 2,000 blocks/s each. In a stress test writers reached 2.5 million blocks/s on a Redis with two
+# cores, which would be 0.6 GB.
+STREAM_MS = 30_000
+STREAM_CHANGES = 50_000
+READ_CHANGES = 500  # the most that `follow` reads at once
+SEQ_DIGITS = 18
+READ_RECORDS = 100  # the most that `records` reads at once: about 2 ms of a router's time
+
+
+class FencedError(Exception):
+    """Redis lost the writer's state, or has another writer's: register again."""
+
+
+class Position(NamedTuple):
+    """A position in the stream of changes; later ones are greater."""
+
+    at_ms: int  # on Redis's clock
+    number: int  # among the changes of that millisecond
+
+    @classmethod
+    def parse(cls, entry_id: bytes) -> "Position":
+        at_ms, number = entry_id.split(b"-")
+        return cls(int(at_ms), int(number))
+
+    def __str__(self) -> str:
+        return f"{self.at_ms}-{self.number}"
+
+
+START = Position(0, 0)  # before any change
+END = Position(2**64 - 1, 2**64 - 1)  # after any change
+
+
+@dataclass(frozen=True, slots=True)
+class WriterState:
+    """The state that a replica's writer expects in Redis; every write checks and advances it."""
+
+    replica_id: str
+    incarnation: str  # new at every registration
+    seq: int = 0  # changes written
+    blocks: int = 0  # in the replica's set
+    described: str = field(default="", compare=False, repr=False)  # SHA-1 of the description
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One entry of the stream."""
+
+    replica_id: str
+    incarnation: str
+    seq: int
+    joined: bool = False  # the replica (re)registered and holds nothing yet
+    left: bool = False  # the replica left in order
+    cleared: bool = False  # all blocks before `added` are dropped
+    added: tuple[Fingerprint, ...] = ()
+    removed: tuple[Fingerprint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A replica's set at one moment."""
+
+    seq: int  # of the last change that it includes
+    position: Position  # the stream's end at that moment: later changes are not included
+    packed: bytes
+
+    @property
+    def blocks(self) -> tuple[Fingerprint, ...]:
+        return unpack(self.packed)
+
+
+class Records(NamedTuple):
+    """The replicas with a valid lease."""
+
+    readable: list[ReplicaRecord]  # ordered by id
+    reasons: dict[str, str]  # id -> why its record cannot be read
+
+
+def pack(fingerprints: Iterable[Fingerprint]) -> bytes:
+    """Eight little-endian bytes for each fingerprint."""
+    return np.fromiter(fingerprints, dtype="<u8").tobytes()
+
+
+def unpack(packed: bytes) -> tuple[Fingerprint, ...]:
+    return tuple(np.frombuffer(packed, dtype="<u8").tolist())
+
+
+class Index:
+    """The index of one model of one cluster.
+
+    Any method raises RedisError or OSError when Redis is unreachable. No content of Redis makes a
+    read raise anything else.
+    """
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        model: str,
+        *,
+        cluster: str = DEFAULT_CLUSTER,
+        unreadable: Unreadable | None = None,
+    ) -> None:
+        self.unreadable = unreadable or Unreadable()
+        self._redis: Any = client  # its types allow every reply of every protocol version
+        self._model = model
+        self._prefix = key_prefix(cluster, model)
+        self._changes = f"{self._prefix}:changes"
+        self._replicas = f"{self._prefix}:replicas"
+        self._routers = f"{self._prefix}:routers"
+        self._router_ids = f"{self._prefix}:router-ids"
+        self._register = client.register_script(scripts.REGISTER)
+        self._change = client.register_script(scripts.CHANGE)
+        self._renew = client.register_script(scripts.RENEW)
+        self._leave = client.register_script(scripts.LEAVE)
+        self._snapshot = client.register_script(scripts.SNAPSHOT)
+        self._read = client.register_script(scripts.READ)
+        self._announce = client.register_script(scripts.ANNOUNCE)
+
+    # The write path: methods for one replica.
+
+    @answered
+    async def register(
+        self,
+        replica_id: str,
+        incarnation: str,
+        *,
+        replaces: bool = True,
+        description: Description,
+        load: Load,
+        pins: Pins = NO_PINS,
+        lease_s: float,
+    ) -> WriterState:
+        """Adds the replica without blocks; a writer of an older incarnation is fenced.
+
+        With `replaces` false it raises FencedError while the id has a leased record.
+        """
+        facts = encode(description)
+        writer_state = WriterState(
+            replica_id, incarnation, described=hashlib.sha1(facts).hexdigest()
+        )
+        arguments = [facts, encode(load), "1" if replaces else "", *_bounds(), encode(dict(pins))]
+        await self._write(self._register, writer_state, lease_s, arguments)
+        return writer_state
+
+    @answered
+    async def change(
+        self,
+        writer_state: WriterState,
+        *,
+        cleared: bool = False,
+        added: Iterable[Fingerprint] = (),
+        removed: Iterable[Fingerprint] = (),
+        lease_s: float,
+    ) -> WriterState:
+        """Updates set and stream together, or raises FencedError and updates neither."""
+        arguments = ["1" if cleared else "", pack(added), pack(removed), *_bounds()]
+        blocks = await self._write(self._change, writer_state, lease_s, arguments)
+        return replace(writer_state, seq=writer_state.seq + 1, blocks=blocks)
+
+    @answered
+    async def renew(
+        self,
+        writer_state: WriterState,
+        *,
+        load: Load,
+        pins: Pins = NO_PINS,
+        lease_s: float,
+    ) -> None:
+        """Renews the lease and updates load and pins in the record."""
+        arguments = [encode(load), encode(dict(pins)), writer_state.described]
+        await self._write(self._renew, writer_state, lease_s, arguments)
+
+    @answered
+    async def leave(self, replica_id: str, incarnation: str) -> None:
+        """Removes this incarnation, with or without a valid lease."""
+        await self._leave(
+            keys=self._keys(replica_id, incarnation),
+            args=[incarnation, replica_id, STREAM_CHANGES],
+        )
+
+    # The read path: methods for a router.
+
+    @answered
+    async def position(self) -> Position:
+        """The stream's end: `follow` from here returns every later change."""
+        return _end(await self._redis.xrevrange(self._changes, count=1))
+
+    @answered
+    async def records(self) -> list[ReplicaRecord]:
+        """The replicas with a valid lease and a readable record."""
+        return (await self.all_records()).readable
+
+    @answered
+    async def all_records(self) -> "Records":
+        """The replicas with a valid lease; the ids of all others are pruned."""
+        ids = await self._ids(self._replicas, "replica")
+        readable, reasons, gone = list[ReplicaRecord](), dict[str, str](), list[str]()
+        for begin in range(0, len(ids), READ_RECORDS):
+            some = ids[begin : begin + READ_RECORDS]
+            read = await self._read(keys=list(map(self._record_key, some)))
+            for replica_id, fields in zip(some, read, strict=True):
+                record = self._record(replica_id, fields)
+                if record is None:
+                    gone.append(replica_id)
+                elif isinstance(record, str):
+                    reasons[replica_id] = record
+                else:
+                    readable.append(record)
+        if gone:
+            await self._redis.srem(self._replicas, *gone)  # a renewal adds a live one again
+        return Records(readable, reasons)
+
+    @answered
+    async def replica_status(self) -> tuple[list[ReplicaRecord], dict[str, int]]:
+        """The live replicas, and how many blocks each one has in the index."""
+        records = await self.records()
+        return records, await self.counts(records)
+
+    @answered
+    async def counts(self, records: Sequence[ReplicaRecord]) -> dict[str, int]:
+        """How many blocks each of these replicas has in the index."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for record in records:
+            pipeline.scard(self._blocks_key(record.id, record.incarnation))
+        counts = await pipeline.execute(raise_on_error=False)
+        each = zip(records, counts, strict=True)
+        return {record.id: n for record, n in each if isinstance(n, int)}
+
+    @answered
+    async def record(self, replica_id: str) -> ReplicaRecord | None:
+        """None without a readable record."""
+        (fields,) = await self._read(keys=[self._record_key(replica_id)])
+        record = self._record(replica_id, fields)
+        return None if isinstance(record, str) else record
+
+    @answered
+    async def blocks(self, record: ReplicaRecord) -> Snapshot:
+        """A replica's current set. Raises FencedError when the record is outdated."""
+        keys = self._keys(record.id, record.incarnation)
+        found = await self._snapshot(keys=keys, args=[record.incarnation])
+        if found is None:
+            raise FencedError(f"replica {record.id} is no longer incarnation {record.incarnation}")
+        seq, packed, last, foreign = found
+        if foreign:
+            reason = f"{foreign} members of its set are no fingerprints"
+            self.unreadable.add("blocks", record.id, reason)
+        try:
+            return Snapshot(_seq(seq), Position.parse(last) if last else START, packed)
+        except UnreadableError as error:
+            raise FencedError(f"replica {record.id} has no readable record: {error}") from None
+
+    @answered
+    async def held(self, record: ReplicaRecord, fingerprints: Sequence[Fingerprint]) -> int:
+        """How many of these fingerprints are in the replica's set."""
+        packed = [pack([fingerprint]) for fingerprint in fingerprints]
+        return sum(
+            await self._redis.smismember(self._blocks_key(record.id, record.incarnation), packed)
+        )
+
+    @answered
+    async def leases_s(self) -> dict[str, float]:
+        """The remaining lease of each live replica."""
+        ids = [record.id for record in await self.records()]
+        pipeline = self._redis.pipeline(transaction=False)
+        for replica_id in ids:
+            pipeline.pttl(self._record_key(replica_id))
+        left = zip(ids, await pipeline.execute(), strict=True)
+        return {replica_id: left_ms / 1000 for replica_id, left_ms in left if left_ms >= 0}
+
+    @answered
+    async def follow(
+        self, position: Position, *, block_ms: int
+    ) -> Iterator[tuple[Position, Change | None]]:
+        """Up to READ_CHANGES after `position`, oldest first; waits up to block_ms for the first.
+
+        Changes are decoded one by one while the caller iterates: together they may have millions
+        of blocks. An unreadable change is None.
+        """
+        answer = await self._redis.xread(
+            {self._changes: str(position)}, count=READ_CHANGES, block=block_ms
+        )
+        entries = answer[0][1] if answer else []
+        return ((Position.parse(at), self._decoded(at, fields)) for at, fields in entries)
+
+    # Methods for routers about each other.
+
+    @answered
+    async def announce_router(
+        self, router_id: str, description: RouterDescription, *, lease_s: float
+    ) -> None:
+        """Adds the router for the duration of the lease."""
+        await self._announce(
+            keys=[self._router_key(router_id), self._router_ids],
+            args=[router_id, encode(description), _milliseconds(lease_s)],
+        )
+
+    @answered
+    async def withdraw_router(self, router_id: str) -> None:
+        await self._redis.delete(self._router_key(router_id))
+
+    @answered
+    async def routers(self) -> dict[str, RouterDescription]:
+        """The descriptions of routers with a valid lease, by id; the ids of others are pruned."""
+        ids = await self._ids(self._router_ids, "router")
+        if not ids:
+            return {}
+        described = await self._redis.mget([self._router_key(router_id) for router_id in ids])
+        found = dict[str, RouterDescription]()
+        for router_id, packed in zip(ids, described, strict=True):
+            try:
+                if packed is not None:
+                    found[router_id] = decode_router(packed)
+            except DECODE_ERRORS as error:
+                self.unreadable.add("router", router_id, error)
+        if gone := [id_ for id_, packed in zip(ids, described, strict=True) if packed is None]:
+            await self._redis.srem(self._router_ids, *gone)
+        return found
+
+    @answered
+    async def publish_to_routers(self, payload: bytes) -> None:
+        """Every subscribed router receives it within milliseconds; the message is not stored."""
+        await self._redis.publish(self._routers, payload)
+
+    async def router_messages(self, *, wait_s: float) -> AsyncIterator[bytes | None]:
+        """The messages published from now on; None after every `wait_s` without one."""
+        async with self._redis.pubsub() as subscription:
+            await subscription.subscribe(self._routers)
+            while True:
+                message = await subscription.get_message(
+                    ignore_subscribe_messages=True, timeout=wait_s
+                )
+                yield message and message["data"]
+
+    async def _ids(self, key: str, kind: Kind) -> list[str]:
+        """The members of a set of ids, in order."""
+        ids = []
+        for member in await self._redis.smembers(key):
+            try:
+                ids.append(text(member))
+            except UnreadableError as error:
+                self.unreadable.add(kind, member, error)
+        return sorted(ids)
+
+    def _record(
+        self, replica_id: str, fields: Sequence[bytes | None] | bytes
+    ) -> ReplicaRecord | str | None:
+        """The record; None without a lease; a string that says why it cannot be read."""
+        try:
+            return _decode_record(self._model, replica_id, fields)
+        except DECODE_ERRORS as error:
+            return self.unreadable.add("replica", replica_id, error)
+
+    def _decoded(self, at: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
+        try:
+            return _change(fields)
+        except DECODE_ERRORS as error:
+            self.unreadable.add("change", at, error)
+        except KeyError as missing:
+            self.unreadable.add("change", at, f"it has no field {missing}")
+        return None
+
+    async def _write(
+        self, script: Any, writer_state: WriterState, lease_s: float, arguments: list[Any]
+    ) -> int:
+        """The script's result. Raises FencedError when it changed nothing."""
+        answer: int | bytes = await script(
+            keys=self._keys(writer_state.replica_id, writer_state.incarnation),
+            args=[
+                writer_state.incarnation,
+                writer_state.seq,
+                writer_state.blocks,
+                _milliseconds(lease_s),
+                writer_state.replica_id,
+                *arguments,
+            ],
+        )
+        if isinstance(answer, bytes):
+            raise FencedError(f"Redis does not have {writer_state}, or has it for another writer")
+        return answer
+
+    def _keys(self, replica_id: str, incarnation: str) -> list[str]:
+        return [
+            self._record_key(replica_id),
+            self._blocks_key(replica_id, incarnation),
+            self._replicas,
+            self._changes,
+        ]
+
+    def _router_key(self, router_id: str) -> str:
+        return f"{self._prefix}:router:{router_id}"
+
+    def _record_key(self, replica_id: str) -> str:
+        return f"{self._prefix}:replica:{replica_id}"
+
+    def _blocks_key(self, replica_id: str, incarnation: str) -> str:
+        return f"{self._prefix}:blocks:{replica_id}:{incarnation}"
+
+
+def _bounds() -> tuple[int, int]:
+    return STREAM_CHANGES, STREAM_MS
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _end(last_entries: list[tuple[bytes, Any]]) -> Position:
+    return Position.parse(last_entries[0][0]) if last_entries else START
+
+
+def _decode_record(
+    model: str, replica_id: str, fields: Sequence[bytes | None] | bytes
+) -> ReplicaRecord | None:
+    """None without a lease. Raises one of unreadable.DECODE_ERRORS."""
+    if isinstance(fields, bytes):
+        raise UnreadableError(fields.decode(errors="replace"))
+    if fields.count(None) == len(fields):
+        return None
+    incarnation, seq, facts, load, pins = fields
+    if incarnation is None or seq is None or facts is None or load is None or pins is None:
+        raise UnreadableError("a field of its record is missing")
+    described = decode_description(facts)
+    if described.model not in ("", model):
+        raise UnreadableError(f"its model is {described.model!r}")
+    return ReplicaRecord(
+        replica_id,
+        text(incarnation),
+        _seq(seq),
+        described.facts,
+        decode_load(load),
+        decode_pins(pins),
+        described.identity,
+        described.whereabouts,
+    )
+
+
+def _seq(packed: bytes | None) -> int:
+    if packed is None or not packed.isdigit() or len(packed) > SEQ_DIGITS:
+        raise UnreadableError(f"its number of changes is {packed!r}"[:100])
+    return int(packed)
+
+
+def _change(fields: Mapping[bytes, bytes]) -> Change:
+    return Change(
+        replica_id=text(fields[b"r"]),
+        incarnation=text(fields[b"i"]),
+        seq=_seq(fields[b"s"]),
+        joined=b"j" in fields,
+        left=b"l" in fields,
+        cleared=fields.get(b"c") == b"1",
+        added=unpack(fields.get(b"a", b"")),
+        removed=unpack(fields.get(b"d", b"")),
+    )

@@ -1,0 +1,29 @@
+"""An outage of Redis is logged once when it begins and once when it ends."""
+
+import logging
+import time
+
+
+class Outage:
+    """The outage of Redis, as one component observes it."""
+
+    def __init__(self, log: logging.Logger, effect: str) -> None:
+        self._log = log
+        self._effect = effect  # of the outage, for the log
+        self._began_s: float | None = None  # on the monotonic clock
+
+    @property
+    def is_on(self) -> bool:
+        return self._began_s is not None
+
+    def begin(self, error: Exception) -> None:
+        """A call failed."""
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+            self._log.warning("Redis is away (%r); %s", error, self._effect)
+
+    def end(self) -> None:
+        """A call succeeded."""
+        if self._began_s is not None:
+            self._log.warning("Redis is back after %.1f s", time.monotonic() - self._began_s)
+            self._began_s = None

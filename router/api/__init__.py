@@ -1,1 +1,0 @@
-"""HTTP: requests and answers in OpenAI's shapes, and a request's token ids."""

@@ -1,1 +1,0 @@
-"""The command `kvroute`, and a cluster in the foreground."""

@@ -1,1 +1,0 @@
-"""What a router tells those who look: numbers, traces, the live page, audits."""

@@ -1,1 +1,0 @@
-"""Prefixes with a name, or worth one."""

@@ -1,1 +1,0 @@
-"""What a router knows of the fleet, and the ranking that follows from it."""

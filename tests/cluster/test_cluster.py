@@ -1,0 +1,324 @@
+"""A real cluster (Ray Serve, HAProxy, Redis) with simulated engines, as its clients see it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import requests
+from openai import OpenAI
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.clients import async_openai_client, openai_client
+from tests.support.serving import KVROUTE, Cluster
+from tests.support.workloads import (
+    BLOCK,
+    ask,
+    interleaved_chats,
+    people_table,
+    table_questions,
+    user,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+CHAT: dict[str, Any] = {"model": BUILTIN_MODEL, "messages": user("Hello there"), "max_tokens": 8}
+
+
+@pytest.fixture
+def pairs_client(pair: Cluster) -> Iterator[OpenAI]:
+    with openai_client(pair) as client:
+        yield client
+
+
+def post(cluster: Cluster, path: str, body: Any) -> requests.Response:
+    return requests.post(cluster.url + path, json=body, timeout=60)
+
+
+def until(is_true: Any, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        time.sleep(0.1)
+
+
+def test_a_client_that_knows_only_http_is_answered(simulated_cluster: Cluster) -> None:
+    body = {**CHAT, "max_tokens": 15, "top_p": 1, "frequency_penalty": 1.0}
+    answer = post(simulated_cluster, "/v1/chat/completions", body).json()
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_the_second_time_a_prompt_is_served_from_its_replicas_cache(client: OpenAI) -> None:
+    document = "the second time " + people_table()
+    first, second = ask(client, user(document)), ask(client, user(document))
+    assert (first.cached_tokens, first.expected_tokens) == (0, 0)
+    full = (second.prompt_tokens - 1) // BLOCK * BLOCK
+    assert (second.cached_tokens, second.expected_tokens) == (full, full)
+    assert second.replica == first.replica
+    assert second.text == first.text
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(client: OpenAI) -> None:
+    whole = ask(client, user("stream me"), max_tokens=20)
+    stream = client.chat.completions.create(
+        **{**CHAT, "messages": user("stream me"), "max_tokens": 20},
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    events = list(stream)
+    assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == whole.text
+    assert events[-1].usage.completion_tokens == 20
+    assert events[-2].choices[0].finish_reason == "length"
+
+
+def test_completions_take_text_lists_and_token_ids(client: OpenAI) -> None:
+    create = client.completions.create
+    prompts: list[Any] = ["one two", ["one two", "three"], [1000, 1001], [[1000], [1001]]]
+    answers = [create(model=BUILTIN_MODEL, prompt=prompt, max_tokens=4) for prompt in prompts]
+    assert [len(answer.choices) for answer in answers] == [1, 2, 1, 2]
+    assert [answer.usage and answer.usage.completion_tokens for answer in answers] == [4, 8, 4, 8]
+
+
+def test_several_prompts_stream_side_by_side(client: OpenAI) -> None:
+    stream = client.completions.create(
+        model=BUILTIN_MODEL, prompt=["a", "b", "c"], n=2, max_tokens=5, stream=True
+    )
+    ends = [event.choices[0].index for event in stream if event.choices[0].finish_reason]
+    assert sorted(ends) == [0, 1, 2, 3, 4, 5]
+
+
+def test_every_question_about_a_document_finds_it_cached_whichever_router_it_meets(
+    client: OpenAI,
+) -> None:
+    table = people_table()
+    first = ask(client, user(f"{table}\nWho is the eldest?"))
+    for question in table_questions():
+        answer = ask(client, user(f"{table}\n{question}"))
+        assert answer.replica == first.replica
+        assert answer.cached_tokens >= 0.95 * (first.prompt_tokens // BLOCK) * BLOCK
+
+
+@pytest.mark.parametrize(("system_words", "user_words"), [(0, 60), (80, 40), (400, 60)])
+def test_interleaved_chats_keep_their_caches_and_share_the_work(
+    pairs_client: OpenAI, system_words: int, user_words: int
+) -> None:
+    outcome = interleaved_chats(
+        pairs_client,
+        chats=8,
+        turns=6,
+        system_words=system_words,
+        user_words=user_words,
+        seed=system_words,
+    )
+    assert outcome.hit_share >= 0.95
+    assert outcome.imbalance < 2.0
+
+
+async def test_two_hundred_streams_at_once_all_complete(simulated_cluster: Cluster) -> None:
+    async def stream(number: int) -> int:
+        events = await client.chat.completions.create(
+            model=BUILTIN_MODEL,
+            messages=[{"role": "user", "content": f"stream {number} " + "word " * number}],
+            max_tokens=50,
+            stream=True,
+        )
+        pieces = [event.choices[0] async for event in events]
+        assert pieces[-1].finish_reason == "length"
+        return sum(piece.delta.content not in (None, "") for piece in pieces)
+
+    async with async_openai_client(simulated_cluster.url, timeout_s=120) as client:
+        counts = await asyncio.gather(*(stream(number) for number in range(200)))
+    assert min(counts) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "names"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": user("word " * 200_000)}, 400, "messages"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"model": "gpt-4"}, 404, "model"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_the_next_request_works(
+    simulated_cluster: Cluster, change: dict[str, Any], status: int, names: str
+) -> None:
+    refusal = post(simulated_cluster, "/v1/chat/completions", {**CHAT, **change})
+    assert refusal.status_code == status
+    assert refusal.json()["error"]["param"] == names
+    assert post(simulated_cluster, "/v1/chat/completions", CHAT).status_code == 200
+
+
+@pytest.mark.parametrize(("body", "status"), [(b"{bad", 400), (b"x" * 50_000_000, 413)])
+def test_a_body_that_is_no_request_is_refused(
+    simulated_cluster: Cluster, body: bytes, status: int
+) -> None:
+    url = simulated_cluster.url + "/v1/chat/completions"
+    refusal = requests.post(url, data=body, timeout=60)
+    assert refusal.status_code == status
+    assert refusal.json()["error"]["message"]
+    assert requests.post(url, json=CHAT, timeout=60).status_code == 200
+
+
+def test_an_unknown_route_is_refused_in_openais_shape(simulated_cluster: Cluster) -> None:
+    refusal = requests.get(simulated_cluster.url + "/v2/nothing", timeout=10)
+    assert refusal.status_code == 404
+    assert "/v2/nothing" in refusal.json()["error"]["message"]
+
+
+def test_the_openai_client_reads_our_errors(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(**{**CHAT, "max_tokens": 0})
+    assert refusal.value.param == "max_tokens"
+
+
+def test_the_cluster_tells_of_its_replicas(simulated_cluster: Cluster, client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [BUILTIN_MODEL]
+    assert requests.get(simulated_cluster.url + "/health", timeout=10).json()["replicas"] == 4
+    replicas = requests.get(simulated_cluster.url + "/v1/cluster", timeout=10).json()["replicas"]
+    assert len(replicas) == 4
+    assert set(replicas[0]) == {
+        *("id", "model", "pid", "incarnation", "node", "block_size", "blocks"),
+        *("capacity_blocks", "running", "waiting", "loras", "degraded"),
+    }
+
+
+def test_status_prints_the_replicas(simulated_cluster: Cluster) -> None:
+    command = [*KVROUTE, "status", "--url", simulated_cluster.url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    replicas = requests.get(simulated_cluster.url + "/v1/cluster", timeout=10).json()["replicas"]
+    assert all(replica["id"] in shown for replica in replicas)
+
+
+def running(cluster: Cluster) -> int:
+    """Requests that engines work on."""
+    replicas = httpx.get(cluster.url + "/v1/cluster").json()["replicas"]
+    return sum(replica["running"] for replica in replicas)
+
+
+def test_a_client_that_disconnects_frees_its_slot(simulated_cluster: Cluster) -> None:
+    body = {**CHAT, "max_tokens": 4000, "stream": True}
+    url = simulated_cluster.url + "/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        until(lambda: running(simulated_cluster) == 1)
+    until(lambda: running(simulated_cluster) == 0, within_s=5)
+
+
+def test_so_does_one_that_waits_for_a_whole_answer(simulated_cluster: Cluster) -> None:
+    """Its body comes apart from its headers, as most clients send it."""
+    body = json.dumps({**CHAT, "max_tokens": 4000, "ignore_eos": True}).encode()
+    host, port = simulated_cluster.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: kvroute\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        )
+        time.sleep(0.05)
+        client.sendall(body)
+        until(lambda: running(simulated_cluster) == 1)
+    until(lambda: running(simulated_cluster) == 0, within_s=5)
+
+
+def test_a_route_says_where_a_prompt_would_go_and_it_goes_there(
+    simulated_cluster: Cluster, client: OpenAI
+) -> None:
+    messages = user("tell me the way " + people_table())
+    there = ask(client, messages)
+    body = {"model": BUILTIN_MODEL, "messages": messages}
+    (receipt,) = post(simulated_cluster, "/v1/route", body).json()["receipts"]
+    assert receipt["choice"] == there.replica
+    assert receipt["best_hit_tokens"] == (there.prompt_tokens - 1) // BLOCK * BLOCK
+    assert receipt["prompt_tokens"] == there.prompt_tokens
+    assert len(receipt["replicas"]) == 4
+    assert ask(client, messages).replica == receipt["choice"]
+
+
+def test_a_route_of_a_bad_body_is_refused_like_the_request(simulated_cluster: Cluster) -> None:
+    refused = post(simulated_cluster, "/v1/route", {"prompt": []})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_gets_a_receipt_when_it_asks_for_one(client: OpenAI, stream: bool) -> None:
+    answer: Any = client.chat.completions.create(
+        **CHAT, stream=stream, extra_headers={"x-kvroute-receipt": "1"}
+    )
+    last = list(answer)[-1] if stream else answer
+    (receipt,) = last.kvroute_receipts
+    assert receipt["replica"] == receipt["choice"]
+    assert receipt["cached_tokens"] == last.usage.prompt_tokens_details.cached_tokens
+
+
+def test_explain_prints_what_tipped_the_scales(simulated_cluster: Cluster) -> None:
+    command = [*KVROUTE, "explain", "Hello", "--url", simulated_cluster.url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "hit_tokens" in shown
+    assert "reusable blocks" in shown
+
+
+def test_two_clusters_on_one_computer_share_no_port(
+    simulated_cluster: Cluster, pair: Cluster
+) -> None:
+    """Linux would let them, and give requests now to the one and now to the other."""
+    assert listening(pair).isdisjoint(listening(simulated_cluster))
+
+
+def listening(cluster: Cluster) -> set[int]:
+    """Once its own port is among them: one HAProxy takes over from another after the start."""
+    own = int(cluster.url.split(":")[-1])
+    until(lambda: own in ports_of(cluster))
+    return ports_of(cluster)
+
+
+def ports_of(cluster: Cluster) -> set[int]:
+    ports = set[int]()
+    for process in cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # Ray's spare ones come and go
+            connections = process.net_connections()
+            ports |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    return ports
+
+
+def pids(cluster: Cluster) -> dict[str, int]:
+    """By replica id."""
+    replicas = httpx.get(cluster.url + "/v1/cluster").json()["replicas"]
+    return {replica["id"]: replica["pid"] for replica in replicas}
+
+
+def test_a_killed_replica_is_left_out_and_replaced(pair: Cluster, pairs_client: OpenAI) -> None:
+    before = pids(pair)
+    killed = ask(pairs_client, user(people_table())).replica
+    os.kill(before[killed], signal.SIGKILL)
+    for number in range(20):
+        assert ask(pairs_client, user(f"{people_table()} {number}")).replica != killed
+    until(lambda: len(pids(pair)) == 2 and killed not in pids(pair), within_s=60)
+
+
+def test_without_redis_requests_go_on_and_still_find_their_caches(
+    pair: Cluster, pairs_client: OpenAI
+) -> None:
+    """The last test of this cluster: its Redis does not come back."""
+    until(lambda: ask(pairs_client, user(people_table())).expected_tokens > 1000)
+    running = pids(pair)
+    processes = psutil.Process(pair.process.pid).children(recursive=True)
+    (redis,) = [each for each in processes if each.name() == "redis-server"]
+    redis.kill()
+    answers = [ask(pairs_client, user(f"{people_table()} {number}")) for number in range(10)]
+    assert httpx.get(pair.url + "/health").status_code == 200
+    assert running.items() <= pids(pair).items()  # one just lost may still be known
+    assert all(answer.cached_tokens > 1000 for answer in answers)

@@ -1,0 +1,161 @@
+"""Redis dies, comes back empty, is slow or hangs under steady chats; routers die; no chat fails."""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Set
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import requests
+from openai import OpenAI
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.store.connection import ANSWER_S, connect
+from kvroute.store.index import FencedError, Index
+from tests.support.chats import Chats, hit_share, median_ttft_s
+from tests.support.clients import async_openai_client
+from tests.support.redis_server import Wired
+from tests.support.scraping import targets
+from tests.support.serving import Cluster
+from tests.support.waiting import until
+from tests.support.workloads import ask, people_table, user
+
+pytestmark = pytest.mark.timeout(240)
+
+CHATS = 6
+STEADY_S = 4.0
+AWAY_S = 6.0  # longer than a lease
+
+
+def index_health(cluster: Cluster) -> Any:
+    health = httpx.get(cluster.url + "/health", timeout=10)
+    assert health.status_code == 200
+    return health.json()["index"]
+
+
+def replica_count(cluster: Cluster) -> int:
+    """Fails when the answer takes as long as a call to a Redis that hangs."""
+    answer = httpx.get(cluster.url + "/v1/cluster", timeout=ANSWER_S - 1)
+    return len(answer.json()["replicas"])
+
+
+async def blocks_in(url: str) -> dict[str, set[Fingerprint]]:
+    """By replica id."""
+    client = connect(url)
+    index = Index(client, BUILTIN_MODEL, cluster="faults")
+    try:
+        return {each.id: set((await index.blocks(each)).blocks) for each in await index.records()}
+    except FencedError:
+        return {}  # in the midst of being announced again
+    finally:
+        await client.aclose()
+
+
+async def until_there(url: str, blocks: dict[str, set[Fingerprint]]) -> None:
+    """Nothing is evicted here: what was announced once must be there again."""
+    async with asyncio.timeout(20):
+        while True:
+            found = await blocks_in(url)
+            if all(held <= found.get(replica_id, set()) for replica_id, held in blocks.items()):
+                return
+            await asyncio.sleep(0.1)
+
+
+def router_process(cluster: Cluster) -> psutil.Process:
+    """One of them."""
+    return next(each for each in cluster.processes() if "Router" in " ".join(each.cmdline()))
+
+
+def is_right(cluster: Cluster) -> bool:
+    """Whichever router is asked, it knows what the replicas hold."""
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        prompt = user(f"{uuid.uuid4()} {people_table()}")
+        answers = [ask(client, prompt) for _ in range(5)]
+    return all(each.expected_tokens == each.cached_tokens for each in answers) and any(
+        each.cached_tokens for each in answers
+    )
+
+
+async def test_redis_is_away_and_comes_back_empty(wired: Wired) -> None:
+    cluster, url = wired.cluster, f"redis://127.0.0.1:{wired.port}"
+    async with async_openai_client(cluster.url) as client:
+        chats = Chats(client, CHATS)
+        async with chats.going_on():
+            await asyncio.sleep(STEADY_S)
+            announced = await blocks_in(url)
+            wired.server.close()
+            before, chats.turns = chats.turns, []
+            await asyncio.sleep(AWAY_S)
+            health = index_health(cluster)
+            assert not health["reachable"]
+            assert health["age_s"] > AWAY_S - 2
+            away, chats.turns = chats.turns, []
+            wired.start_redis()
+            await until_there(url, announced)
+            back, chats.turns = chats.turns, []
+            await asyncio.sleep(STEADY_S)
+    assert not chats.failures
+    shares = [hit_share(turns) for turns in (before, away, back + chats.turns)]
+    assert min(shares) > 0.9, shares
+    assert index_health(cluster)["reachable"]
+
+
+async def test_a_slow_redis_delays_the_index_and_no_request(
+    wired: Wired,
+) -> None:
+    cluster, wire = wired.cluster, wired.wire
+    async with async_openai_client(cluster.url) as client:
+        chats = Chats(client, CHATS)
+        async with chats.going_on():
+            await asyncio.sleep(STEADY_S)
+            before, chats.turns = chats.turns, []
+            wire.delay_s = 0.5
+            await asyncio.sleep(AWAY_S)
+    assert not chats.failures
+    assert median_ttft_s(chats.turns) < median_ttft_s(before) + wire.delay_s
+    assert hit_share(chats.turns) > 0.5
+    wire.delay_s = 0.0
+    await until(lambda: is_right(cluster), within_s=30)
+
+
+async def test_a_redis_that_hangs_holds_nobody_up(wired: Wired) -> None:
+    cluster, wire = wired.cluster, wired.wire
+    async with async_openai_client(cluster.url) as client:
+        chats = Chats(client, CHATS)
+        async with chats.going_on():
+            wire.delay_s = 3600.0
+            await until(lambda: not index_health(cluster)["reachable"], within_s=20)
+            assert replica_count(cluster) == 3
+    assert not chats.failures
+    assert chats.turns
+    wire.delay_s = 0.0
+    await until(lambda: index_health(cluster)["reachable"], within_s=30)
+    await until(lambda: is_right(cluster), within_s=30)
+
+
+def has_successor(cluster: Cluster, known: Set[str]) -> bool:
+    """There are two routers again, one of which was not known."""
+    with contextlib.suppress(requests.ConnectionError):  # the one that was asked is dead
+        found = targets(cluster, "router").keys()
+        return len(found) == 2 and not found <= known
+    return False
+
+
+async def test_of_two_routers_one_is_killed(wired: Wired) -> None:
+    """HAProxy cannot take up a stream that broke; what comes afterwards is not affected."""
+    cluster = wired.cluster
+    async with async_openai_client(cluster.url, max_retries=2) as client:
+        chats = Chats(client, CHATS)
+        async with chats.going_on():
+            await asyncio.sleep(STEADY_S)
+            before, chats.turns = chats.turns, []
+            known = targets(cluster, "router").keys()
+            router_process(cluster).kill()
+            await until(lambda: has_successor(cluster, known), within_s=60)
+            await asyncio.sleep(STEADY_S)  # in which it takes its share
+    assert len(chats.failures) <= CHATS  # those that were in their midst
+    assert hit_share(chats.turns) > 0.9 * hit_share(before)

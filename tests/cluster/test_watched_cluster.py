@@ -1,0 +1,124 @@
+"""Every panel and every alert has something to show of a cluster at work."""
+
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import yaml
+from matplotlib.patches import Rectangle
+from openai import OpenAI
+
+from dashboards.build import DASHBOARDS, FOLDER
+from dashboards.cache_hits import CACHE_HITS
+from dashboards.promql import filled_in
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.clients import openai_client
+from tests.support.picture import Prometheus as Queried
+from tests.support.picture import picture
+from tests.support.prometheus_server import Prometheus, prometheus
+from tests.support.serving import start_cluster
+
+DEPLOY = FOLDER.parent / "deploy"
+RULES: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+QUERIES = [query for dashboard in DASHBOARDS for query in dashboard.queries()]
+
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="needs prometheus and promtool; on Debian: apt install prometheus",
+)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, OpenAI]]:
+    """A cluster and the Prometheus that reads from it."""
+    options = ("--engine", "simulated", "--replicas", "2", "--routers", "2")
+    log = ("--request-log", str(tmp_path_factory.mktemp("requests")))
+    with (
+        start_cluster(*options, *log) as cluster,
+        prometheus(cluster) as server,
+        openai_client(cluster) as client,
+    ):
+        prefix = {"id": "law", "prompt": "Name the law you rely on. " * 40}
+        requests.post(f"{cluster.url}/v1/prefixes", json=prefix, timeout=30).raise_for_status()
+        yield server, client
+
+
+@needs_prometheus
+@pytest.mark.timeout(300)
+def test_every_panel_of_a_cluster_at_work_shows_something(
+    watched: tuple[Prometheus, OpenAI],
+) -> None:
+    """But for vLLM's own metrics, which the simulated engine does not have."""
+    server, client = watched
+    blank = {query for query in QUERIES if "vllm:" not in query}
+    deadline = time.monotonic() + 120
+    while blank:
+        assert time.monotonic() < deadline, blank
+        work(client)
+        blank = {query for query in blank if not _has_a_number(server, query)}
+    assert not any(_has_a_number(server, query) for query in QUERIES if "vllm:" in query)
+
+
+@needs_prometheus
+@pytest.mark.timeout(300)
+def test_every_alert_of_a_cluster_at_work_is_judged_and_none_fires(
+    watched: tuple[Prometheus, OpenAI],
+) -> None:
+    """Its comparison has a result, 0 or 1, where it would otherwise be empty when all is well."""
+    server, client = watched
+    unjudged = {re.sub(r" (==|>) (?=[\d.]+\b(?!\)))", r" \1 bool ", rule["expr"]) for rule in RULES}
+    deadline = time.monotonic() + 120
+    while unjudged:
+        assert time.monotonic() < deadline, unjudged
+        work(client)
+        unjudged = {expression for expression in unjudged if not server.values(expression)}
+    (group,) = server.get("rules")["groups"]
+    assert {rule["name"]: rule["health"] for rule in group["rules"]} == {
+        rule["alert"]: "ok" for rule in RULES
+    }
+    assert "firing" not in {rule["state"] for rule in group["rules"]}
+
+
+@needs_prometheus
+@pytest.mark.timeout(300)
+def test_a_picture_has_all_panels_and_a_waterfall_from_all_tokens_to_none(
+    watched: tuple[Prometheus, OpenAI],
+) -> None:
+    server, client = watched
+    titles = [panel.title for row in CACHE_HITS.rows for panel in row.panels]
+    bars, deadline = list[Rectangle](), time.monotonic() + 120
+    while not bars:
+        assert time.monotonic() < deadline, "there is nothing to draw"
+        work(client)
+        time.sleep(1.1)  # Prometheus reads
+        figure = picture(CACHE_HITS, Queried(server.url, minutes=1))
+        assert [axes.get_title(loc="left") for axes in figure.axes] == titles
+        axes = figure.axes[titles.index("From all prompt tokens down to those from a cache")]
+        bars = [each for each in axes.patches if isinstance(each, Rectangle)]
+    tops = [bar.get_y() + bar.get_height() for bar in bars]
+    assert tops == pytest.approx([1, *(bar.get_y() for bar in bars[:-1])])
+    assert bars[-1].get_y() == 0
+
+
+def work(client: OpenAI) -> None:
+    """Requests that begin alike and end differently."""
+    for _ in range(4):
+        prompt = "Room 42 seats 7. " * 40 + f"{uuid.uuid4()} " * 10
+        client.completions.create(model=BUILTIN_MODEL, prompt=prompt)
+    client.completions.create(model=BUILTIN_MODEL, prompt="May I?", extra_body={"prefix_id": "law"})
+
+
+def _has_a_number(server: Prometheus, query: str) -> bool:
+    return any(
+        value == value
+        for value in server.values(filled_in(query, rate_interval="10s", time_range="30s"))
+    )  # NaN is not itself

@@ -1,0 +1,90 @@
+"""An audit finds what is wrong with the index as a number, and nothing where all is right."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.doctor import checks
+from kvroute.replica.engine.kv_events import EventsLost
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from tests.support.records import NO_DRIFT
+from tests.support.side import Side
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def side(redis_url: str) -> AsyncIterator[Side]:
+    """It has worked and is in step."""
+    side = Side(redis_url)
+    await side.redis.flushall()
+    await side.work(20)
+    await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()) != set())
+    yield side
+    await side.close()
+
+
+async def test_no_drift_is_found_while_blocks_come_and_go(side: Side) -> None:
+    working = asyncio.create_task(side.work(300))
+    while not working.done():
+        assert await side.drift() == NO_DRIFT
+    await working
+
+
+async def test_blocks_that_the_mirror_lacks_or_has_too_much_are_drift_and_it_heals(
+    side: Side,
+) -> None:
+    side.fleet.mirror.remove("a", side.table.held()[:3])
+    side.fleet.mirror.add("a", [Fingerprint(1)])
+    assert (await side.drift())["mirror"] == 4
+    await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()))
+    assert await side.drift() == NO_DRIFT
+    assert side.audit.drift == {**NO_DRIFT, "mirror": 4}
+
+
+async def test_a_set_in_redis_that_is_not_what_was_announced_is_drift_and_heals(
+    side: Side,
+) -> None:
+    key = side.index._blocks_key("a", side.publisher._writer_state.incarnation)
+    await side.redis.spop(key)
+    await side.redis.sadd(key, b"surplus!")  # so that its size tells nothing
+    assert (await side.ask("a")).index.drift == 2
+    await until(lambda: side.publisher._is_registered)
+    assert (await side.ask("a")).index.drift == 0
+
+
+async def test_events_that_were_lost_are_drift_until_the_engine_has_told_what_it_holds(
+    side: Side,
+) -> None:
+    known = side.table.held()
+    await side.engine.reset_prefix_cache()
+    side.engine._events.clear()
+    assert (await side.ask("a")).known.drift == len(known)
+    assert await side.drift() == NO_DRIFT
+
+
+async def test_after_lost_events_what_is_gone_is_forgotten_unasked(side: Side) -> None:
+    await side.engine.reset_prefix_cache()
+    side.engine._events[:] = [EventsLost()]
+    await until(lambda: len(side.table) == 0)
+
+
+async def test_a_replica_that_caches_nothing_has_no_drift(redis_url: str) -> None:
+    side = Side(redis_url)
+    side.engine.facts = SimulatedEngine(SimulatedConfig(prefix_caching=False)).facts
+    assert (await side.ask("a")).known.blocks == 0
+    await side.close()
+
+
+def report(**drift: int | None) -> dict[str, Any]:
+    blocks = {"engine": 9, "replica": 9, "redis": 9, "mirror": 9}
+    return {"id": "a", "blocks": blocks, "drift": {**NO_DRIFT, **drift}}
+
+
+def test_the_doctor_says_whose_account_is_wrong() -> None:
+    assert checks.audit(report(), "r1").grade == "ok"
+    assert "drift of 2 in Redis" in checks.audit(report(redis=2), "r1").finding
+    assert "no answer from router r1" in checks.audit(report(mirror=None), "r1").finding
+    assert checks.audit(report(redis=2), "r1").remedy

@@ -1,0 +1,118 @@
+"""A canary says whether a replica's blocks come to where routers look for them, or where not."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvroute.contract.generation import GenerateRequest
+from kvroute.local.ports import free_port
+from kvroute.router.dispatch.replica_call import UnansweredError
+from kvroute.router.observability import canary
+from kvroute.router.observability.canary import Canaries, Send
+from kvroute.store.connection import connect
+from kvroute.store.index import Index
+from tests.support.records import facts
+from tests.support.side import MODEL, Side
+from tests.support.waiting import until
+
+ALL = {"expected": 3, "redis": 3, "mirror": 3}
+NONE = {"expected": 3, "redis": 0, "mirror": 0}
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For blocks that do not come."""
+    monkeypatch.setattr(canary, "SEEN_S", 0.5)
+
+
+@pytest.fixture
+async def side(redis_url: str) -> AsyncIterator[Side]:
+    side = await begin(redis_url)
+    yield side
+    await side.close()
+
+
+async def begin(redis_url: str, **how: Any) -> Side:
+    """On an empty Redis; the router knows the replica."""
+    async with connect(redis_url) as redis:
+        await redis.flushall()
+    side = Side(redis_url, **how)
+    await until(lambda: side.fleet.records)
+    return side
+
+
+async def sent(side: Side, *, send: Send | None = None, index: Index | None = None) -> Any:
+    """The report on the one replica."""
+
+    async def to_the_engine(replica_id: str, request: GenerateRequest) -> None:
+        await side.generate(request)
+
+    (report,) = await Canaries(
+        index or side.index, side.fleet, send or to_the_engine, lambda: ["a"], block_size=4
+    ).run()
+    return report
+
+
+async def test_where_all_is_well_its_blocks_are_seen_each_time(side: Side) -> None:
+    for _ in range(2):
+        report = await sent(side)
+        assert (report["cause"], report["blocks"]) == (None, ALL)
+        assert report["answered_s"] > 0
+        assert report["seen_s"] >= 0
+    assert side.publisher.blocks == 6  # they shared nothing
+
+
+async def test_a_publisher_that_stopped_is_told_from_a_router_that_does_not_listen(
+    side: Side,
+) -> None:
+    side.feeding.cancel()
+    report = await sent(side)
+    assert (report["cause"], report["blocks"]) == ("not in the mirror", ALL | {"mirror": 0})
+    side.publishing.cancel()
+    report = await sent(side)
+    assert (report["cause"], report["blocks"]) == ("nothing published", NONE)
+
+
+async def test_blocks_that_come_under_other_fingerprints_are_missed(redis_url: str) -> None:
+    side = await begin(redis_url, revision="another")
+    report = await sent(side)
+    assert (report["cause"], report["blocks"]) == ("other fingerprints", NONE)
+    await side.close()
+
+
+async def test_a_replica_that_is_not_registered_is_found(side: Side) -> None:
+    side.publishing.cancel()
+    await side.redis.flushall()
+    assert (await sent(side))["cause"] == "not in the index"
+
+
+async def test_a_replica_that_caches_nothing_is_not_waited_for(redis_url: str) -> None:
+    side = await begin(redis_url, facts=facts(prefix_caching=False), revision="another")
+    report = await sent(side)
+    assert (report["cause"], report["seen_s"]) == ("caching is off", None)
+    await side.close()
+
+
+async def test_a_replica_that_does_not_answer_says_why(side: Side) -> None:
+    async def refuse(replica_id: str, request: GenerateRequest) -> None:
+        raise UnansweredError("it is silent for 15 s")
+
+    report = await sent(side, send=refuse)
+    assert (report["cause"], report["detail"]) == ("no answer", "it is silent for 15 s")
+    assert (report["answered_s"], report["blocks"]["redis"]) == (None, None)
+
+
+async def test_without_redis_it_is_known_that_the_replica_answers(side: Side) -> None:
+    side.feeding.cancel()
+    async with connect(f"redis://127.0.0.1:{free_port()}") as nowhere:
+        report = await sent(side, index=Index(nowhere, MODEL))
+    assert report["cause"] == "Redis is away"
+    assert report["answered_s"] > 0
+    assert report["blocks"] == {"expected": 3, "redis": None, "mirror": 0}
+
+
+async def test_a_canary_fits_where_little_fits(redis_url: str) -> None:
+    side = await begin(redis_url, facts=facts(max_model_len=11))
+    assert (await sent(side))["blocks"] == {"expected": 2, "redis": 2, "mirror": 2}
+    await side.close()

@@ -1,0 +1,260 @@
+"""Prefixes are declared, shown as they are, and refused where they do not fit."""
+
+import contextlib
+import json
+import random
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+
+from kvroute.contract.records import ReplicaRecord, Warm
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.parsing import parse
+from kvroute.router.api.schemas import ChatCompletionRequest, PrefixDeclaration
+from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.prefixes.declarations import Declarations
+from kvroute.router.prompts.composer import PrefixComposer
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.routing.fleet import Fleet
+from kvroute.store.connection import connect
+from kvroute.store.prefixes import Prefixes
+from tests.support.records import record
+
+BLOCK = 4
+BUDGET = 10  # blocks that each replica may pin
+CONTEXT = 200  # tokens
+NO_PINS: Mapping[str, Warm] = {}
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(1))
+    see(fleet, a=NO_PINS, b=NO_PINS)
+    return fleet
+
+
+@pytest.fixture
+async def catalogue(redis_url: str, fleet: Fleet) -> AsyncIterator[Catalogue]:
+    client = connect(redis_url)
+    yield Catalogue(Prefixes(client, uuid.uuid4().hex), fleet, block_size=BLOCK)
+    await client.aclose()
+
+
+def make(catalogue: Catalogue, prompts: Prompts) -> Declarations:
+    async def records() -> list[ReplicaRecord]:
+        return catalogue.records
+
+    return Declarations(catalogue, PrefixComposer(prompts), records, block_size=BLOCK)
+
+
+@pytest.fixture
+def declarations(catalogue: Catalogue, prompts: Prompts) -> Declarations:
+    return make(catalogue, prompts)
+
+
+def see(fleet: Fleet, **warm: Mapping[str, Warm]) -> None:
+    """There are these replicas, which keep that warm."""
+    fleet.update(record(id_, pins=pins, pin_blocks=BUDGET) for id_, pins in warm.items())
+
+
+def declaration(**fields: Any) -> PrefixDeclaration:
+    return parse(PrefixDeclaration, json.dumps(fields).encode())
+
+
+async def declare(
+    declarations: Declarations, id_: str, tokens: int, **more: Any
+) -> tuple[Any, bool]:
+    wanted = declaration(id=id_, prompt=" a" * tokens, **more)
+    return await declarations.declare(wanted, max_model_len=CONTEXT)
+
+
+async def test_a_declaration_is_shown_as_it_stands(declarations: Declarations) -> None:
+    shown, is_new = await declare(declarations, "law", 18, replicas=1)
+    (holder,) = shown["assigned_to"]
+    assert is_new
+    assert holder in ("a", "b")
+    assert shown == {
+        "id": "law",
+        "object": "prefix",
+        "version": 1,
+        "version_in_use": 1,
+        "tokens": 18,
+        "full_blocks": 4,
+        "partial_tokens": 2,
+        "replicas": 1,
+        "extra_replicas": 0,
+        "assigned_to": [holder],
+        "warm_on": [],
+        "pinned": False,
+        "hits": 0,
+        "tokens_saved": 0,
+        "expires_at": None,
+    }
+    assert shown == await declarations.get("law")
+    assert [shown] == await declarations.list()
+
+
+async def test_what_is_warm_and_pinned_is_what_replicas_say(
+    declarations: Declarations, fleet: Fleet
+) -> None:
+    await declare(declarations, "law", 18)
+    see(fleet, a={"law@1": Warm(4, True)}, b={"law@1": Warm(3, True)})
+    shown = await declarations.get("law")
+    assert (shown["warm_on"], shown["pinned"]) == (["a"], True)
+
+
+async def test_what_is_not_pinned_is_warm_for_as_long_as_the_index_knows_it(
+    declarations: Declarations, catalogue: Catalogue, fleet: Fleet
+) -> None:
+    await declare(declarations, "law", 18)
+    see(fleet, a={"law@1": Warm(4, True)}, b={"law@1": Warm(4, False)})
+    assert (await declarations.get("law"))["warm_on"] == ["a"]
+    prefix = await catalogue.named("task_id", "law")
+    fleet.mirror.join("b")
+    fleet.mirror.add("b", fleet.chain(prefix.token_ids, ""))
+    shown = await declarations.get("law")
+    assert (sorted(shown["warm_on"]), shown["pinned"]) == (["a", "b"], False)
+    fleet.mirror.join("b")
+    assert (await declarations.get("law"))["warm_on"] == ["a"]
+
+
+async def test_the_same_again_is_no_new_version(declarations: Declarations) -> None:
+    await declare(declarations, "law", 40)
+    shown, is_new = await declare(declarations, "law", 40, ttl_s=60)
+    assert (is_new, shown["version"]) == (False, 1)
+    assert shown["expires_at"] > 0
+
+
+async def test_what_was_counted_is_shown(declarations: Declarations, catalogue: Catalogue) -> None:
+    await declare(declarations, "law", 18)
+    catalogue.count(await catalogue.named("task_id", "law"), cached_tokens=100)
+    shown = await declarations.get("law")
+    assert (shown["hits"], shown["tokens_saved"]) == (1, 16)
+
+
+async def test_what_replicas_could_not_pin_is_refused_with_the_room_there_is(
+    declarations: Declarations,
+) -> None:
+    await declare(declarations, "law", 6 * BLOCK)
+    with pytest.raises(ApiError, match=r"needs 5 KV blocks.*has 4 of its 10") as refusal:
+        await declare(declarations, "tax", 5 * BLOCK)
+    assert (refusal.value.status, refusal.value.param) == (409, "pinned")
+    assert [shown["id"] for shown in await declarations.list()] == ["law"]
+
+
+async def test_the_caller_may_do_without_the_pin(declarations: Declarations) -> None:
+    await declare(declarations, "law", 6 * BLOCK)
+    await declare(declarations, "tax", 40 * BLOCK, pinned=False)
+    shown, _ = await declare(declarations, "tea", 4 * BLOCK)
+    assert shown["full_blocks"] == 4
+
+
+async def test_an_update_needs_room_beside_the_version_before(declarations: Declarations) -> None:
+    await declare(declarations, "law", 6 * BLOCK)
+    with pytest.raises(ApiError, match="has 4 of its 10"):
+        await declare(declarations, "law", 7 * BLOCK)
+    shown, is_new = await declare(declarations, "law", 4 * BLOCK)
+    assert (is_new, shown["version"]) == (True, 2)
+
+
+async def test_replicas_that_are_not_meant_need_no_room(declarations: Declarations) -> None:
+    full = (await declare(declarations, "law", 10 * BLOCK, replicas=1))[0]["assigned_to"]
+    accepted = []
+    for number in range(32):
+        with contextlib.suppress(ApiError):
+            shown, _ = await declare(declarations, f"tea {number}", 1 * BLOCK, replicas=1)
+            accepted.append(shown["assigned_to"])
+    assert len(accepted) == BUDGET
+    assert full not in accepted
+
+
+async def test_a_dropped_prefix_is_gone_and_so_is_what_it_took(declarations: Declarations) -> None:
+    await declare(declarations, "law", 10 * BLOCK)
+    assert (await declarations.drop("law"))["deleted"]
+    assert (await declare(declarations, "tax", 10 * BLOCK))[1]
+    for attempt in (declarations.get("law"), declarations.drop("law")):
+        with pytest.raises(ApiError) as refusal:
+            await attempt
+        assert refusal.value.status == 404
+
+
+async def test_there_are_only_so_many(
+    declarations: Declarations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.router.prefixes.declarations.MAX_PREFIXES", 2)
+    for id_ in ("law", "tax"):
+        await declare(declarations, id_, 1)
+    with pytest.raises(ApiError, match="one more than the 2") as refusal:
+        await declare(declarations, "tea", 1)
+    assert refusal.value.status == 409
+
+
+async def test_a_prefix_longer_than_the_context_is_refused(declarations: Declarations) -> None:
+    with pytest.raises(ApiError, match="this prefix has 200") as refusal:
+        await declare(declarations, "law", CONTEXT)
+    assert refusal.value.status == 400
+
+
+async def test_without_redis_nothing_is_declared(catalogue: Catalogue, prompts: Prompts) -> None:
+    catalogue.store = Prefixes(connect("redis://127.0.0.1:1"), "m")
+    declarations = make(catalogue, prompts)
+    assert await declarations.list() == []
+    for attempt in (declare(declarations, "law", 1), declarations.drop("law")):
+        with pytest.raises(ApiError, match="Redis is away") as refusal:
+            await attempt
+        assert refusal.value.status == 503
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "id"),
+        ({"id": ""}, "id"),
+        ({"id": True}, "id"),
+        ({"id": "x" * 129}, "id"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": "some"}, "replicas"),
+        ({"ttl_s": 0}, "ttl_s"),
+        ({"pinned": "yes"}, "pinned"),
+    ],
+)
+def test_a_bad_declaration_is_refused_by_the_name_of_its_field(
+    fields: dict[str, Any], param: str
+) -> None:
+    good = {"id": "law"} if fields else {}
+    if not {"prompt", "messages"} & set(fields):
+        good["prompt"] = "You are a lawyer."
+    with pytest.raises(ApiError, match="expected") as refusal:
+        declaration(**{**good, **fields})
+    assert (refusal.value.status, refusal.value.param) == (400, param)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return parse(ChatCompletionRequest, json.dumps(body).encode())
+
+
+def test_a_request_names_a_prefix_by_number_or_string() -> None:
+    assert chat(task_id=1).prefix() == chat(task_id="1").prefix() == ("task_id", "1")
+    assert chat(prefix_id="law").prefix() == ("prefix_id", "law")
+    assert chat().prefix() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"task_id": 1, "prefix_id": "law"}, "prefix_id"),
+        ({"task_id": 1.5}, "task_id"),
+        ({"prefix_id": ["law"]}, "prefix_id"),
+    ],
+)
+def test_a_request_that_names_none_or_two_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        chat(**fields)
+    assert (refusal.value.status, refusal.value.param) == (400, param)

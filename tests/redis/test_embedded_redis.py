@@ -1,0 +1,78 @@
+"""Our own Redis is a real one, and never outlives us."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import redis
+
+from kvroute.local.embedded_redis import check_redis, embedded_redis
+from kvroute.local.ports import free_port
+from kvroute.local.progress import StartError
+
+PARENT = """
+import time
+from kvroute.local.embedded_redis import embedded_redis
+with embedded_redis() as url:
+    print(url, flush=True)
+    time.sleep(60)
+"""
+
+
+def answers(url: str) -> bool:
+    with redis.Redis.from_url(url) as client:
+        try:
+            client.ping()
+        except redis.ConnectionError:
+            return False
+        return True
+
+
+def test_it_answers_and_ends_with_the_block() -> None:
+    with embedded_redis() as url:
+        assert answers(url)
+        assert check_redis(url) >= "6.2"
+    assert not answers(url)
+
+
+def test_it_starts_empty_and_two_are_apart() -> None:
+    with embedded_redis() as one, embedded_redis() as other:
+        with redis.Redis.from_url(one) as client:
+            client.set("key", "value")
+        with redis.Redis.from_url(other) as client:
+            assert client.dbsize() == 0
+
+
+def test_it_leaves_no_process_after_an_error() -> None:
+    before = psutil.Process().children()
+    with contextlib.suppress(ZeroDivisionError), embedded_redis():
+        (server,) = set(psutil.Process().children()) - set(before)
+        raise ZeroDivisionError
+    assert not server.is_running()
+
+
+def test_it_dies_with_a_killed_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        url = parent.stdout.readline().decode().strip()
+        assert answers(url)
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while answers(url) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not answers(url)
+
+
+def test_a_redis_that_does_not_answer_is_named_with_the_remedy() -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    with pytest.raises(StartError, match=rf"redis_url is '{url}'.*one is started for you"):
+        check_redis(url)
+
+
+def test_what_is_no_url_is_refused() -> None:
+    with pytest.raises(StartError, match="redis_url is 'localhost'"):
+        check_redis("localhost")

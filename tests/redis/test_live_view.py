@@ -1,0 +1,182 @@
+"""What a router shows of its requests and replicas."""
+
+import asyncio
+import json
+import random
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.generation import Chunk
+from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
+from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
+from kvroute.router.observability.recent import DECISIONS, Recent
+from kvroute.router.observability.view import RECEIPT_REPLICAS, View
+from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.prefixes.hot import HotPrefixes
+from kvroute.router.prefixes.hottest import Hottest
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.routing.attempts import Attempt
+from kvroute.router.routing.feed import Feed
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.ledger import CAUSES, Ledger, account
+from kvroute.router.routing.peers import PeerSubscriber
+from kvroute.settings.router import RouterSettings
+from kvroute.store.connection import connect
+from kvroute.store.index import Index
+from kvroute.store.prefixes import Prefixes
+from tests.support.records import DESCRIPTION, FACTS, LOAD
+
+
+def ledger(tokens: int, delivered: int = 0) -> Ledger:
+    return account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=delivered)
+
+
+class Serving:
+    """What Serve runs, and can do to it, as routes.Replicas."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.hung: set[str] = set()
+
+    def ids(self) -> list[str]:
+        return self.names
+
+    async def probe(self, replica_id: str) -> None:
+        if replica_id in self.hung:
+            raise RayActorError
+
+    async def kill(self, replica_id: str) -> None: ...
+
+
+class Seen:
+    """A fleet of some replicas whose router's page is looked at."""
+
+    def __init__(self, client: Any, prompts: Prompts, replicas: int = 2) -> None:
+        self.names = [f"r{number:03}" for number in range(replicas)]
+        self.recent = Recent()
+        self.fleet = Fleet(
+            model="m", revision="", block_size=4, rng=random.Random(0), observer=self.recent
+        )
+        self.serving = Serving(self.names)
+        index = Index(client, "seen")
+        catalogue = Catalogue(Prefixes(client, "seen"), self.fleet, block_size=4)
+        hot = Hottest(HotPrefixes(block_size=4), self.fleet, catalogue, prompts)
+        self.view = View(
+            self.recent,
+            RouterSettings(model="m", served_model_name="m", redis_url="", block_size=4),
+            index=index,
+            fleet=self.fleet,
+            feed=Feed(index, self.fleet),
+            liveness=Liveness(lambda: self.serving, self.fleet, hang_timeout_s=5.0),
+            hottest=hot.top,
+            peers=PeerSubscriber(self.fleet, own="me"),
+        )
+        self.update()
+
+    def update(self, pins: Mapping[str, Warm] = NO_PINS) -> None:
+        self.fleet.update(
+            [ReplicaRecord(name, "1", 0, FACTS, LOAD, pins=pins) for name in self.names]
+        )
+
+    def send(self, *, to: str = "r000") -> Attempt:
+        """A prompt of 10 tokens."""
+        placement = self.fleet.place(np.arange(10, dtype=np.uint32), "", self.names, 1.0)
+        return self.fleet.sent(placement, to, uuid.uuid4().hex, 1.0)
+
+    async def snapshot(self, kind: str) -> list[Any]:
+        """All things of that kind, in order."""
+        state = await self.view.snapshot()
+        return [json.loads(value) for key, value in state.items() if key.startswith(kind)]
+
+
+def answer(attempt: Attempt, cached_tokens: int = 0) -> None:
+    attempt.receive(Chunk(0, "", (1,), cached_tokens, finish_reason="stop"), 1.5)
+    attempt.end()
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[Any]:
+    async with connect(redis_url) as client:
+        yield client
+
+
+async def test_a_decision_tells_of_its_request_until_it_is_over(
+    client: Any, prompts: Prompts
+) -> None:
+    seen = Seen(client, prompts)
+    attempt = seen.send()
+    (told,) = await seen.snapshot("decision/")
+    assert (told["replica"], told["outcome"], told["ttft_s"]) == ("r000", None, None)
+    answer(attempt, cached_tokens=4)
+    (told,) = await seen.snapshot("decision/")
+    assert (told["outcome"], told["ttft_s"], told["cached_tokens"]) == ("ok", 0.5, 4)
+    assert told["ledger"] == msgspec.structs.asdict(
+        ledger_of(hit=0, unexpected_hit=4, new=4, tail=2)
+    )
+    assert {each["id"] for each in told["receipt"]["replicas"]} == {"r000", "r001"}
+
+
+def ledger_of(**tokens: int) -> Ledger:
+    return Ledger(**(dict.fromkeys(CAUSES, 0) | tokens))
+
+
+async def test_a_request_that_found_its_replica_full_is_one_decision(
+    client: Any, prompts: Prompts
+) -> None:
+    seen = Seen(client, prompts)
+    seen.send().end("moved")
+    answer(seen.send(to="r001"))
+    (told,) = await seen.snapshot("decision/")
+    assert told["replica"] == "r001"
+    assert seen.recent.in_flight == 0
+
+
+async def test_only_the_last_decisions_are_remembered(client: Any, prompts: Prompts) -> None:
+    seen = Seen(client, prompts)
+    for _ in range(DECISIONS + 10):
+        answer(seen.send())
+    told = await seen.snapshot("decision/")
+    assert [each["number"] for each in told] == list(range(11, DECISIONS + 11))
+    (sums,) = await seen.snapshot("ledger")
+    assert sums["requests"] == DECISIONS + 10
+    assert sums["tokens"] == msgspec.structs.asdict(ledger_of(new=8 * 60, tail=2 * 60))
+
+
+async def test_a_receipt_of_a_large_fleet_has_the_best_of_it(client: Any, prompts: Prompts) -> None:
+    seen = Seen(client, prompts, replicas=120)
+    seen.send()
+    (told,) = await seen.snapshot("decision/")
+    assert (len(told["receipt"]["replicas"]), told["of_replicas"]) == (RECEIPT_REPLICAS, 120)
+    assert len(await seen.snapshot("replica/")) == 120
+
+
+async def test_a_replica_is_ready_silent_or_away(client: Any, prompts: Prompts) -> None:
+    seen = Seen(client, prompts, replicas=3)
+    seen.serving.names = ["r000", "r001", "new"]
+    seen.serving.hung = {"r001"}
+    attempt = seen.send(to="r001")
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(SUSPECT_CHECKS):
+            seen.view._liveness.check(tasks)
+    attempt.end()
+    states = {each["id"]: each["state"] for each in await seen.snapshot("replica/")}
+    assert states == {"new": "ready", "r000": "ready", "r001": "silent", "r002": "away"}
+
+
+async def test_a_tile_has_what_the_index_knows(client: Any, prompts: Prompts) -> None:
+    seen, index = Seen(client, prompts), Index(client, "seen")
+    standing = await index.register("r000", "1", description=DESCRIPTION, load=LOAD, lease_s=30)
+    await index.change(standing, added=[Fingerprint(n) for n in range(7)], lease_s=30)
+    seen.update({"a": Warm(5, True), "b": Warm(9, False)})
+    answer(seen.send(), cached_tokens=4)
+    first, second = await seen.snapshot("replica/")
+    assert (first["cached_blocks"], first["pinned_blocks"], first["capacity_blocks"]) == (7, 5, 100)
+    assert (first["requests"], first["hit_tokens"], first["prompt_tokens"]) == (1, 4, 10)
+    assert (second["cached_blocks"], second["requests"]) == (0, 0)

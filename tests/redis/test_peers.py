@@ -1,0 +1,152 @@
+"""Routers know of each other's requests, and forget those of routers that are gone."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvroute.contract.generation import TokenIds
+from kvroute.contract.records import Load, ReplicaRecord
+from kvroute.router.routing.attempts import Attempt
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.peers import SILENCE_S, WAITING_EVENTS, PeerPublisher, PeerSubscriber
+from kvroute.store.connection import connect
+from kvroute.store.index import Index
+from tests.support.records import FACTS, LOAD
+from tests.support.waiting import until
+
+REPLICAS = ["a", "b"]
+
+
+class Router:
+    """A fleet with its two ends to the others."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.peer_publisher = PeerPublisher()
+        self.fleet = Fleet(
+            model="m",
+            revision="",
+            block_size=4,
+            rng=random.Random(0),
+            observer=self.peer_publisher,
+        )
+        self.fleet.update([ReplicaRecord(name, "1", 0, FACTS, LOAD) for name in REPLICAS])
+        for name in REPLICAS:
+            self.fleet.mirror.join(name)
+        self.listener = PeerSubscriber(
+            self.fleet, own=self.peer_publisher.router, clock=lambda: self.now_s
+        )
+
+    def send(self, token_ids: TokenIds, request_id: str = "r") -> Attempt:
+        placement = self.fleet.place(token_ids, "", REPLICAS, self.now_s)
+        replica_id = placement.ranking[0].replica_id
+        return self.fleet.sent(placement, replica_id, request_id, self.now_s)
+
+    def backlogs_s(self) -> dict[str, float]:
+        placement = self.fleet.place(prompt(1), "", REPLICAS, self.now_s)
+        return {c.replica_id: c.backlog_s for c in placement.ranking}
+
+    def hears(self, others: int) -> Callable[[], bool]:
+        return lambda: len(self.listener._last_message_s) == others
+
+    def expects(self, token_ids: TokenIds) -> set[str]:
+        return set(self.fleet.mirror.hits(self.fleet.chain(token_ids, "")))
+
+
+def prompt(seed: int, tokens: int = 400) -> TokenIds:
+    return np.random.default_rng(seed).integers(0, 1000, tokens).astype(np.uint32)
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str, *routers: Router) -> AsyncIterator[None]:
+    client = connect(url)
+    index = Index(client, "m")
+    tasks = [
+        asyncio.create_task(run)
+        for router in routers
+        for run in (router.peer_publisher.run(index), router.listener.run(index))
+    ]
+    for router in routers:
+        await until(router.hears(len(routers) - 1))
+    yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.aclose()
+
+
+async def test_a_dispatch_counts_at_the_other_router_until_its_end(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        attempt = one.send(prompt(7))
+        await until(lambda: other.expects(prompt(7)) == {attempt.replica_id})
+        assert other.backlogs_s()[attempt.replica_id] == pytest.approx(0.4)
+        attempt.first_token(100.4)
+        await until(lambda: other.backlogs_s()[attempt.replica_id] == 0.0)
+        assert other.expects(prompt(7)) == {attempt.replica_id}
+        attempt.end()
+        await until(lambda: other.expects(prompt(7)) == set())
+
+
+async def test_routers_that_hear_each_other_spread_new_prompts(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        chosen = []
+        for number in range(4):
+            sender, hearer = (one, other) if number % 2 else (other, one)
+            chosen.append(sender.send(prompt(number), str(number)).replica_id)
+            await until(partial(hearer.expects, prompt(number)))
+    assert chosen.count("a") == chosen.count("b")
+
+
+def test_what_a_replica_reports_beyond_all_that_was_told_counts_as_backlog() -> None:
+    router = Router()
+    for number in range(100):
+        router.send(prompt(number), str(number)).end()
+    busy = Load(waiting=3)
+    for loads in ({"a": LOAD, "b": LOAD}, {"a": LOAD, "b": LOAD}, {"a": LOAD, "b": busy}):
+        router.fleet.update(ReplicaRecord(n, "1", 0, FACTS, load) for n, load in loads.items())
+    assert router.backlogs_s() == {"a": 0.0, "b": pytest.approx(3 * 0.4, rel=0.1)}
+
+
+async def test_a_sibling_follows_its_leader_through_another_router(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        leader = one.send(prompt(3), "leader")
+        await until(lambda: other.expects(prompt(3)))
+        other.now_s += 0.2  # half of the leader's prefill is done: waiting is cheaper
+        sibling = other.send(np.concatenate([prompt(3), prompt(4, 20)]), "sibling")
+    assert sibling.replica_id == leader.replica_id
+
+
+async def test_a_router_does_not_hear_itself(redis_url: str) -> None:
+    one = Router()
+    async with connected(redis_url, one):
+        attempt = one.send(prompt(7))
+        await asyncio.sleep(0.2)
+        assert one.backlogs_s()[attempt.replica_id] == pytest.approx(0.4)
+
+
+async def test_a_router_that_fell_silent_is_forgotten(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        one.send(prompt(7))
+        await until(lambda: other.expects(prompt(7)))
+        other.now_s += SILENCE_S + 1
+        other.listener.forget_silent()
+        assert other.expects(prompt(7)) == set()
+        assert set(other.backlogs_s().values()) == {0.0}
+
+
+async def test_what_waits_to_be_told_is_bounded_and_a_loss_is_owned_up_to() -> None:
+    one, other = Router(), Router()
+    attempts = [one.send(prompt(7, 8), str(number)) for number in range(WAITING_EVENTS + 5)]
+    assert len(one.peer_publisher._events) <= WAITING_EVENTS
+    assert len(attempts) == WAITING_EVENTS + 5
+    assert type(one.peer_publisher._events[0]).__name__ == "Restarted"
+    assert other.expects(prompt(7, 8)) == set()

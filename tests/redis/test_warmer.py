@@ -1,0 +1,307 @@
+"""Replicas keep their share of the named prefixes warm: on a real Redis and simulated engines."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.records import Description, Warm
+from kvroute.replica.block_table import BlockTable
+from kvroute.replica.publisher import Publisher
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.warmer import Warmer
+from kvroute.store.index import Index
+from kvroute.store.prefixes import Prefix, Prefixes, assigned
+from tests.support.waiting import until
+
+SIZE = 32  # tokens in a block
+INSTANT = SimulatedConfig(
+    capacity_blocks=200,
+    max_model_len=2048,
+    prefill_tokens_per_s=0.0,
+    decode_step_s=0.0,
+    decode_per_seq_s=0.0,
+)
+PINNED_BLOCKS = 60  # what pins may take of the 200
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvroute.replica.warmer.POLL_S", 0.02)
+    monkeypatch.setattr("kvroute.replica.warmer.DECLARED_S", 0.3)
+
+
+@pytest.fixture
+def prefixes(empty_redis: Redis) -> Prefixes:
+    return Prefixes(empty_redis, "m")
+
+
+class Replica:
+    """All of one but Ray Serve."""
+
+    def __init__(self, redis: Any, id_: str = "a", config: SimulatedConfig = INSTANT) -> None:
+        self.id = id_
+        self.engine = SimulatedEngine(config)
+        index = Index(redis, "m")
+        self.publisher = Publisher(
+            index,
+            BlockTable(model="m", revision="", block_size=SIZE),
+            replica_id=id_,
+            description=Description(self.engine.facts),
+            load=self.engine.load,
+            pins=lambda: self.warmer.kept(),
+            lease_s=60.0,  # renewed by itself only long after what is tested
+        )
+        self.warmer = Warmer(
+            self.engine,
+            Prefixes(redis, "m"),
+            index,
+            replica_id=id_,
+            on_change=self.publisher.renew_soon,
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self, *declared: str) -> AsyncIterator["Replica"]:
+        tasks = [asyncio.create_task(self.publisher.run())]
+        try:
+            await self.warmer.start(declared)
+            tasks.append(asyncio.create_task(self.warmer.run()))
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.publisher.leave()
+            await self.engine.close()
+
+    async def cached_blocks(self, prefix: Prefix) -> int:
+        return await self.ask([*prefix.token_ids.tolist(), 1]) // SIZE
+
+    async def ask(self, token_ids: list[int], max_tokens: int = 1) -> int:
+        """The prompt tokens that came from the cache."""
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        request = GenerateRequest("r", np.array(token_ids, np.uint32), sampling)
+        chunks = [chunk async for chunk in self.engine.generate(request)]
+        return chunks[0].cached_tokens
+
+
+async def declare(prefixes: Prefixes, id_: str, blocks: int = 10, **changes: Any) -> Prefix:
+    first = sum(id_.encode()) * 10_000
+    token_ids = np.arange(first, first + blocks * SIZE + 5, dtype=np.uint32)
+    return await prefixes.declare(id_, token_ids=token_ids, source={"prompt": id_}, **changes)
+
+
+async def until_told(replica: Replica, pins: dict[str, Warm]) -> None:
+    """Everybody can read of the replica that it keeps these."""
+    index = replica.warmer._index
+    async with asyncio.timeout(5):
+        while (record := await index.record(replica.id)) is None or record.pins != pins:
+            await asyncio.sleep(0.01)
+
+
+async def until_kept(replica: Replica, *names: str) -> None:
+    await until(lambda: set(replica.warmer.kept()) == set(names))
+
+
+async def test_what_is_declared_before_the_start_is_warm_after_it(prefixes: Prefixes) -> None:
+    prefix = await declare(prefixes, "x")
+    async with Replica(prefixes._redis).running("x") as replica:
+        assert replica.engine.pins == {"x@1": 10}
+        assert await replica.cached_blocks(prefix) == 10
+
+
+async def test_a_start_waits_for_what_it_was_told_of_but_not_for_ever(prefixes: Prefixes) -> None:
+    replica = Replica(prefixes._redis)
+    start = asyncio.create_task(replica.warmer.start(["x"]))
+    await asyncio.sleep(0.05)
+    assert not start.done()
+    await declare(prefixes, "x")
+    await start
+    assert replica.warmer.kept() == {"x@1": Warm(10, is_pinned=True)}
+    await replica.warmer.start(["x", "never"])
+    await replica.engine.close()
+
+
+async def test_what_is_declared_later_is_warmed_told_and_let_go_when_dropped(
+    prefixes: Prefixes,
+) -> None:
+    async with Replica(prefixes._redis).running() as replica:
+        prefix = await declare(prefixes, "x")
+        await until_told(replica, {"x@1": Warm(10, is_pinned=True)})
+        assert await replica.cached_blocks(prefix) == 10
+        await prefixes.drop("x")
+        await until_told(replica, {})
+        assert not replica.engine.pins
+
+
+async def test_what_expires_is_let_go(prefixes: Prefixes) -> None:
+    async with Replica(prefixes._redis).running() as replica:
+        await declare(prefixes, "x", expires_at_s=time.time() + 0.2)
+        await until_kept(replica, "x@1")
+        await until(lambda: not replica.engine.pins)
+
+
+async def test_an_old_version_stays_until_it_is_retired(prefixes: Prefixes) -> None:
+    async with Replica(prefixes._redis).running() as replica:
+        await declare(prefixes, "x")
+        await until_kept(replica, "x@1")
+        await declare(prefixes, "x", blocks=12)
+        await until_kept(replica, "x@1", "x@2")
+        assert replica.engine.pins == {"x@1": 10, "x@2": 12}
+        await prefixes.retire("x", 1)
+        await until(lambda: replica.engine.pins == {"x@2": 12})
+
+
+async def test_what_pins_have_no_room_for_is_warm_unpinned_until_they_have(
+    prefixes: Prefixes,
+) -> None:
+    async with Replica(prefixes._redis).running() as replica:
+        assert replica.engine.facts.pin_blocks == PINNED_BLOCKS
+        await declare(prefixes, "x", blocks=40)
+        prefix = await declare(prefixes, "y", blocks=21)
+        await until_kept(replica, "x@1", "y@1")
+        assert replica.warmer.kept()["y@1"] == Warm(21, is_pinned=False)
+        assert await replica.cached_blocks(prefix) == 21
+        await prefixes.drop("x")
+        await until(lambda: replica.engine.pins == {"y@1": 21})
+
+
+async def test_what_is_not_to_be_pinned_is_warm_and_can_be_evicted(prefixes: Prefixes) -> None:
+    prefix = await declare(prefixes, "x", is_pinned=False)
+    async with Replica(prefixes._redis).running() as replica:
+        assert replica.warmer.kept() == {"x@1": Warm(10, is_pinned=False)}
+        assert await replica.cached_blocks(prefix) == 10
+        for n in range(8):
+            await replica.ask(list(range(n * 2000, (n + 1) * 2000)))
+        assert await replica.cached_blocks(prefix) == 0
+
+
+async def test_less_than_a_block_is_warm_with_nothing_to_keep(prefixes: Prefixes) -> None:
+    await declare(prefixes, "x", blocks=0)
+    async with Replica(prefixes._redis).running() as replica:
+        assert replica.warmer.kept() == {"x@1": Warm(0, is_pinned=True)}
+
+
+async def test_a_prefix_that_the_engine_refuses_keeps_no_replica_from_serving(
+    prefixes: Prefixes, caplog: pytest.LogCaptureFixture
+) -> None:
+    await declare(prefixes, "long", blocks=64, is_pinned=False)
+    await declare(prefixes, "x")
+    async with Replica(prefixes._redis).running() as replica:
+        await asyncio.sleep(0.1)
+        assert set(replica.warmer.kept()) == {"x@1"}
+        assert len([line for line in caplog.messages if "long@1" in line]) == 1
+
+
+async def test_where_nothing_is_cached_nothing_is_warm(prefixes: Prefixes) -> None:
+    await declare(prefixes, "x")
+    config = dataclasses.replace(INSTANT, prefix_caching=False)
+    async with Replica(prefixes._redis, config=config).running("x") as replica:
+        assert replica.engine.facts.pin_blocks == 0
+        assert replica.warmer.kept() == {}
+
+
+async def test_a_cleared_cache_is_warmed_again(prefixes: Prefixes) -> None:
+    prefix = await declare(prefixes, "x")
+    async with Replica(prefixes._redis).running() as replica:
+        assert await replica.engine.reset_prefix_cache()
+        await until(lambda: replica.engine.pins == {"x@1": 10})
+        assert await replica.cached_blocks(prefix) == 10
+
+
+async def test_a_redis_that_came_back_empty_takes_nothing_away(prefixes: Prefixes) -> None:
+    await declare(prefixes, "x")
+    async with Replica(prefixes._redis).running() as replica:
+        known = await prefixes.all()
+        await prefixes._redis.flushall()
+        await asyncio.sleep(0.1)
+        assert replica.engine.pins == {"x@1": 10}
+        await prefixes.restore(known)
+        await asyncio.sleep(0.1)
+        assert replica.engine.pins == {"x@1": 10}
+
+
+async def test_a_name_that_came_to_mean_another_text_is_warmed_anew(prefixes: Prefixes) -> None:
+    await declare(prefixes, "x")
+    async with Replica(prefixes._redis).running() as replica:
+        await prefixes._redis.flushall()
+        await declare(prefixes, "x", blocks=12)
+        await until(lambda: replica.engine.pins == {"x@1": 12})
+
+
+async def test_a_replica_keeps_its_share_and_moves_it_without_a_gap(prefixes: Prefixes) -> None:
+    ids = ["a", "b"]
+    prefix = await declare(prefixes, "x", replicas=1)
+    home, other = sorted(ids, key=lambda id_: assigned(prefix, ids) != [id_])
+    async with Replica(prefixes._redis, other).running() as first:
+        assert first.engine.pins == {"x@1": 10}
+        second = Replica(prefixes._redis, home)
+        publisher = asyncio.create_task(second.publisher.run())
+        await until_known(prefixes, home)
+        await asyncio.sleep(0.1)
+        assert first.engine.pins == {"x@1": 10}  # the other has it not yet
+        publisher.cancel()
+        async with second.running():
+            await until(lambda: not first.engine.pins)
+            assert second.engine.pins == {"x@1": 10}
+            await prefixes.set_extra("x", 1, 1)
+            await until(lambda: first.engine.pins == {"x@1": 10})
+        await prefixes.set_extra("x", 1, 0)
+        await asyncio.sleep(0.1)
+        assert first.engine.pins == {"x@1": 10}  # alone again
+
+
+async def until_known(prefixes: Prefixes, replica_id: str) -> None:
+    index = Index(prefixes._redis, "m")
+    async with asyncio.timeout(5):
+        while await index.record(replica_id) is None:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_replica_that_serves_computes_slices_of_a_few_hundred_tokens(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.replica.warmer.SLICE_S", 60.0)
+    assert 128 < await largest_slice(prefixes, prefill_tokens_per_s=100_000.0) <= 256 + 1
+
+
+async def test_a_slow_replica_computes_small_slices(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.replica.warmer.SLICE_S", 0.0)
+    assert 0 < await largest_slice(prefixes, prefill_tokens_per_s=100_000.0) <= 64 + 1
+
+
+async def largest_slice(prefixes: Prefixes, *, prefill_tokens_per_s: float) -> int:
+    """The most tokens that were computed at once while an answer was under way."""
+    config = dataclasses.replace(
+        INSTANT, prefill_tokens_per_s=prefill_tokens_per_s, decode_step_s=0.001, max_model_len=4096
+    )
+    async with Replica(prefixes._redis, config=config).running() as replica:
+        stream = asyncio.create_task(replica.ask([1, 2, 3], max_tokens=4000))
+        await declare(prefixes, "x", blocks=40)
+        largest = 0
+        while "x@1" not in replica.warmer.kept():
+            largest = max([largest, *warming_tokens(replica.engine)])
+            await asyncio.sleep(0)
+        assert not stream.done()
+        assert replica.engine.pins == {"x@1": 40}
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        return largest
+
+
+def warming_tokens(engine: SimulatedEngine) -> list[int]:
+    """Of each request that warms a prefix: tokens that did not come from the cache."""
+    return [
+        len(choice.job.request.token_ids) - (choice.job.cached_tokens or 0)
+        for choice in engine._running
+        if choice.job.request.pin
+    ]

@@ -1,0 +1,55 @@
+"""LoRA adapters for the built-in model, of random weights: small, and not of its opinion."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+
+MODULES = ("q_proj", "v_proj")
+STRENGTH = 1.0  # enough to change what the model says
+
+
+def write_adapter(
+    folder: Path,
+    *,
+    seed: int,
+    rank: int = 8,
+    layers: int | None = None,
+    strength: float = STRENGTH,
+) -> Path:
+    """The folder, with an adapter in it as PEFT writes one; each seed has its own weights.
+
+    layers: only for the model's first ones, where it takes more strength to be heard.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = {
+        name: (strength * matrix).astype(np.float32)
+        for name, matrix in _weights(seed, rank, layers).items()
+    }
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+def _weights(seed: int, rank: int, layers: int | None) -> dict[str, NDArray[np.float32]]:
+    model = json.loads((Path(resolve(BUILTIN_MODEL)) / "config.json").read_text())
+    rng = np.random.default_rng(seed)
+    heads = {"q_proj": model["num_attention_heads"], "v_proj": model["num_key_value_heads"]}
+    weights = {}
+    for layer in range(layers or model["num_hidden_layers"]):
+        for module in MODULES:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            into = (rank, model["hidden_size"])
+            out = (heads[module] * model["head_dim"], rank)
+            weights[f"{name}.lora_A.weight"] = _random(rng, into)
+            weights[f"{name}.lora_B.weight"] = _random(rng, out)
+    return weights
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float32]:
+    return rng.normal(0.0, 1 / np.sqrt(shape[1]), shape).astype(np.float32)

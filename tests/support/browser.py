@@ -1,0 +1,115 @@
+"""A page in headless Chromium, driven over its DevTools protocol."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import requests
+from websockets.sync.client import ClientConnection, connect
+
+from tests.support.untested import find
+
+CHROMIUM = find("chromium")
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+START_S = 60.0
+WAIT_S = 30.0
+
+
+class Page:
+    """What a person would see, and what the console says meanwhile."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self.errors: list[str] = []  # exceptions, errors in the console, and what could not be had
+        self._connection = connection
+        self._calls = 0
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> Any:
+        """One command of the protocol and its result."""
+        self._calls += 1
+        self._connection.send(json.dumps({"id": self._calls, "method": method, "params": params}))
+        while True:
+            said = json.loads(self._connection.recv(timeout=WAIT_S))
+            if said.get("id") == self._calls:
+                assert "error" not in said, said
+                return said["result"]
+            self._note(said)
+
+    def open(self, url: str, *, width: int, height: int = 900) -> None:
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call("Page.navigate", url=url)
+
+    def tell(self, expression: str) -> Any:
+        """The value of a JavaScript expression."""
+        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        """Fails when it does not become true."""
+        deadline = time.monotonic() + WAIT_S
+        while not self.tell(expression):
+            assert time.monotonic() < deadline, f"never true: {expression}\n{self.errors}"
+            time.sleep(0.1)
+
+    def _note(self, said: dict[str, Any]) -> None:
+        method, params = said["method"], said["params"]
+        is_error = method == "Runtime.exceptionThrown" or "error" in (
+            params.get("type"),
+            params.get("entry", {}).get("level"),
+        )
+        if is_error:
+            self.errors.append(json.dumps(params))
+
+
+@contextmanager
+def page() -> Iterator[Page]:
+    """An empty page of a browser of its own, which ends with the block."""
+    assert CHROMIUM is not None
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [
+                *(CHROMIUM, *OPTIONS, "--remote-debugging-port=0"),
+                *(f"--user-data-dir={folder}", "about:blank"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            with connect(_tab(Path(folder)), max_size=None, proxy=None) as connection:
+                yield Page(connection)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _tab(folder: Path) -> str:
+    """The address at which the browser's first page is driven."""
+    file, deadline = folder / "DevToolsActivePort", time.monotonic() + START_S
+    while not (file.exists() and file.read_text().count("\n")):
+        assert time.monotonic() < deadline, "chromium does not start"
+        time.sleep(0.05)
+    port = file.read_text().splitlines()[0]
+    while True:
+        tabs = requests.get(f"http://127.0.0.1:{port}/json", timeout=10).json()
+        for tab in tabs:
+            if tab["type"] == "page":
+                return str(tab["webSocketDebuggerUrl"])
+        assert time.monotonic() < deadline, f"chromium opens no page: {tabs}"
+        time.sleep(0.05)

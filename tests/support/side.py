@@ -1,0 +1,72 @@
+"""One replica and one router around a real Redis, in this process, without Ray."""
+
+import asyncio
+import random
+
+import numpy as np
+
+from kvroute.contract.audit_report import ReplicaAudit
+from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.records import Description, EngineFacts
+from kvroute.replica.block_table import BlockTable
+from kvroute.replica.publisher import Publisher
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.observability.audit import Audit
+from kvroute.router.routing.feed import Feed
+from kvroute.router.routing.fleet import Fleet
+from kvroute.store.connection import connect
+from kvroute.store.index import Index
+from tests.support.records import FACTS, LOAD
+
+MODEL = "m"
+CONFIG = SimulatedConfig(
+    block_size=4, capacity_blocks=100, prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0
+)
+
+
+class Side:
+    """An engine with a publisher, and a router's mirror of it, each in tasks of their own."""
+
+    def __init__(self, url: str, *, facts: EngineFacts = FACTS, revision: str = "") -> None:
+        self.redis = connect(url)
+        self.index = Index(self.redis, MODEL)
+        self.engine = SimulatedEngine(CONFIG)
+        self.table = BlockTable(model=MODEL, revision=revision, block_size=4)
+        self.publisher = Publisher(
+            self.index,
+            self.table,
+            replica_id="a",
+            description=Description(facts),
+            load=lambda: LOAD,
+            lease_s=60,
+        )
+        self.fleet = Fleet(model=MODEL, revision="", block_size=4, rng=random.Random(0))
+        feed = Feed(self.index, self.fleet)
+        self.audit = Audit(self.index, feed, self.fleet.mirror, self.ask)
+        self.publishing = asyncio.create_task(self.publisher.run())
+        self.hearing = asyncio.create_task(self.publisher.receive_events(self.engine))
+        self.feeding = asyncio.create_task(feed.run())
+
+    async def ask(self, replica_id: str) -> ReplicaAudit:
+        return await self.publisher.audit(self.engine)
+
+    async def generate(self, request: GenerateRequest) -> None:
+        async for _ in self.engine.generate(request):
+            pass
+
+    async def work(self, requests: int) -> None:
+        for seed in np.random.default_rng(0).integers(0, 20, requests):
+            prompt = np.arange(40, dtype=np.uint32) + 100 * int(seed)
+            await self.generate(GenerateRequest("r", prompt, Sampling(max_tokens=20)))
+
+    async def drift(self) -> dict[str, int]:
+        (report,) = await self.audit.run()
+        return dict(report["drift"])
+
+    async def close(self) -> None:
+        tasks = (self.publishing, self.hearing, self.feeding)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await self.engine.close()
+        await self.redis.aclose()

@@ -1,0 +1,22 @@
+"""Writes the generated tables into their documents: `make docs`."""
+
+from pathlib import Path
+
+from tests.support.documents import METRICS, SETTINGS
+from tests.support.metrics_table import metrics_table
+from tests.support.settings_table import settings_table
+
+
+def replace_table(document: Path, table: str) -> None:
+    """The document's table with the same head is this one now."""
+    head = table.splitlines()[0]
+    before, _, after = document.read_text().partition(head)
+    assert after, f"{document} has no table that begins with {head}"
+    rest = after.splitlines(keepends=True)[1:]
+    end = next((n for n, line in enumerate(rest) if not line.startswith("|")), len(rest))
+    document.write_text(before + table.rstrip("\n") + "\n" + "".join(rest[end:]))
+
+
+if __name__ == "__main__":
+    replace_table(SETTINGS, settings_table())
+    replace_table(METRICS, metrics_table())

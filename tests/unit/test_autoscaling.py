@@ -1,0 +1,416 @@
+"""The fleet is as large as its load needs: what replicas report, and what is made of it."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.serve._private.autoscaling_state import _apply_autoscaling_config
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve._private.deployment_scheduler import (
+    DeploymentScheduler,
+    SpreadDeploymentSchedulingPolicy,
+)
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
+
+from kvroute import autoscaling
+from kvroute.app import GROW_DELAY_S, build
+from kvroute.autoscaling import Report, WaitPolicy, desired_replicas, queueing_s
+from kvroute.command.scale import Deployed, ScaleError, refuse_own_size
+from kvroute.contract.records import ReplicaRecord
+from kvroute.replica.backlog import STEP_S, Backlog, occupancy
+from kvroute.router.routing.attempts import Attempt
+from kvroute.router.routing.fleet import Fleet
+from kvroute.settings.help import SettingsError
+from kvroute.settings.serve import load
+from tests.support.records import FACTS, LOAD
+from tests.support.serving import Cluster
+
+IDLE = Report(wait_s=0.0, service_s=0.1, occupancy=0.0)
+TARGET_S = 1.0
+
+
+def desired(*reports: Report, running: int = 0, target: int = 0, has_queue: bool = False) -> int:
+    running = running or len(reports)
+    return desired_replicas(
+        reports,
+        running=running,
+        target=target or running,
+        target_wait_s=TARGET_S,
+        has_queue=has_queue,
+    )
+
+
+def waiting(wait_s: float) -> Report:
+    return Report(wait_s, service_s=0.1, occupancy=1.0)
+
+
+def taken(share: float) -> Report:
+    return Report(0.0, service_s=0.1, occupancy=share)
+
+
+# What a replica reports.
+
+
+def test_who_comes_now_waits_for_all_prefill_that_is_pending() -> None:
+    backlog = Backlog(prefill_tokens_per_s=1000.0)
+    backlog.arrived("a", 1000, now_s=0.0)
+    backlog.arrived("b", 500, now_s=0.0)
+    assert backlog.wait_s(0.0) == pytest.approx(1.5 + 2 * STEP_S)
+    assert backlog.wait_s(0.5) == pytest.approx(1.0 + 2 * STEP_S)
+
+
+def test_first_tokens_and_clients_that_leave_end_the_waiting() -> None:
+    backlog = Backlog(prefill_tokens_per_s=1000.0)
+    backlog.arrived("a", 1000, now_s=0.0)
+    backlog.arrived("b", 1000, now_s=0.0)
+    backlog.first_token("a", 1.0)
+    backlog.gone("b", 1.0)
+    backlog.gone("a", 2.0)
+    assert backlog.wait_s(2.0) == 0.0
+
+
+def test_the_real_speed_is_learned_from_first_tokens() -> None:
+    backlog = Backlog(prefill_tokens_per_s=1000.0)
+    for number in range(200):
+        backlog.arrived(str(number), 1000, now_s=3.0 * number)
+        backlog.first_token(str(number), 3.0 * number + 3.0)
+    assert backlog.service_s() == pytest.approx(3.0, rel=0.05)
+    backlog.arrived("next", 1000, now_s=600.0)
+    assert backlog.wait_s(600.0) == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_first_token_that_does_not_come_counts_before_it_comes() -> None:
+    """As where long answers hold every place in the batch."""
+    backlog = Backlog(prefill_tokens_per_s=1000.0)
+    for number in range(11):
+        backlog.arrived(str(number), 100, now_s=0.0)
+    assert backlog.wait_s(0.1) < 2.0
+    assert backlog.wait_s(20.0) > 20.0
+
+
+def test_the_busy_share_forgets_within_seconds() -> None:
+    backlog = Backlog(prefill_tokens_per_s=1000.0)
+    backlog.arrived("a", 1000, now_s=100.0)
+    assert backlog.busy_share(200.0) == pytest.approx(1.0, abs=0.01)
+    backlog.first_token("a", 200.0)
+    assert backlog.busy_share(300.0) == pytest.approx(0.0, abs=0.01)
+
+
+def test_a_replica_is_as_full_as_what_is_scarcest() -> None:
+    assert occupancy(0.1, 64, 128, 10, 1000) == 0.5
+    assert occupancy(0.1, 64, 128, 900, 1000) == 0.9
+    assert occupancy(0.7, 64, 128, 10, 1000) == 0.7
+    assert occupancy(0.1, 64, 0, -10, 0) == 0.1
+
+
+# What is made of it.
+
+
+def test_a_fleet_that_keeps_newcomers_waiting_grows_by_how_long_and_doubles_at_most() -> None:
+    assert desired(*[waiting(1.0)] * 4) == 4
+    assert desired(*[waiting(1.1)] * 4) == 5
+    assert desired(*[waiting(1.5)] * 4) == 6
+    assert desired(*[waiting(60.0)] * 4) == 8
+
+
+def test_a_queue_that_cannot_move_calls_for_nobody_while_newcomers_find_empty_replicas() -> None:
+    assert desired(waiting(30.0), waiting(30.0), IDLE, IDLE, target=4) == 4
+    assert desired(waiting(30.0), waiting(30.0), running=4) == 4
+
+
+def test_replicas_that_are_starting_are_not_asked_for_again() -> None:
+    assert desired(waiting(60.0), waiting(60.0), target=4) == 4
+
+
+def test_requests_that_find_no_room_anywhere_call_for_one_more() -> None:
+    assert desired(taken(0.1), taken(0.1), has_queue=True) == 3
+
+
+def test_one_goes_at_a_time_and_only_where_the_others_have_room() -> None:
+    assert desired(*[taken(0.1)] * 4) == 3
+    assert desired(*[taken(0.4)] * 4) == 3
+    assert desired(*[taken(0.5)] * 4) == 4
+    assert desired(IDLE) == 1
+
+
+def test_nobody_goes_where_the_rest_would_keep_newcomers_waiting() -> None:
+    """One replica that computes long prompts for half of its time has a queue."""
+    slow = Report(0.0, service_s=4.0, occupancy=0.25)
+    assert desired(slow, slow) == 2
+    assert desired(*[slow] * 8) == 7
+
+
+def test_nobody_goes_before_all_have_reported() -> None:
+    assert desired(IDLE, IDLE, running=3) == 3
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10), st.floats(0, 1)), max_size=16),
+    st.integers(0, 16),
+    st.integers(1, 32),
+    st.booleans(),
+)
+def test_the_answer_is_near_what_runs_or_is_starting(
+    reports: list[tuple[float, float, float]], silent: int, target: int, has_queue: bool
+) -> None:
+    running = len(reports) + silent
+    wanted = desired(
+        *(Report(*report) for report in reports),
+        running=running,
+        target=target,
+        has_queue=has_queue,
+    )
+    assert max(1, target - 1) <= wanted <= max(target, 2 * running, running + 1)
+
+
+@given(st.integers(1, 64), st.floats(0.01, 0.9), st.floats(0.01, 10))
+def test_a_queue_gets_shorter_with_every_replica_that_shares_it(
+    servers: int, share: float, service_s: float
+) -> None:
+    assert queueing_s(1, share, service_s) == pytest.approx(service_s * share / (1 - share))
+    assert queueing_s(servers + 1, share, service_s) < queueing_s(servers, share, service_s)
+
+
+# Over time: the policy as Serve runs it, on a fleet of queues.
+
+
+@dataclass
+class SimulatedFleet:
+    """Replicas that compute one second of prefill a second; load in replicas, by time."""
+
+    load: Callable[[float], float]
+    least: int
+    most: int
+    shrink_delay_s: float = 120.0
+    start_s: float = 30.0  # an engine's
+    seed: int = 0
+    sizes: list[int] = field(default_factory=list)  # target, each second
+    waits_s: list[float] = field(default_factory=list)  # a new request's, each second
+
+    def run(self, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        now_s = 0.0
+        monkeypatch.setattr("ray.serve.autoscaling_policy.time.time", lambda: now_s)
+        config = AutoscalingConfig(
+            min_replicas=self.least,
+            max_replicas=self.most,
+            upscale_delay_s=GROW_DELAY_S,
+            downscale_delay_s=self.shrink_delay_s,
+        )
+        policy, state = _apply_autoscaling_config(WaitPolicy(TARGET_S)), dict[str, Any]()
+        rng = random.Random(self.seed)
+        replicas = [Queue(ready_s=0.0) for _ in range(self.least)]
+        grown_s: float | None = None
+        for second in range(seconds):
+            now_s = float(second)
+            running = [each for each in replicas if each.ready_s <= now_s]
+            for _ in range(poisson(rng, 4 * self.load(now_s))):  # prompts of a quarter of a second
+                min(running, key=lambda each: each.queue_s).queue_s += 0.25
+            self.waits_s.append(min(each.queue_s for each in running))
+            for each in running:
+                each.work()
+            target = len(replicas)
+            if second % autoscaling.SAMPLE_S:  # no news
+                self.sizes.append(target)
+                continue
+            wanted, state = policy(context(running, target, now_s, grown_s, config, state))
+            wanted = max(self.least, min(self.most, wanted))
+            grown_s = now_s if wanted > target else grown_s
+            replicas += [Queue(now_s + self.start_s) for _ in range(wanted - target)]
+            del replicas[wanted:]  # the newest
+            self.sizes.append(wanted)
+
+
+@dataclass
+class Queue:
+    ready_s: float
+    queue_s: float = 0.0
+    waits_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
+
+    def work(self) -> None:
+        """One second passes."""
+        self.waits_s.append(self.queue_s)
+        self.busy_s.append(min(1.0, self.queue_s))
+        self.queue_s = max(0.0, self.queue_s - 1.0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    value: float
+
+
+def context(
+    running: list[Queue],
+    target: int,
+    now_s: float,
+    grown_s: float | None,
+    config: AutoscalingConfig,
+    state: dict[str, Any],
+) -> AutoscalingContext:
+    def samples(values: list[float]) -> list[Sample]:
+        kept = values[-int(autoscaling.LOOK_BACK_S) :]
+        return [Sample(value) for value in kept[:: int(autoscaling.SAMPLE_S)]]
+
+    metrics = {
+        "wait_s": {number: samples(each.waits_s) for number, each in enumerate(running)},
+        "service_s": {number: [Sample(0.25)] for number in range(len(running))},
+        "occupancy": {number: samples(each.busy_s) for number, each in enumerate(running)},
+    }
+    empty: dict[str, Any] = dict.fromkeys(
+        (
+            "deployment_id",
+            "deployment_name",
+            "app_name",
+            "aggregated_metrics",
+            "last_scale_down_time",
+        )
+    )
+    return AutoscalingContext(
+        **empty,
+        current_num_replicas=len(running),
+        target_num_replicas=target,
+        running_replicas=[],
+        total_num_requests=0.0,
+        total_queued_requests=0.0,
+        raw_metrics=metrics,
+        capacity_adjusted_min_replicas=config.min_replicas,
+        capacity_adjusted_max_replicas=config.max_replicas,
+        policy_state=state,
+        last_scale_up_time=grown_s,
+        current_time=now_s,
+        config=config,
+    )
+
+
+def poisson(rng: random.Random, mean: float) -> int:
+    """Arrivals in a second."""
+    count, at = 0, rng.expovariate(mean) if mean else 1.0
+    while at < 1.0:
+        count, at = count + 1, at + rng.expovariate(mean)
+    return count
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_step_up_is_followed_once_and_a_step_down_slowly(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = SimulatedFleet(lambda s: 3.0 if 300 <= s < 1500 else 0.5, least=2, most=16, seed=seed)
+    fleet.run(4000, monkeypatch)
+    assert set(fleet.sizes[:300]) == {2}
+    assert 4 <= max(fleet.sizes[300:1500]) <= 8
+    assert max(fleet.waits_s[600:1500]) < 10 * TARGET_S
+    assert fleet.sizes[-1] == 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("load", [0.3, 0.6, 1.2, 2.0, 3.5])
+def test_a_load_that_stays_the_same_finds_a_size_and_hardly_ever_leaves_it(
+    load: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = SimulatedFleet(lambda _: load, least=1, most=16, seed=seed)
+    fleet.run(4000, monkeypatch)
+    settled = fleet.sizes[800:]
+    assert load < settled[-1] < 3 + 2 * load
+    assert sum(later > earlier for earlier, later in pairwise(settled)) <= 2
+
+
+def test_a_load_that_comes_and_goes_faster_than_the_delay_does_not_move_the_fleet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = SimulatedFleet(lambda s: 3.0 if s % 100 < 50 else 0.3, least=2, most=16)
+    fleet.run(4000, monkeypatch)
+    assert len(set(fleet.sizes[1000:])) == 1
+
+
+# Those that come and those that go.
+
+
+def test_a_new_replica_gets_its_share_of_the_queue_and_no_more() -> None:
+    """Also where engines are five times slower than they say."""
+    fleet = Fleet(model="m", revision="", block_size=4, rng=random.Random(0))
+
+    def join(*ids: str) -> None:
+        fleet.update([ReplicaRecord(id_, "1", 0, FACTS, LOAD) for id_ in ids])
+        for id_ in ids:
+            fleet.mirror.join(id_)
+
+    def send(number: int, now_s: float, *ids: str) -> Attempt:
+        token_ids = np.arange(number * 1000, number * 1000 + 100).astype(np.uint32)
+        placement = fleet.place(token_ids, "", ids, now_s)
+        return fleet.sent(placement, placement.ranking[0].replica_id, str(number), now_s)
+
+    join("a", "b")
+    for number in range(50):
+        attempt = send(number, 2.0 * number, "a", "b")
+        attempt.first_token(2.0 * number + 0.5)
+        attempt.end()
+    for number in range(50, 60):
+        send(number, 100.0, "a", "b")
+    join("a", "b", "new")
+    sent = Counter(send(n, 100.0, "a", "b", "new").replica_id for n in range(60, 80))
+    assert sent["new"] == pytest.approx(10, abs=3)  # of 30 that wait
+
+
+@pytest.mark.parametrize(
+    ("nodes", "removed"),
+    [("aaa", 2), ("abc", 0), ("aab", 2), ("abb", 0), ("haa", 2), ("hha", 2)],
+)
+def test_serve_removes_the_newest_of_a_node_and_the_oldest_of_nodes_that_have_one_each(
+    nodes: str, removed: int
+) -> None:
+    """Nodes of the replicas, oldest first; h is the head. ARCHITECTURE says what it costs."""
+    labels: Any = SimpleNamespace(get_node_labels=lambda node: {})
+    scheduler = DeploymentScheduler(labels, "h", lambda: None)
+    deployment = DeploymentID("Replica", "kvroute")
+    scheduler.on_deployment_created(deployment, SpreadDeploymentSchedulingPolicy())
+    for number, node in enumerate(nodes):
+        scheduler.on_replica_running(ReplicaID(str(number), deployment), node)
+    (gone,) = scheduler._get_replicas_to_stop(deployment, 1)
+    assert gone.unique_id == str(removed)
+
+
+# What people say and are told.
+
+
+def test_the_fleet_has_a_fixed_size_unless_it_may_grow() -> None:
+    args = {"redis_url": "redis://r", "engine": "simulated"}
+    assert replicas_config(args)["autoscaling_config"] is None
+    found = replicas_config(args | {"max_replicas": 6, "shrink_delay_s": 7.0})
+    limits = found["autoscaling_config"]
+    assert (limits["min_replicas"], limits["max_replicas"]) == (2, 6)
+    assert limits["downscale_delay_s"] == 7.0
+    assert limits["policy"]["policy_kwargs"] == {"target_wait_s": 1.0}
+
+
+def replicas_config(args: dict[str, Any]) -> dict[str, Any]:
+    """Serve's, of the deployment that the routers are bound to."""
+    (models,) = build(args)._bound_deployment.init_args
+    ((_, replicas),) = models
+    config: dict[str, Any] = replicas._bound_deployment._deployment_config.model_dump()
+    return config
+
+
+def test_fewer_at_most_than_at_least_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"--max-replicas is 2 and --replicas.* is 3; .* as 6"):
+        load({"replicas": 3, "max_replicas": 2})
+
+
+def test_nobody_is_to_scale_a_fleet_that_finds_its_own_size() -> None:
+    refuse_own_size(Deployed(3, {}, "", {}))
+    with pytest.raises(ScaleError, match=r"now 3, between 2 and 4 replicas; .*--max-replicas"):
+        refuse_own_size(Deployed(3, {}, "", {}, bounds=(2, 4)))
+
+
+def replicas(cluster: Cluster) -> list[str]:
+    """Ids of those in the index."""
+    listed = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
+    return [replica["id"] for replica in listed]

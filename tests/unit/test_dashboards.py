@@ -1,0 +1,154 @@
+"""Every panel and every alert has something to show, and says what to do about it."""
+
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from dashboards.build import DASHBOARDS, FOLDER, files
+from dashboards.cache_hits import CACHE_HITS, LEDGER
+from kvroute.router.routing.ledger import CAUSES
+from tests.support import metrics_table
+from tests.support.documents import METRICS
+from tests.support.untested import needs
+
+DEPLOY = FOLDER.parent / "deploy"
+RULES: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+PANELS = [
+    panel
+    for dashboard in DASHBOARDS
+    for panel in dashboard.to_json()["panels"]
+    if panel["type"] != "row"
+]
+QUERIES = [query for dashboard in DASHBOARDS for query in dashboard.queries()]
+NO_METRICS = {"and", "or", "unless", "bool"}
+
+needs_prometheus = needs("prometheus", "promtool")
+
+
+def test_the_files_are_what_the_code_makes() -> None:
+    made = {path.name: text for path, text in files().items()}
+    found = {path.name: path.read_text() for path in FOLDER.glob("*.json")}
+    assert found == made, "run python -m dashboards.build"
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
+def test_nothing_on_a_dashboard_has_the_name_or_place_of_another(dashboard: Any) -> None:
+    panels = dashboard.to_json()["panels"]
+    titles = [panel["title"] for panel in panels]
+    cells = Counter(cell for panel in panels for cell in _cells(**panel["gridPos"]))
+    assert len(set(titles)) == len({panel["id"] for panel in panels}) == len(panels)
+    assert set(cells.values()) == {1}
+    assert max(x for x, _ in cells) < 24
+
+
+def _cells(x: int, y: int, w: int, h: int) -> Iterator[tuple[int, int]]:
+    return ((column, row) for column in range(x, x + w) for row in range(y, y + h))
+
+
+def test_dashboards_are_told_apart() -> None:
+    assert len({dashboard.uid for dashboard in DASHBOARDS}) == len(DASHBOARDS) == len(files())
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_says_what_it_shows_and_in_which_unit(panel: dict[str, Any]) -> None:
+    unit = panel["fieldConfig"]["defaults"]["unit"]
+    assert unit in {"s", "percentunit", "reqps", "bytes", "short"} or unit.startswith("count:")
+    assert len(re.findall(r"[.:] ", panel["description"])) >= 1, "what it is, then what to do"
+    sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+    assert {source["uid"] for source in sources} == {"${datasource}"}
+
+
+def test_a_waterfall_stands_on_what_its_other_bars_add_up_to() -> None:
+    (panel,) = (each for row in CACHE_HITS.rows for each in row.panels if each.kind == "waterfall")
+    floor, *bars = panel.queries
+    assert [bar.legend for bar in bars] == list(reversed(CAUSES))
+    assert floor.color == "transparent"
+    floors, *steps = (re.findall(r'"category", "([^"]+)"', query.expr) for query in panel.queries)
+    places = list(chain.from_iterable(steps))
+    assert places == sorted(places)
+    assert sorted(floors) == places[:-1], "what is left stands on the ground"
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
+def test_every_variable_of_a_query_is_on_its_dashboard(dashboard: Any) -> None:
+    drawn = dashboard.to_json()
+    offered = {variable["name"] for variable in drawn["templating"]["list"]}
+    used = re.findall(r"\$\{?(\w+)", json.dumps(drawn["panels"]))
+    assert {"model", "node", "replica", "datasource"} == offered
+    assert {name for name in used if not name.startswith("__")} <= offered
+
+
+def test_the_ledger_is_drawn_whole_and_in_its_order() -> None:
+    assert tuple(cause for cause, _ in LEDGER) == CAUSES
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
+    assert rule["for"]
+    assert rule["labels"]["severity"] in {"critical", "warning"}
+    assert rule["annotations"].keys() == {"summary", "action"}
+    assert rule["alert"] in (DEPLOY / "prometheus" / "alerts_test.yml").read_text()
+
+
+@pytest.mark.parametrize("expression", [*QUERIES, *(rule["expr"] for rule in RULES)])
+def test_what_is_asked_for_is_told(expression: str) -> None:
+    """vLLM's own are compared with a running engine's, in test_vllm_cluster.py."""
+    named = {name for name in metrics_in(expression) if not name.startswith("vllm:")}
+    assert named <= told()
+
+
+def metrics_in(expression: str) -> set[str]:
+    """Their names: what is neither a label, a value, a duration, a function nor a keyword."""
+    bare = re.sub(r"\{[^}]*\}|\"[^\"]*\"|\[[^\]]*\]|\b(by|on) \([^)]*\)", "", expression)
+    return set(re.findall(r"(?<![\w:])[a-z][\w:]*\b(?!\s*\()", bare)) - NO_METRICS
+
+
+def told() -> set[str]:
+    """Names of all samples of a router and a replica, and the one that Prometheus adds."""
+    registries = (metrics_table.router(), metrics_table.replica(), REGISTRY)
+    return {"up"}.union(*map(_samples, registries))
+
+
+def _samples(registry: CollectorRegistry) -> set[str]:
+    return {sample.name for metric in registry.collect() for sample in metric.samples}
+
+
+def test_grafana_is_told_where_prometheus_and_the_dashboards_are() -> None:
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    (source,) = _load(provisioning / "datasources" / "kvroute.yaml")["datasources"]
+    (provider,) = _load(provisioning / "dashboards" / "kvroute.yaml")["providers"]
+    assert source["type"] == "prometheus"
+    assert provider["options"]["path"].removeprefix("$") in METRICS.read_text()
+
+
+def _load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+@needs_prometheus
+@pytest.mark.parametrize(
+    "check",
+    [
+        ("check", "config", "prometheus.yml"),
+        ("check", "rules", "alerts.yml"),
+        ("test", "rules", "alerts_test.yml"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_finds_no_fault(check: tuple[str, ...]) -> None:
+    command = ["promtool", *check]
+    done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,89 @@
+"""The files that start a cluster are what Ray expects, and start what was tested."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
+
+from kvroute.app import build
+from kvroute.local.ray_cluster import _prepare_environment
+from kvroute.settings.serve import ServeSettings
+from kvroute.settings.serve_environment import serve_environment
+from tests.support.repository import ROOT, load
+from tests.support.settings_table import settings_table
+
+NODE_SCRIPT = (ROOT / "deploy" / "node.sh").read_text()
+CLUSTERS = ("cluster.yaml", "deploy/gcp.yaml", "deploy/on-premises.yaml")
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_ray_takes_the_cluster_file(name: str) -> None:
+    validate_config(prepare_config(load(name)))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_nothing_of_rays_own_choice_is_installed(name: str) -> None:
+    given, config = load(name), prepare_config(load(name))
+    assert given["setup_commands"][-1] == "cd ~/kvroute && scripts/setup.sh gpu"
+    assert config["worker_setup_commands"] == given["setup_commands"]
+    on_head = given["setup_commands"] + given.get("head_setup_commands", [])
+    assert config["head_setup_commands"] == on_head
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_node_starts_with_our_script(name: str) -> None:
+    config = prepare_config(load(name))
+    (head,), (worker,) = config["head_start_ray_commands"], config["worker_start_ray_commands"]
+    assert head.endswith("~/kvroute/deploy/node.sh head")
+    assert worker == "~/kvroute/deploy/node.sh worker"
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_what_a_node_is_given_exists(name: str) -> None:
+    mounts = load(name)["file_mounts"]
+    assert mounts == {f"~/kvroute/{path}": path for path in mounts.values()}
+    assert all((ROOT / path).exists() for path in mounts.values())
+
+
+def test_serve_takes_the_application_file() -> None:
+    config = ServeDeploySchema.model_validate(load("deploy/serve.yaml"))
+    assert config.applications[0].import_path == f"{build.__module__}:{build.__name__}"
+
+
+def test_the_application_file_has_settings_only_and_names_our_deployments() -> None:
+    (application,) = load("deploy/serve.yaml")["applications"]
+    assert all(f"`KVROUTE_{name.upper()}`" in settings_table() for name in application["args"])
+    router = build(application["args"] | {"redis_url": "redis://127.0.0.1:6380"})
+    assert [each["name"] for each in application["deployments"]] == [router._bound_deployment.name]
+
+
+def test_a_shell_reads_the_environment_that_kvroute_serve_sets() -> None:
+    """deploy/node.sh does it in this way."""
+    module = serve_environment.__module__
+    assert f'environment=$(python -m {module})\neval "$environment"\n' in NODE_SCRIPT
+    shell = f'eval "$({sys.executable} -m {module})" && env'
+    shown = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+    assert {f"{name}={value}" for name, value in serve_environment().items()} <= {
+        *shown.stdout.splitlines()
+    }
+
+
+def test_no_variable_of_rays_is_set_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    _prepare_environment(tmp_path)
+    assert serve_environment().items() <= os.environ.items()
+    assert not re.search(r"^\s*(export )?RAY_\w+=", NODE_SCRIPT, flags=re.MULTILINE)
+
+
+def test_a_stream_may_last_as_long_as_its_router_drains() -> None:
+    drain_timeout_s = ServeSettings.model_fields["drain_timeout_s"].default
+    assert int(serve_environment()["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= drain_timeout_s
+
+
+def test_the_start_script_is_bash() -> None:
+    subprocess.run(["bash", "-n", ROOT / "deploy" / "node.sh"], check=True)

@@ -1,0 +1,214 @@
+"""One stream of chunks for a prompt, whatever becomes of the replicas that make it."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.schemas import CompletionRequest
+from kvroute.router.dispatch.dispatcher import LOSSES, Dispatcher
+from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.dispatch.plans import PLANS
+from kvroute.router.dispatch.response import respond
+from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
+from kvroute.router.routing.fleet import Fleet
+from tests.support.waiting import until
+
+PROMPT = np.arange(100, dtype=np.uint32)
+IMMORTAL = -1
+INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
+
+
+class Stream:
+    """What a Serve handle returns: a replica's chunks, until it dies."""
+
+    def __init__(self, chunks: AsyncIterator[Chunk]) -> None:
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        return await anext(self._chunks)
+
+    def cancel(self) -> None: ...
+
+
+class Replicas:
+    """Engines behind a Serve handle. The one that is asked first dies after lives[0] chunks, the
+    next one after lives[1], and so on."""
+
+    def __init__(self, lives: Sequence[int]) -> None:
+        self.engines = {f"r{number}": SimulatedEngine(INSTANT) for number in range(len(lives))}
+        self.requests: list[GenerateRequest] = []
+        self.generate = self
+        self._lives = lives
+
+    def options(self, *, stream: bool) -> "Replicas":
+        return self
+
+    def remote(self, request: GenerateRequest) -> Stream:
+        route = PLANS[request.request_id]
+        route.chosen = route.next(self.engines)
+        assert route.chosen is not None
+        self.requests.append(request)
+        life = self._lives[len(self.requests) - 1]
+        return Stream(self._chunks(self.engines[route.chosen], request, life))
+
+    async def _chunks(
+        self, engine: SimulatedEngine, request: GenerateRequest, life: int
+    ) -> AsyncIterator[Chunk]:
+        async with aclosing(engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                if life == 0:
+                    break
+                life -= 1
+                yield chunk
+        if life == 0:
+            raise EngineDeadError("as planned")
+
+    def ids(self) -> list[str]:
+        return list(self.engines)
+
+    async def probe(self, replica_id: str) -> None: ...
+
+    async def kill(self, replica_id: str) -> None: ...
+
+
+class Diary(RequestObserver):
+    """Keeps what ended."""
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+
+    def ended(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+
+
+class Client:
+    """Asks through a dispatcher."""
+
+    def __init__(self, *lives: int) -> None:
+        self.replicas = Replicas(lives)
+        self.diary = Diary()
+        self.fleet = Fleet(
+            model="m", revision="", block_size=32, rng=random.Random(0), observer=self.diary
+        )
+        handle: Any = self.replicas
+        liveness = Liveness(lambda: self.replicas, self.fleet, hang_timeout_s=5)
+        self.dispatcher = Dispatcher(handle, self.fleet, liveness)
+
+    async def ask(self, prompt: TokenIds = PROMPT, **sampling: Any) -> list[Chunk]:
+        greedy = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
+        try:
+            context = RequestContext(time.monotonic(), choices=greedy.n)
+            generation = await self.dispatcher.begin(prompt, greedy, context)
+            return [chunk async for chunk in generation.chunks()]
+        finally:
+            for engine in self.replicas.engines.values():
+                await engine.close()
+
+
+def said(chunks: list[Chunk]) -> tuple[str, list[int], list[int], str | None]:
+    ids = [id_ for chunk in chunks for id_ in chunk.token_ids]
+    logprobs = [logprob.chosen.token_id for chunk in chunks for logprob in chunk.logprobs]
+    return "".join(chunk.text for chunk in chunks), ids, logprobs, chunks[-1].finish_reason
+
+
+@pytest.mark.parametrize("lives", [[0], [1], [5], [11], [12], [3, 0, 4], [1] * (LOSSES - 1)])
+async def test_an_answer_is_the_same_however_many_replicas_it_takes(lives: list[int]) -> None:
+    undisturbed = await Client(IMMORTAL).ask(logprobs=1)
+    assert said(await Client(*lives, IMMORTAL).ask(logprobs=1)) == said(undisturbed)
+
+
+@pytest.mark.parametrize("life", range(1, 8))
+async def test_a_stop_string_ends_the_answer_whoever_says_which_part_of_it(life: int) -> None:
+    whole = "".join(chunk.text for chunk in await Client(IMMORTAL).ask())
+    stop = whole[len(whole) // 2 - 8 :][:8]
+    undisturbed = await Client(IMMORTAL).ask(stop=(stop,))
+    assert undisturbed[-1].finish_reason == "stop"
+    assert said(await Client(life, IMMORTAL).ask(stop=(stop,))) == said(undisturbed)
+
+
+async def test_who_goes_on_is_told_what_was_said() -> None:
+    client = Client(5, IMMORTAL)
+    chunks = await client.ask()
+    first, second = client.replicas.requests
+    assert first.answered == 0
+    assert second.answered_ids.tolist() == said(chunks)[1][:5]
+    assert second.prompt_ids.tolist() == PROMPT.tolist()
+
+
+async def test_after_the_last_token_nobody_needs_to_go_on() -> None:
+    client = Client(12, IMMORTAL)
+    await client.ask()
+    assert len(client.replicas.requests) == 1
+
+
+@pytest.mark.parametrize("sampling", [{"n": 2, "temperature": 1.0}, {"presence_penalty": 1.0}])
+async def test_what_cannot_go_on_exactly_ends_in_an_error(sampling: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="presence_penalty"):
+        await Client(5, IMMORTAL).ask(**sampling)
+
+
+@pytest.mark.parametrize("life", [0, 1])
+async def test_a_request_under_which_every_replica_dies_ends(life: int) -> None:
+    client = Client(*[life] * LOSSES, IMMORTAL)
+    with pytest.raises(ApiError, match="lost"):
+        await client.ask()
+    assert len(client.replicas.requests) == LOSSES
+
+
+async def test_no_load_is_left_where_a_replica_was_lost() -> None:
+    client = Client(5, 0, IMMORTAL)
+    await client.ask()
+    ids = client.replicas.ids()
+    candidates = client.fleet.place_chain([], 1, ids, now_s=time.monotonic()).ranking
+    assert [(each.backlog_s, each.decode_step_s) for each in candidates] == [(0, 0)] * 3
+
+
+async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have_begun() -> None:
+    client = Client(IMMORTAL, IMMORTAL)
+    client.replicas.engines["r1"] = SimulatedEngine(replace(INSTANT, decode_step_s=1000))
+    body = CompletionRequest(prompt=["one", "two"], max_tokens=12)
+    asking = asyncio.create_task(
+        respond(
+            *(client.dispatcher, body, [PROMPT, PROMPT + 1]),
+            RequestContext(time.monotonic()),
+            model="m",
+            max_model_len=1000,
+            begun=lambda generation: None,
+        )
+    )
+    await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert [load.unanswered for load in client.fleet._loads.values()] == [0, 0]
+
+
+async def test_every_attempt_ends_once_with_what_became_of_it() -> None:
+    client = Client(5, 0, IMMORTAL)
+    await client.ask()
+    lost, never_begun, last = client.diary.attempts
+    assert [attempt.outcome for attempt in client.diary.attempts] == ["failed", "failed", "ok"]
+    assert [attempt.output_tokens for attempt in client.diary.attempts] == [5, 0, 7]
+    assert (lost.cached_tokens, never_begun.cached_tokens) == (0, None)
+    assert not lost.context.is_resumed
+    assert last.context.is_resumed
+    assert last.context.at_s == lost.context.at_s < last.sent_s
+
+
+async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
+    client = Client(IMMORTAL)
+    with pytest.raises(ApiError, match="9000 tokens"):
+        await client.ask(np.zeros(9000, np.uint32))
+    assert [attempt.outcome for attempt in client.diary.attempts] == ["refused"]

@@ -1,0 +1,231 @@
+"""The doctor says what is wrong with a cluster, what to do, and nothing of what is well."""
+
+from typing import Any
+
+import pytest
+
+from kvroute.contract.unreadable import KINDS
+from kvroute.doctor import checks, clocks, load_checks, metrics_ports
+from kvroute.doctor.checks import Check
+from kvroute.doctor.clocks import Offset
+from kvroute.doctor.collect import collect_checks
+from kvroute.doctor.metrics_ports import Probe
+from kvroute.local.ports import free_port
+from kvroute.router.routing.ledger import CAUSES
+
+REDIS = {
+    "version": "7.2.4",
+    "maxmemory_policy": "noeviction",
+    "maxmemory_bytes": 0,
+    "used_bytes": 5_000_000,
+    "answers_in_s": 0.001,
+    "clock_ahead_s": [-0.001, 0.001],
+}
+SERVE = {"haproxy": True, "came_through_haproxy": True, "throughput_optimized": True}
+CANARY = {
+    "id": "a",
+    "answered_s": 0.01,
+    "seen_s": 0.01,
+    "blocks": {"expected": 3, "redis": 3, "mirror": 3},
+    "cause": None,
+    "detail": "",
+}
+
+
+def of_redis(**facts: Any) -> Check:
+    (check,) = checks.redis(REDIS | facts)
+    return check
+
+
+def test_a_redis_that_keeps_what_it_is_told_is_well() -> None:
+    assert of_redis().grade == "ok"
+    assert of_redis(maxmemory_bytes=10_000_000).grade == "ok"
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl", "volatile-lru"])
+def test_a_redis_that_may_evict_is_wrong(policy: str) -> None:
+    check = of_redis(maxmemory_policy=policy)
+    assert check.grade == "wrong"
+    assert policy in check.finding
+    assert "noeviction" in check.remedy
+
+
+def test_a_redis_that_is_too_old_or_away_is_wrong() -> None:
+    assert of_redis(version="6.0.16").grade == "wrong"
+    assert of_redis(version="6.2.0").grade == "ok"
+    (away,) = checks.redis({"error": "Connection refused"})
+    assert (away.grade, away.finding) == ("wrong", "Redis is away: Connection refused")
+
+
+def test_a_redis_that_is_nearly_full_or_slow_is_a_warning() -> None:
+    assert of_redis(maxmemory_bytes=5_100_000).grade == "warning"
+    assert of_redis(answers_in_s=0.2).grade == "warning"
+
+
+def test_a_replica_that_runs_without_a_lease_is_wrong_and_a_late_one_a_warning() -> None:
+    (well,) = checks.leases(["a", "b"], {"a": 2.9, "b": 2.1})
+    (missing,) = checks.leases(["a", "b"], {"a": 2.9})
+    (late,) = checks.leases(["a"], {"a": 2.9, "b": 0.2})
+    assert (well.grade, missing.grade, late.grade) == ("ok", "wrong", "warning")
+    assert "replica b" in missing.finding
+    assert "replica b" in late.finding
+    assert list(checks.leases(["a"], None)) == []
+
+
+OWN = {"cluster": "one", "model": "m", "ray_address": "10.0.0.1:6379", "application": "kvroute"}
+
+
+def test_another_cluster_in_the_redis_is_named_and_one_of_the_same_name_is_a_warning() -> None:
+    twin = OWN | {"ray_address": "10.0.0.2:6379", "is_twin": True}
+    other = OWN | {"cluster": "other", "is_twin": False}
+    (alone,) = checks.clusters([{"own": OWN, "others": []}])
+    (apart,) = checks.clusters([{"own": OWN, "others": [other]}])
+    (mixed,) = checks.clusters([{"own": OWN, "others": [twin]}])
+    assert (alone.grade, apart.grade, mixed.grade) == ("ok", "ok", "warning")
+    assert "by 'other' too" in apart.finding
+    assert "10.0.0.2:6379" in mixed.finding
+    assert "--cluster" in mixed.remedy
+    assert list(checks.clusters(None)) == []
+
+
+def test_what_could_not_be_read_lately_is_named_with_the_reason() -> None:
+    last = {"model": "m", "kind": "replica", "last": "b", "reason": "it is of version 2"}
+    (well,) = checks.records([])
+    (over,) = checks.records([last | {"count": 9, "age_s": 600.0}])
+    (fresh,) = checks.records([last | {"count": 9, "age_s": 0.5}])
+    assert (well.grade, over.grade, fresh.grade) == ("ok", "ok", "warning")
+    assert "replica 'b' of m cannot be read: it is of version 2" in fresh.finding
+    assert checks.UNREADABLE_REMEDIES.keys() == set(KINDS)
+
+
+def test_requests_that_do_not_come_through_haproxy_are_a_warning() -> None:
+    assert checks.haproxy(SERVE).grade == "ok"
+    off = checks.haproxy(SERVE | {"haproxy": False, "came_through_haproxy": False})
+    assert "RAY_SERVE_ENABLE_HA_PROXY=1" in off.remedy
+    assert checks.haproxy(SERVE | {"came_through_haproxy": False}).grade == "warning"
+    assert checks.haproxy(SERVE | {"throughput_optimized": False}).grade == "warning"
+
+
+def test_a_deployment_that_serve_cannot_bring_up_is_wrong_in_serves_words() -> None:
+    well = {"status": "HEALTHY", "message": "", "replicas": {"RUNNING": 2}}
+    ill = {"status": "UNHEALTHY", "message": "No GPU.", "replicas": {"RUNNING": 1, "STARTING": 1}}
+    assert [check.grade for check in checks.deployments({"Replica": well})] == ["ok"]
+    (check,) = checks.deployments({"Router": well, "Replica": ill})
+    assert check.grade == "wrong"
+    assert check.finding == "Replica is UNHEALTHY: 1 running, 1 starting. No GPU."
+    (moving,) = checks.deployments({"Replica": ill | {"status": "UPSCALING"}})
+    assert moving.grade == "warning"
+    assert [check.grade for check in checks.deployments(None)] == ["wrong"]
+
+
+def test_a_replica_with_another_tokenizer_is_wrong() -> None:
+    (well,) = checks.handshake({"replicas": 2})
+    (wrong,) = checks.handshake({"replicas": 2, "degraded": {"a": "its tokenizer is another one"}})
+    assert (well.grade, wrong.grade) == ("ok", "wrong")
+    assert wrong.finding == "replica a: its tokenizer is another one"
+
+
+def of_hits(requests: int = 100, **tokens: int) -> list[Check]:
+    ledger = dict.fromkeys(CAUSES, 0) | tokens
+    return [*load_checks.hits({"window_s": 300, "requests": requests, "tokens": ledger})]
+
+
+@pytest.mark.parametrize("cause", load_checks.LIMITS)
+def test_a_cause_that_costs_many_hits_is_a_warning_with_its_share(cause: str) -> None:
+    (check,) = of_hits(hit=60, new=10, **{cause: 30})
+    assert (check.name, check.grade) == ("hits", "warning")
+    assert check.finding.startswith(f"{cause}: 30% of the prompts' tokens")
+    assert check.remedy
+
+
+def test_few_misses_are_told_largest_first_and_are_well() -> None:
+    (check,) = of_hits(hit=700, unexpected_hit=50, new=160, spilled=90)
+    assert check.grade == "ok"
+    assert check.finding == (
+        "75% of prompt tokens from a cache, new 16%, spilled 9%, of 1,000 in 5 minutes"
+    )
+
+
+def test_a_few_requests_say_nothing() -> None:
+    (check,) = of_hits(requests=3, stale=100)
+    assert check.grade == "ok"
+
+
+def test_one_replica_with_a_long_queue_is_named_and_a_full_fleet_is_said() -> None:
+    (one,) = load_checks.load({"a": 30.0, "b": 0.5, "c": 0.0})
+    assert (one.grade, "replica a has 30 s" in one.finding) == ("warning", True)
+    (full,) = load_checks.load({"a": 30.0, "b": 20.0, "c": 10.0})
+    assert (full.grade, "more replicas" in full.remedy) == ("warning", True)
+    (well,) = load_checks.load({"a": 0.5, "b": 0.0})
+    assert well.grade == "ok"
+
+
+def test_another_version_of_the_command_is_a_warning() -> None:
+    cluster = {"kvroute": "0.1.0", "ray": "2.60.0"}
+    assert checks.versions(cluster, "0.1.0", ["10.0.0.1"]).grade == "ok"
+    assert checks.versions(cluster, "0.2.0", None).grade == "warning"
+
+
+def test_canaries_that_were_seen_are_one_line_and_lost_ones_one_each() -> None:
+    lost = CANARY | {"id": "b", "cause": "nothing published", "seen_s": None}
+    lost["blocks"] = {"expected": 3, "redis": 0, "mirror": 0}
+    seen, wrong = checks.canary([CANARY, lost, CANARY], "r1")
+    assert seen.grade == "ok"
+    assert "by 2 replicas" in seen.finding
+    assert (wrong.name, wrong.grade) == ("canary of b", "wrong")
+    assert wrong.finding == "nothing published; of 3 blocks 0 in Redis, 0 in the router"
+    assert wrong.remedy
+
+
+def test_a_canary_where_caching_is_off_is_well() -> None:
+    (check,) = checks.canary([CANARY | {"cause": "caching is off"}], "r1")
+    assert check.grade == "ok"
+
+
+def test_a_clock_is_wrong_only_when_it_is_so_for_sure() -> None:
+    here = Offset(-0.1, 0.1)
+    assert [check.grade for check in clocks.judge(here, here, {"replica a": here})] == ["ok"]
+    slow_answer = Offset(-3.0, 3.0)
+    assert [check.grade for check in clocks.judge(here, None, {"a": slow_answer})] == ["ok"]
+    (check,) = clocks.judge(here, None, {"replica a": Offset(4.0, 4.2)})
+    assert (check.grade, check.finding) == ("wrong", "replica a is 3.9 s ahead of the router")
+    (check,) = clocks.judge(here, Offset(-9.1, -9.0), {})
+    assert (check.grade, check.finding) == ("wrong", "Redis is 9.0 s behind the router")
+
+
+def test_a_wrong_clock_of_this_computer_is_not_the_clusters_fault() -> None:
+    ahead = Offset(7.0, 7.1)
+    (check,) = clocks.judge(ahead, None, {"replica a": Offset(6.8, 7.9)})
+    assert (check.grade, check.finding) == ("warning", "the router is 7.0 s ahead of this computer")
+
+
+def test_a_date_header_tells_a_clock_to_the_second() -> None:
+    sent = clocks.dated(
+        "Sat, 21 Nov 2026 14:00:00 GMT", sent_s=1795269600.2, received_s=1795269600.4
+    )
+    assert sent is not None
+    assert sent == pytest.approx((-0.4, 0.8), abs=1e-6)
+    assert clocks.dated(None, sent_s=0, received_s=1) is None
+
+
+def test_one_port_that_is_closed_is_wrong_and_all_of_them_is_our_place_in_the_network() -> None:
+    well, closed = Probe("replica a", "10.0.0.1:1"), Probe("replica b", "10.0.0.2:1", "refused")
+    assert [check.grade for check in metrics_ports.judge([well, well])] == ["ok"]
+    (one,) = metrics_ports.judge([well, closed])
+    assert (one.grade, one.finding) == ("wrong", "replica b at 10.0.0.2:1: refused")
+    assert [check.grade for check in metrics_ports.judge([closed, closed])] == ["warning"]
+    assert [check.grade for check in metrics_ports.judge([])] == ["ok"]
+
+
+def test_a_port_where_nobody_listens_is_named() -> None:
+    labels = {"role": "replica", "replica": "a"}
+    (probe,) = metrics_ports.probes([{"targets": [f"127.0.0.1:{free_port()}"], "labels": labels}])
+    assert probe.who == "replica a"
+    assert "refused" in probe.trouble
+
+
+def test_where_no_cluster_answers_the_doctor_says_so() -> None:
+    for url in (f"http://127.0.0.1:{free_port()}", "127.0.0.1", "http://["):
+        (check,) = collect_checks(url, audit=True)
+        assert check.grade == "wrong"
+        assert url in check.finding

@@ -1,0 +1,104 @@
+"""A replica that differs from the routers is seen; it works, and its cache is ignored."""
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvroute.contract.identity import Identity, identify
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.handshake import WORDS, Handshake, differences
+from tests.support.model_files import change_template, copy_model_files
+from tests.support.records import FACTS, LOAD
+
+BLOCK = 4
+OURS = Identity("kvroute/1", "", BLOCK, "aaaa", "bbbb")
+PROMPT = np.arange(41, dtype=np.uint32)
+
+
+def record(replica_id: str, **differs: Any) -> ReplicaRecord:
+    return ReplicaRecord(
+        replica_id, "1", 0, FACTS, LOAD, identity=msgspec.structs.replace(OURS, **differs)
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return copy_model_files(tmp_path)
+
+
+def test_a_replica_that_is_like_the_router_differs_in_nothing() -> None:
+    assert differences(OURS, record("a").identity) == ""
+
+
+@pytest.mark.parametrize("fact", WORDS)
+def test_a_difference_is_named_with_both_values(fact: str) -> None:
+    reason = differences(OURS, record("a", **{fact: "other"}).identity)
+    mine = getattr(OURS, fact) or "empty"
+    assert reason == f"its {fact.replace('_', ' ')} is other, the router's {mine}"
+
+
+def test_another_adapter_under_one_name_is_a_difference_and_one_adapter_more_is_none() -> None:
+    ours = msgspec.structs.replace(OURS, adapters={"sql": "1111", "law": "2222"})
+    assert differences(ours, record("a", adapters={"sql": "1111", "poems": "3333"}).identity) == ""
+    reason = differences(ours, record("a", adapters={"sql": "4444"}).identity)
+    assert reason == "its LoRA adapter sql is 4444, the router's 1111"
+
+
+def test_a_replica_that_does_not_say_who_it_is_counts_as_equal() -> None:
+    assert differences(OURS, None) == ""
+
+
+def test_a_degraded_replica_is_logged_once_and_again_when_it_comes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handshake, other = Handshake(OURS), record("b", block_size=16)
+    with caplog.at_level(logging.WARNING, "kvroute.handshake"):
+        for records in ([record("a"), other], [other], [record("b")], [other]):
+            handshake.check(records)
+    assert [each.getMessage().split()[1] for each in caplog.records] == ["b", "b"]
+    assert "its block size is 16, the router's 4" in caplog.text
+
+
+def test_what_a_degraded_replica_holds_counts_for_nothing() -> None:
+    fleet = Fleet(
+        model="m", revision="", block_size=BLOCK, rng=random.Random(0), handshake=Handshake(OURS)
+    )
+    fleet.mirror.join("a")
+    fleet.mirror.add("a", fleet.chain(PROMPT, ""))
+    fleet.update([record("a"), record("b")])
+    assert fleet.place(PROMPT, "", ["a", "b"], 0.0).at("a").hit_blocks == 10
+    fleet.update([record("a", template_digest="cccc"), record("b")])
+    placement = fleet.place(PROMPT, "", ["a", "b"], 0.0)
+    assert placement.best_hit_blocks == placement.at("a").hit_blocks == 0
+    assert {each.replica_id for each in placement.ranking} == {"a", "b"}
+    assert fleet.sent(placement, "a", "r", 0.0).dispatch.expected == ()
+
+
+def test_the_identity_of_a_folder_is_what_its_files_say(model: Path) -> None:
+    first = identify(str(model), revision="r1", block_size=32)
+    assert first == identify(str(model), revision="r1", block_size=32)
+    assert len(first.tokenizer_digest) == len(first.template_digest) == 16
+    change_template(model)
+    second = identify(str(model), revision="r1", block_size=32)
+    assert second.template_digest != first.template_digest
+    assert second.tokenizer_digest == first.tokenizer_digest
+
+
+def test_a_template_may_stand_in_the_tokenizers_configuration(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    assert identify(str(model), revision="", block_size=32).template_digest == ""
+    config = model / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": "{{ hi }}"}))
+    assert identify(str(model), revision="", block_size=32).template_digest != ""
+
+
+def test_a_model_without_files_at_hand_has_empty_digests(tmp_path: Path) -> None:
+    found = identify(str(tmp_path), revision="", block_size=32)
+    assert (found.tokenizer_digest, found.template_digest) == ("", "")

@@ -1,0 +1,111 @@
+"""The prefixes that save most are those where many prompts meet, not any one chat's history."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kvroute.contract.fingerprint import fingerprints, root
+from kvroute.contract.generation import TokenIds
+from kvroute.router.prefixes.hot import KEPT, MEMORY_S, Hot, HotPrefixes
+
+BLOCK = 4
+ROOT = root(model="m", block_size=BLOCK)
+
+
+def text(seed: int, blocks: int) -> TokenIds:
+    return np.random.default_rng(seed).integers(0, 10**6, blocks * BLOCK).astype(np.uint32)
+
+
+class Fleet:
+    """One cache without bounds, in front of which the prefixes are counted."""
+
+    def __init__(self) -> None:
+        self.hot = HotPrefixes(block_size=BLOCK)
+        self.now_s = 0.0
+        self._held: set[int] = set()
+
+    def ask(self, *parts: TokenIds) -> None:
+        """A prompt of these parts, a tenth of a second after the last one."""
+        self.now_s += 0.1
+        token_ids = np.concatenate(parts)
+        chain = fingerprints(token_ids, block_size=BLOCK, parent=ROOT)
+        cached = next((i for i, f in enumerate(chain) if f not in self._held), len(chain))
+        self._held.update(chain)
+        self.hot.see(token_ids, chain, cached * BLOCK, self.now_s)
+
+    def top(self, count: int = 10) -> list[Hot]:
+        return self.hot.top(count, self.now_s)
+
+
+def same(hot: Hot, *parts: TokenIds) -> bool:
+    return np.array_equal(hot.token_ids, np.concatenate(parts))
+
+
+def test_what_many_prompts_begin_with_is_found_in_its_length() -> None:
+    fleet, system = Fleet(), text(0, 20)
+    for number in range(1, 50):
+        fleet.ask(system, text(number, 5))
+    (first,) = fleet.top()
+    assert same(first, system)
+
+
+def test_chats_count_for_what_they_share() -> None:
+    """Ten chats of many turns: each turn finds the history before it, and nobody else does."""
+    fleet, system = Fleet(), text(0, 20)
+    histories = [[system, text(n, 1)] for n in range(1, 11)]
+    for turn in range(20):
+        for n, history in enumerate(histories):
+            history.append(text(1000 * n + turn + 100, 3))
+            fleet.ask(*history)
+    assert same(fleet.top()[0], system)
+
+
+def test_a_shorter_one_that_only_leads_to_a_longer_one_is_not_listed() -> None:
+    fleet, system, document = Fleet(), text(0, 4), text(1, 30)
+    fleet.ask(system)
+    fleet.ask(system, text(2, 3))
+    for number in range(3, 60):
+        fleet.ask(system, document, text(number, 2))
+    (first,) = fleet.top()
+    assert same(first, system, document)
+
+
+def test_both_are_listed_where_both_are_used() -> None:
+    fleet, system, document = Fleet(), text(0, 4), text(1, 30)
+    for number in range(2, 60, 2):
+        fleet.ask(system, text(number, 2))
+        fleet.ask(system, document, text(number + 1, 2))
+    longer, shorter = fleet.top()
+    assert same(longer, system, document)
+    assert same(shorter, system)
+
+
+def test_rates_are_what_was_saved_in_a_second() -> None:
+    fleet, system = Fleet(), text(0, 10)
+    for number in range(1, 6000):  # ten minutes of ten a second
+        fleet.ask(system, text(number, 1))
+    (first,) = fleet.top()
+    assert first.requests_per_s(fleet.now_s) == pytest.approx(10, rel=0.01)
+    assert first.tokens_saved_per_s(fleet.now_s) == pytest.approx(10 * 10 * BLOCK, rel=0.01)
+    later_s = fleet.now_s + 10 * MEMORY_S
+    assert first.requests_per_s(later_s) < 0.001
+
+
+def test_only_so_many_are_known_and_the_hottest_stay() -> None:
+    fleet, system, rng = Fleet(), text(0, 10), random.Random(1)
+    for number in range(1, 4 * KEPT):
+        once = text(number, 2 + rng.randrange(20))
+        fleet.ask(once)
+        fleet.ask(once)
+        fleet.ask(system, text(10_000 + number, 1))
+        assert len(fleet.hot._known) <= 2 * KEPT
+    assert same(fleet.top()[0], system)
+
+
+def test_what_is_not_cached_anywhere_is_not_hot() -> None:
+    hot = HotPrefixes(block_size=BLOCK)
+    chain = fingerprints(text(0, 5), block_size=BLOCK, parent=ROOT)
+    for _ in range(3):
+        hot.see(text(0, 5), chain, 0, 1.0)
+    assert hot.top(10, 1.0) == []

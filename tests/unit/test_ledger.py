@@ -1,0 +1,84 @@
+"""Every token of a prompt has one place in the ledger."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.router.routing.ledger import account
+
+TOKENS = st.integers(0, 10_000)
+LENGTHS = "cacheable reusable expected delivered named known".split()
+
+
+def ledger(**lengths: Any) -> dict[str, int]:
+    """What is not 0 of a ledger for 100 tokens, of which 96 are cacheable."""
+    whole = {"cacheable": 96, "reusable": 0, "expected": 0, "delivered": 0, **lengths}
+    found = msgspec.structs.asdict(account(100, **whole))
+    return {cause: tokens for cause, tokens in found.items() if tokens}
+
+
+@given(TOKENS, st.fixed_dictionaries(dict.fromkeys(LENGTHS, TOKENS)), st.booleans())
+def test_the_causes_add_up_to_the_prompt_whatever_is_claimed(
+    prompt: int, lengths: dict[str, int], is_salted: bool
+) -> None:
+    found = account(prompt, **lengths, is_salted=is_salted)
+    tokens = msgspec.structs.astuple(found)
+    assert sum(tokens) == prompt
+    assert min(tokens) >= 0
+    assert found.hit + found.unexpected_hit == min(lengths["delivered"], prompt)
+    assert found.hit + found.stale == min(lengths["expected"], prompt)
+    assert not (found.new if is_salted else found.isolated)
+
+
+def test_a_prompt_that_nobody_had_is_new_but_for_its_last_block() -> None:
+    assert ledger() == {"new": 96, "tail": 4}
+
+
+def test_what_was_expected_and_came_is_a_hit() -> None:
+    assert ledger(reusable=64, expected=64, delivered=64) == {"hit": 64, "new": 32, "tail": 4}
+
+
+def test_what_was_expected_and_did_not_come_is_stale() -> None:
+    found = ledger(reusable=64, expected=64, delivered=32)
+    assert found == {"hit": 32, "stale": 32, "new": 32, "tail": 4}
+
+
+def test_what_another_replica_had_is_spilled() -> None:
+    found = ledger(reusable=96, expected=32, delivered=32)
+    assert found == {"hit": 32, "spilled": 64, "tail": 4}
+
+
+def test_a_surprise_is_taken_from_what_would_have_been_lost() -> None:
+    found = ledger(reusable=64, expected=32, delivered=80)
+    assert found == {"hit": 32, "unexpected_hit": 48, "new": 16, "tail": 4}
+
+
+def test_what_is_new_under_a_salt_may_be_somebody_elses() -> None:
+    found = ledger(reusable=32, expected=32, delivered=32, is_salted=True)
+    assert found == {"hit": 32, "isolated": 64, "tail": 4}
+
+
+def test_what_was_once_cached_and_is_no_more_is_evicted() -> None:
+    found = ledger(reusable=32, expected=32, delivered=32, known=64)
+    assert found == {"hit": 32, "evicted": 32, "new": 32, "tail": 4}
+
+
+def test_what_is_known_to_have_been_evicted_is_not_blamed_on_a_salt() -> None:
+    assert ledger(known=64, is_salted=True) == {"evicted": 64, "isolated": 32, "tail": 4}
+
+
+def test_a_named_prefix_that_nobody_kept_is_unpinned_whether_it_was_evicted_or_never_there() -> (
+    None
+):
+    assert ledger(named=64) == {"unpinned": 64, "new": 32, "tail": 4}
+    assert ledger(named=64, known=80) == {"unpinned": 64, "evicted": 16, "new": 16, "tail": 4}
+
+
+def test_a_named_prefix_that_is_warm_elsewhere_is_spilled() -> None:
+    assert ledger(reusable=64, named=64) == {"spilled": 64, "new": 32, "tail": 4}
+
+
+def test_a_named_prefix_is_kept_for_no_salt() -> None:
+    assert ledger(named=64, is_salted=True) == {"isolated": 96, "tail": 4}

@@ -1,0 +1,152 @@
+"""Who listens learns what changed; the sums are of the last minutes; a decision has its receipt."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvroute.router.api.errors import ApiError
+from kvroute.router.observability.live import LISTENERS, Live, State
+from kvroute.router.observability.recent import BUCKET_S, WINDOW_S, Window
+from kvroute.router.routing.ledger import Ledger, account
+from tests.support.waiting import until
+
+# What is remembered of requests.
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def ledger(tokens: int, delivered: int = 0) -> Ledger:
+    return account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=delivered)
+
+
+def test_sums_are_of_the_window_whenever_they_are_read() -> None:
+    clock, rng = Clock(), random.Random(0)
+    window, added = Window(clock), list[tuple[float, str, int]]()
+    for _ in range(2000):
+        clock.now_s += rng.expovariate(0.3)
+        replica_id, tokens = rng.choice("abc"), rng.randrange(100)
+        window.add(replica_id, ledger(tokens))
+        added.append((clock.now_s, replica_id, tokens))
+        oldest_s = BUCKET_S * (clock.now_s // BUCKET_S + 1) - WINDOW_S
+        expected = Counter[str]()
+        for at_s, name, count in added:
+            if at_s >= oldest_s:
+                expected[name] += count
+        assert {name: sums.tokens.new for name, sums in window.sums().items()} == expected
+
+
+def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
+    clock = Clock()
+    window = Window(clock)
+    window.add("gone", ledger(10, delivered=4))
+    assert (window.sums()["gone"].hit_tokens, window.sums()["gone"].prompt_tokens) == (4, 10)
+    clock.now_s += WINDOW_S
+    assert window.sums() == {}
+    assert not window._buckets
+
+
+# Who is told of it.
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+class Things:
+    """What there is to see, and how often it was looked at."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, bytes] = {}
+        self.looks = 0
+
+    async def snapshot(self) -> State:
+        self.looks += 1
+        return dict(self.now)
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> tuple[Things, Live]:
+    monkeypatch.setattr("kvroute.router.observability.live.PERIOD_S", 0.01)
+    monkeypatch.setattr("kvroute.router.observability.live.FRESH_S", 0.0)
+    things = Things()
+    return things, Live(things.snapshot, never)
+
+
+def read(event: bytes) -> tuple[str, dict[str, Any], list[str]]:
+    kind, data = event.decode().removesuffix("\n\n").split("\n")
+    told = json.loads(data.removeprefix("data: "))
+    return kind.removeprefix("event: "), told["changed"], told["gone"]
+
+
+async def test_a_listener_is_told_all_and_then_what_changed(live: tuple[Things, Live]) -> None:
+    things, page = live
+    things.now = {"a": b"1", "b": b"2"}
+    events = await page.listen()
+    assert read(await anext(events)) == ("whole", {"a": 1, "b": 2}, [])
+    things.now = {"a": b"1", "b": b"3", "c": b"4"}
+    assert read(await anext(events)) == ("change", {"b": 3, "c": 4}, [])
+    things.now = {"c": b"4"}
+    kind, changed, gone = read(await anext(events))
+    assert (kind, changed, sorted(gone)) == ("change", {}, ["a", "b"])
+
+
+async def test_whoever_reads_slowly_misses_no_change(live: tuple[Things, Live]) -> None:
+    things, page = live
+    things.now = {"first": b"0"}
+    slow, quick = await page.listen(), await page.listen()
+    await anext(slow)
+    for number in range(5):
+        things.now = {str(number): b"0"}
+        await anext(quick)
+    things.now |= {"last": b"1"}
+    assert read(await anext(slow)) == ("change", {"4": 0, "last": 1}, ["first"])
+
+
+async def test_listeners_share_a_look_and_without_them_nobody_looks(
+    live: tuple[Things, Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.router.observability.live.FRESH_S", 60.0)
+    things, page = live
+    assert things.looks == 0
+    listening = [await page.listen() for _ in range(3)]
+    for events in listening:
+        await anext(events)
+        await anext(events)
+    assert things.looks == 1
+
+
+async def test_one_listener_too_many_is_refused_until_another_leaves(
+    live: tuple[Things, Live],
+) -> None:
+    _, page = live
+    listening = [await page.listen() for _ in range(LISTENERS)]
+    with pytest.raises(ApiError, match="close one") as refusal:
+        await page.listen()
+    assert refusal.value.status == 503
+    del listening[0]
+    await until(lambda: page.listeners < LISTENERS)
+    await page.listen()
+
+
+async def test_listeners_are_let_go_when_the_router_finishes() -> None:
+    over = asyncio.Event()
+
+    async def ends() -> None:
+        await over.wait()
+
+    page = Live(Things().snapshot, ends)
+    events = await page.listen()
+    await anext(events)
+    over.set()
+    assert [event async for event in events] == []
+    assert page.listeners == 0

@@ -1,0 +1,160 @@
+"""What a router can tell of a replica from its own requests alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.speed import PRIOR_S, PrefillModel, Speed
+from kvroute.router.routing.load import (
+    ReplicaLoad,
+    Sent,
+    learned_slowness,
+    new_replica_load,
+)
+
+MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
+
+
+def sent(at_s: float, tokens: int = 1000, prefill_s: float = 1.0) -> Sent:
+    return Sent(prefill_s=prefill_s, new_tokens=tokens, prompt_tokens=tokens, sent_s=at_s)
+
+
+def test_a_token_costs_twice_as_much_where_attention_doubles_it() -> None:
+    assert MODEL.seconds(0, 1) == pytest.approx(0.001, rel=1e-2)
+    assert MODEL.seconds(1000, 1001) == pytest.approx(0.002, rel=1e-2)
+    assert MODEL.seconds(0, 500) + MODEL.seconds(500, 2000) == pytest.approx(MODEL.seconds(0, 2000))
+
+
+def test_the_backlog_is_what_was_sent_less_what_the_head_has_had() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.send("b", sent(0.1))
+    assert load.backlog_s(1.0, now_s=0.5) == pytest.approx(1.5)
+    assert load.backlog_s(2.0, now_s=0.5) == pytest.approx(3.5)
+
+
+def test_a_head_that_is_overdue_owes_nothing_and_hides_no_other() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.send("b", sent(0.0))
+    assert load.backlog_s(1.0, now_s=9.0) == pytest.approx(1.0)
+
+
+def test_a_first_token_turns_prefill_into_decode() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.first_token("a", 1.0)
+    assert load.backlog_s(1.0, 1.0) == 0.0
+    assert load.pending_tokens == 0
+    assert load.decode_step_s > 0
+    load.finish("a")
+    assert load.decode_step_s == 0
+    assert not load.is_busy
+
+
+def test_the_real_speed_is_learned_from_first_tokens() -> None:
+    load = ReplicaLoad(MODEL)
+    for i in range(200):
+        load.send(str(i), sent(float(3 * i)))
+        load.first_token(str(i), 3 * i + 3.0)
+        load.finish(str(i))
+    assert load.speed.slowness == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_request_behind_another_is_timed_from_when_its_own_turn_came() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.send("b", sent(0.0))
+    load.first_token("a", 1.0)
+    load.first_token("b", 2.0)
+    assert load.speed.observed_s == pytest.approx(load.speed.predicted_s)
+    assert load.speed.observed_s < PRIOR_S + 2.0
+
+
+def test_first_tokens_of_one_step_teach_the_same_in_any_order() -> None:
+    def learned(*order: str) -> float:
+        load = ReplicaLoad(MODEL)
+        load.send("older", sent(0.0))
+        load.send("younger", sent(1.5))
+        for name in order:
+            load.first_token(name, 2.0)
+        return load.speed.slowness
+
+    assert learned("older", "younger") == pytest.approx(learned("younger", "older"), rel=0.02)
+
+
+def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.finish("a")
+    load.first_token("a", 99.0)
+    assert load.speed.slowness == 1.0
+
+
+def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None:
+    loads = [
+        ReplicaLoad(MODEL, speed=Speed(predicted_s=5.0, observed_s=seconds))
+        for seconds in (5.0, 5.5, 5.2, 50.0)
+    ]
+    one, two, three, slow = learned_slowness(loads)
+    assert 1.0 < one < 2.5
+    assert slow == 10.0
+    assert max(one, two, three) < slow
+
+
+def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:
+    slow = ReplicaLoad(MODEL, speed=Speed(predicted_s=5.0, observed_s=20.0))
+    load = new_replica_load(MODEL, [slow])
+    assert new_replica_load(MODEL, []).speed.slowness == 1.0
+    assert load.speed.slowness == 4.0
+    for i in range(100):
+        load.send(str(i), sent(float(i)))
+        load.first_token(str(i), i + 1.0)
+    assert load.speed.slowness == pytest.approx(1.0, rel=0.1)
+
+
+def test_work_done_lately_is_forgotten_with_time() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0, tokens=1000))
+    assert load.recent(0.0) == 1000
+    assert load.recent(600.0) < 1
+
+
+def test_requests_that_the_replica_has_and_nobody_told_us_of_count_as_the_mean_of_ours() -> None:
+    load = ReplicaLoad(MODEL)
+    for number in range(200):
+        load.send(str(number), sent(0.0, prefill_s=0.5))
+        load.finish(str(number))
+    load.report(waiting=0)
+    load.report(waiting=0)
+    load.report(waiting=4)
+    assert load.backlog_s(1.0, 0.0) == pytest.approx(4 * 0.5, rel=0.01)
+    load.report(waiting=0)
+    assert load.backlog_s(1.0, 0.0) == 0.0
+
+
+def test_a_report_that_is_late_adds_nothing_to_what_we_knew_then() -> None:
+    load = ReplicaLoad(MODEL)
+    for name in "abc":
+        load.send(name, sent(0.0))
+    load.report(waiting=3)
+    for name in "abc":
+        load.finish(name)
+    load.report(waiting=3)
+    assert load.backlog_s(1.0, 0.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["send", "first_token", "finish"]), st.integers(0, 5))))
+def test_the_sums_are_those_of_the_requests_that_are_there(steps: list[tuple[str, int]]) -> None:
+    load = ReplicaLoad(MODEL)
+    for at_s, (verb, number) in enumerate(steps):
+        name = str(number)
+        if verb == "send" and name not in load.waiting and name not in load.decoding:
+            load.send(name, sent(float(at_s), tokens=number, prefill_s=number / 7))
+        elif verb == "first_token":
+            load.first_token(name, float(at_s))
+        elif verb == "finish":
+            load.finish(name)
+    assert load.waiting_s == pytest.approx(sum(each.prefill_s for each in load.waiting.values()))
+    assert load.pending_tokens == sum(each.new_tokens for each in load.waiting.values())
+    assert load.decoding_tokens == sum(load.decoding.values())

@@ -1,0 +1,220 @@
+"""Which LoRA adapters there are; requests go where theirs is loaded, unless that is busy."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter, room_for_rank
+from kvroute.contract.identity import Identity
+from kvroute.contract.records import Load, ReplicaRecord
+from kvroute.router.routing.attempts import Attempt, RequestObserver
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.routing.policy import Candidate, rank
+from kvroute.router.routing.receipts import receipt
+from kvroute.settings.help import SettingsError
+from kvroute.settings.serve import load
+from tests.support.adapters import write_adapter
+from tests.support.records import facts
+
+PROMPT = np.arange(100, dtype=np.uint32)  # 0.1 s of prefill, in those facts
+
+
+def record(replica_id: str, *loras: str, **differs: Any) -> ReplicaRecord:
+    return ReplicaRecord(replica_id, "1", 0, facts(**differs), Load(loras=loras, lora_load_s=2.0))
+
+
+def knowing(replica_id: str, **adapters: str) -> ReplicaRecord:
+    identity = Identity("kvroute/1", "", 4, "", "", adapters)
+    return msgspec.structs.replace(record(replica_id), identity=identity)
+
+
+def fleet_of(*records: ReplicaRecord, observer: RequestObserver | None = None) -> Fleet:
+    fleet = Fleet(
+        model="m",
+        revision="",
+        block_size=4,
+        rng=random.Random(0),
+        observer=observer or RequestObserver(),
+    )
+    fleet.update(records)
+    for each in records:
+        fleet.mirror.join(each.id)
+    return fleet
+
+
+def send(fleet: Fleet, lora: str, now_s: float, request_id: str = "r") -> Attempt:
+    running = [each.id for each in fleet.records]
+    placement = fleet.place(PROMPT, "", running, now_s, lora)
+    return fleet.sent(placement, placement.ranking[0].replica_id, request_id, now_s)
+
+
+def test_the_replica_that_has_the_adapter_is_chosen() -> None:
+    fleet = fleet_of(record("a"), record("b", "sql"), record("c", "law"))
+    assert {send(fleet, "sql", 10.0 * i, str(i)).replica_id for i in range(5)} == {"b"}
+
+
+def test_a_wait_that_is_longer_than_loading_sends_it_elsewhere() -> None:
+    def chosen(backlog_s: float) -> str:
+        loaded = Candidate("loaded", 0, backlog_s, own_s=0.1)
+        idle = [Candidate(name, 0, 0.0, own_s=0.1, lora_s=2.0) for name in "abc"]
+        return rank([loaded, *idle], forks=0, rng=random.Random(0))[0].replica_id
+
+    assert chosen(1.5) == "loaded"
+    assert chosen(2.5) in "abc"
+
+
+def test_a_burst_follows_its_leader_to_where_the_adapter_is_being_loaded() -> None:
+    fleet = fleet_of(record("a"), record("b"), record("c"))
+    leader = send(fleet, "sql", 0.0, "leader")
+    assert leader.dispatch.loads_lora
+    follower = send(fleet, "sql", 0.1, "follower")
+    assert follower.replica_id == leader.replica_id
+    assert not follower.dispatch.loads_lora
+
+
+def test_from_its_third_report_on_only_the_replicas_own_word_counts() -> None:
+    fleet = fleet_of(record("a"))
+    send(fleet, "sql", 0.0).end()
+    loads = []
+    for _ in range(3):
+        fleet.update([record("a")])
+        loads.append(fleet.place(PROMPT, "", ["a"], 1.0, "sql").at("a").lora_s)
+    assert loads == [0.0, 0.0, 2.0]
+
+
+def test_an_adapter_that_is_sent_to_a_full_memory_takes_anothers_place_there() -> None:
+    fleet = fleet_of(record("a", "sql", max_cpu_loras=1))
+    send(fleet, "law", 0.0)
+    assert send(fleet, "sql", 0.1, "back").dispatch.loads_lora
+
+
+def test_loading_is_part_of_the_backlog_and_teaches_nothing_about_the_prefill() -> None:
+    fleet = fleet_of(record("a"))
+    attempt = send(fleet, "sql", 0.0)
+    assert fleet.backlogs_s(["a"], 0.0) == pytest.approx([2.1], rel=0.01)
+    attempt.first_token(9.0)
+    assert attempt.load.speed.slowness == 1.0
+    assert fleet.backlogs_s(["a"], 9.0) == [0.0]
+
+
+def test_other_routers_hear_where_an_adapter_is_being_loaded() -> None:
+    peer_publisher = PeerPublisher()
+    mine, other = (
+        fleet_of(record("a"), record("b"), observer=each) for each in (peer_publisher, None)
+    )
+    there = send(mine, "sql", 0.0).replica_id
+    PeerSubscriber(other, own="other", clock=lambda: 0.0).receive(peer_publisher.take())
+    attempt = send(other, "sql", 0.1, "theirs")
+    assert (attempt.replica_id, attempt.dispatch.loads_lora) == (there, False)
+
+
+def test_a_replica_that_does_not_know_the_adapter_gets_none_of_its_requests() -> None:
+    fleet = fleet_of(knowing("old"), knowing("new", sql="1f"))
+    placement = fleet.place(PROMPT, "", ["old", "new"], 0.0, "sql")
+    assert [candidate.replica_id for candidate in placement.ranking] == ["new"]
+    assert len(fleet.place(PROMPT, "", ["old", "new"], 0.0).ranking) == 2
+
+
+def test_what_an_adapter_computed_is_no_hit_for_the_model_or_another_adapter() -> None:
+    fleet = fleet_of(record("a", "sql", "law"))
+    fleet.mirror.add("a", fleet.chain(PROMPT, "", "sql"))
+    hits = {
+        lora: fleet.place(PROMPT, "", ["a"], 0.0, lora).at("a").hit_blocks
+        for lora in ("", "sql", "law")
+    }
+    assert hits == {"": 0, "sql": 24, "law": 0}
+
+
+def test_a_receipt_shows_the_adapter_and_what_loading_it_would_cost() -> None:
+    fleet = fleet_of(record("a"), record("b", "sql"), record("c"))
+    shown = receipt(fleet.place(PROMPT, "", ["a", "b", "c"], 0.0, "sql"), policy="kvroute")
+    assert (shown["lora"], shown["choice"]) == ("sql", "b")
+    assert {each["id"]: each["terms_s"]["lora"] for each in shown["replicas"]} == {
+        "a": 2.0,
+        "b": 0.0,
+        "c": 2.0,
+    }
+    assert shown["reason"] == "b has the LoRA adapter loaded, which counts 2 s"
+
+
+def test_the_least_recently_used_adapter_leaves_a_full_memory() -> None:
+    residents = Residents(2)
+    assert [residents.use(name) for name in "abacab"] == [True, True, False, True, False, True]
+    assert residents.names == ("a", "b")
+
+
+def test_adapters_are_named_with_their_folders(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one", seed=1)
+    (settings,) = load({"lora": [f"sql={folder}"], "redis_url": "redis://r"}).decided()
+    assert settings.adapters == (Adapter(name="sql", path=str(folder)),)
+    assert settings.for_routers()["adapters"] == settings.for_replicas()["adapters"]
+
+
+def test_the_environment_parts_adapters_with_commas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [write_adapter(tmp_path / name, seed=1) for name in "ab"]
+    monkeypatch.setenv("KVROUTE_LORA", f"a={folders[0]},b={folders[1]}")
+    assert [adapter.name for adapter in load({}).adapters] == ["a", "b"]
+
+
+def test_a_relative_folder_is_found_by_processes_that_run_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tmp_path / "sql", seed=1)
+    monkeypatch.chdir(tmp_path)
+    assert load({"lora": ["sql=sql"]}).lora == [f"sql={tmp_path / 'sql'}"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["sql"], "expected NAME=PATH, such as sql=adapters/sql"),
+        (["sql=PATH/nowhere"], "nowhere/adapter_config.json cannot be read"),
+        (["sql=PATH/empty"], r"there is no adapter_model\.safetensors"),
+        (["sql=PATH/huge"], "its rank is 1024, and vLLM takes ranks up to 512"),
+        (["sql=PATH/other"], "has the rank None; expected a LoRA adapter's"),
+        (["sql=PATH/good", "sql=PATH/good"], "the name 'sql' is taken"),
+        (["m=PATH/good"], "the name 'm' is taken"),
+    ],
+)
+def test_an_adapter_that_cannot_be_used_stops_the_start(
+    tmp_path: Path, names: list[str], message: str
+) -> None:
+    write_adapter(tmp_path / "good", seed=1)
+    write_adapter(tmp_path / "empty", seed=1).joinpath("adapter_model.safetensors").unlink()
+    for name, config in (("huge", '{"r": 1024}'), ("other", "{}")):
+        write_adapter(tmp_path / name, seed=1).joinpath("adapter_config.json").write_text(config)
+    given = [name.replace("PATH", str(tmp_path)) for name in names]
+    with pytest.raises(SettingsError, match=f"--lora is '.*{message}"):
+        load({"lora": given, "served_model_name": "m"})
+
+
+def test_several_models_have_adapters_of_their_own(tmp_path: Path) -> None:
+    sql = [f"sql={write_adapter(tmp_path / 'sql', seed=1)}"]
+    models = [{"model": "a", "lora": sql}, {"model": "b"}]
+    assert [len(each.adapters) for each in load({"models": models}).each] == [1, 0]
+    with pytest.raises(SettingsError, match="there are several models; say it of one"):
+        load({"models": models, "lora": sql})
+    with pytest.raises(SettingsError, match="are both served as 'sql'"):
+        load({"models": [*models, {"model": "sql"}]})
+
+
+def test_engines_make_room_for_the_highest_rank(tmp_path: Path) -> None:
+    folders = [write_adapter(tmp_path / str(rank), seed=1, rank=rank) for rank in (4, 9)]
+    adapters = [read_adapter(f"{folder.name}={folder}") for folder in folders]
+    assert [room_for_rank(adapters[:1]), room_for_rank(adapters)] == [8, 16]
+
+
+def test_adapters_are_the_same_when_their_files_are(tmp_path: Path) -> None:
+    one, same, other = (
+        digests([read_adapter(f"x={write_adapter(tmp_path / name, seed=seed)}")])
+        for name, seed in (("one", 1), ("same", 1), ("other", 2))
+    )
+    assert one == same != other
+    assert digests([Adapter(name="x", path=str(tmp_path / "nowhere"))]) == {"x": ""}

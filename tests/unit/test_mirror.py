@@ -1,0 +1,234 @@
+"""The mirror equals the truth, and finds how far each replica's match goes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.router.routing.eviction_history import GENERATION
+from kvroute.router.routing.masks import Masks
+from kvroute.router.routing.mirror import Mirror
+from kvroute.store.index import pack
+
+CHAIN = [Fingerprint(1000 + i) for i in range(200)]
+replicas = st.sampled_from(["a", "b", "c"])
+blocks = st.lists(st.integers(0, 30).map(Fingerprint), max_size=8)
+operations: st.SearchStrategy[tuple[str, str, list[Fingerprint]]] = st.one_of(
+    st.tuples(st.sampled_from(["add", "remove"]), replicas, blocks),
+    st.tuples(st.sampled_from(["join", "drop", "sweep"]), replicas, st.just([])),
+)
+
+
+def holding(**depths: int) -> Mirror:
+    mirror = Mirror()
+    for replica_id, depth in depths.items():
+        mirror.join(replica_id)
+        mirror.add(replica_id, CHAIN[:depth])
+    return mirror
+
+
+@given(st.lists(operations, max_size=60))
+def test_the_mirror_equals_the_truth_after_any_sequence_of_events(
+    steps: list[tuple[str, str, list[Fingerprint]]],
+) -> None:
+    mirror, truth = Mirror(), dict[str, set[Fingerprint]]()
+    for verb, replica_id, fingerprints in steps:
+        if verb == "join":
+            truth[replica_id] = set()
+            mirror.join(replica_id)
+        elif verb == "drop":
+            truth.pop(replica_id, None)
+            mirror.drop(replica_id)
+        elif verb == "sweep":
+            mirror.sweep()
+        elif replica_id in truth:
+            getattr(mirror, verb)(replica_id, fingerprints)
+            truth[replica_id].update(fingerprints)
+            if verb == "remove":
+                truth[replica_id].difference_update(fingerprints)
+    assert {r: mirror.held_by(r) for r in mirror.replica_ids} == truth
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, len(CHAIN))), st.integers(0, 200)
+)
+def test_each_replicas_depth_is_found_exactly(depths: dict[str, int], prompt_blocks: int) -> None:
+    found = holding(**depths).hits(CHAIN[:prompt_blocks])
+    assert found == {r: min(d, prompt_blocks) for r, d in depths.items() if min(d, prompt_blocks)}
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_a_chain_with_holes_counts_no_more_than_the_prompt_has(held: set[int]) -> None:
+    mirror = holding(a=0)
+    mirror.add("a", [CHAIN[i] for i in held])
+    assert all(0 < depth <= 41 for depth in mirror.hits(CHAIN[:41]).values())
+
+
+def test_a_thousand_block_prompt_costs_few_reads() -> None:
+    class Counting(Masks):
+        reads = 0
+
+        def get(self, fingerprint: Fingerprint) -> int:
+            self.reads += 1
+            return super().get(fingerprint)
+
+    chain = [Fingerprint(i) for i in range(1000)]
+    mirror = Mirror()
+    mirror._held = counting = Counting()
+    mirror.join("a")
+    mirror.add("a", chain[:700])
+    assert mirror.hits(chain) == {"a": 700}
+    assert counting.reads <= 25
+
+
+def test_a_prompt_without_a_full_block_hits_nothing() -> None:
+    assert holding(a=5).hits([]) == {}
+
+
+def test_expected_blocks_extend_the_held_ones_until_they_are_taken_back() -> None:
+    mirror = holding(a=3)
+    mirror.expect("a", CHAIN[3:7])
+    assert mirror.hits(CHAIN) == {"a": 7}
+    mirror.unexpect("a", CHAIN[3:7])
+    assert mirror.hits(CHAIN) == {"a": 3}
+
+
+def test_a_dropped_replica_is_unknown_at_once_and_its_bit_is_reused_only_after_a_sweep() -> None:
+    mirror = holding(a=5, b=9)
+    mirror.drop("a")
+    assert mirror.hits(CHAIN) == {"b": 9}
+    mirror.join("c")
+    assert mirror.hits(CHAIN) == {"b": 9}
+    while mirror.sweep():
+        pass
+    mirror.join("d")
+    assert mirror.hits(CHAIN) == {"b": 9}
+
+
+def test_what_is_expected_of_an_unknown_replica_is_not_kept() -> None:
+    mirror = holding(a=5)
+    mirror.expect("b", CHAIN)
+    assert len(mirror._expected) == 0
+
+
+def test_blocks_that_change_together_share_one_mask() -> None:
+    mirror = Mirror()
+    for replica_id in (f"r{i}" for i in range(64)):
+        mirror.join(replica_id)
+        mirror.add(replica_id, CHAIN)
+    mirror.remove("r7", CHAIN)
+    assert len({id(mirror._held.get(fingerprint)) for fingerprint in CHAIN}) == 1
+
+
+class Truth:
+    """One replica's blocks as `presume` means them."""
+
+    def __init__(self, held: int) -> None:
+        self.old, self.young = set(CHAIN[:held]), set[Fingerprint]()
+
+    def infer(self, chain: list[Fingerprint], capacity_blocks: int) -> None:
+        self.young.update(chain)
+        if len(self.young) >= capacity_blocks:
+            self.old, self.young = self.young, set()
+
+    def depth(self, chain: list[Fingerprint]) -> int:
+        return max(
+            next((i for i, block in enumerate(chain) if block not in held), len(chain))
+            for held in (self.old, self.young)
+        )
+
+
+@given(st.integers(0, 30), st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 30))))
+def test_what_is_presumed_drives_out_what_was_not_used_since(
+    held: int, sent: list[tuple[str, int]]
+) -> None:
+    documents = {"x": CHAIN[:30], "y": CHAIN[30:60], "z": CHAIN[60:90]}
+    mirror, truth = holding(a=held), Truth(held)
+    mirror.is_fed = False
+    for document, depth in sent:
+        mirror.infer("a", documents[document][:depth], capacity_blocks=40)
+        truth.infer(documents[document][:depth], capacity_blocks=40)
+        mirror.sweep()
+    assert mirror.held_by("a") == truth.old | truth.young
+    for chain in documents.values():
+        assert mirror.hits(chain).get("a", 0) == truth.depth(chain)
+
+
+def test_nothing_is_presumed_while_the_index_announces_everything() -> None:
+    mirror = holding(a=3)
+    mirror.infer("a", CHAIN[:10], capacity_blocks=100)
+    assert mirror.hits(CHAIN) == {"a": 3}
+    assert not mirror.inferred
+
+
+def test_a_replica_that_joins_has_nothing_that_was_presumed() -> None:
+    mirror = holding(a=3)
+    mirror.is_fed = False
+    mirror.infer("a", CHAIN[:10], capacity_blocks=100)
+    mirror.join("a")
+    assert mirror.hits(CHAIN) == {}
+    assert not mirror.inferred
+
+
+def test_blocks_expected_after_presumed_ones_extend_them() -> None:
+    mirror = holding(a=0)
+    mirror.is_fed = False
+    mirror.infer("a", CHAIN[:10], capacity_blocks=100)
+    mirror.expect("a", CHAIN[10:12])
+    assert mirror.hits(CHAIN) == {"a": 12}
+    mirror.unexpect("a", CHAIN[10:12])
+    assert mirror.hits(CHAIN) == {"a": 10}
+
+
+@given(st.lists(blocks.map(lambda given: (given, "abc"[len(given) % 3])), max_size=5), blocks)
+def test_a_whole_load_equals_adding(
+    held: list[tuple[list[Fingerprint], str]], loaded: list[Fingerprint]
+) -> None:
+    mirrors = holding(a=0, b=0, c=0), holding(a=0, b=0, c=0)
+    for mirror in mirrors:
+        for fingerprints, replica_id in held:
+            mirror.add(replica_id, fingerprints)
+    mirrors[0].join("a")
+    mirrors[0].add("a", loaded)
+    for _ in mirrors[1].load("a", pack(set(loaded))):
+        pass
+    assert all(mirrors[0].held_by(each) == mirrors[1].held_by(each) for each in "abc")
+
+
+def test_a_sweep_frees_what_only_dropped_replicas_held() -> None:
+    mirror = holding(a=50, b=20)
+    mirror.drop("a")
+    while mirror.sweep():
+        pass
+    assert len(mirror) == 20
+
+
+def test_a_replica_dropped_during_a_sweep_is_cleaned_by_the_next_one() -> None:
+    mirror = holding(a=50, b=20)
+    mirror.drop("a")
+    mirror.sweep()
+    mirror.drop("b")
+    while mirror.sweep():
+        pass
+    assert len(mirror) == 0
+
+
+def test_what_was_evicted_cleared_or_lost_is_known_and_the_rest_of_a_chain_is_new() -> None:
+    mirror = holding(a=50, b=10)
+    mirror.remove("a", CHAIN[40:50])
+    assert mirror.known(CHAIN) == 50
+    mirror.join("a")
+    mirror.drop("b")
+    assert (mirror.hits(CHAIN), mirror.known(CHAIN)) == ({}, 50)
+    while mirror.sweep():
+        pass
+    assert (len(mirror), mirror.known(CHAIN), mirror.known(CHAIN, at_least=60)) == (0, 50, 60)
+
+
+def test_what_left_long_ago_is_forgotten() -> None:
+    mirror = holding(a=50)
+    mirror.join("a")
+    while mirror.sweep():
+        pass
+    mirror.add("a", others := [Fingerprint(10_000 + i) for i in range(2 * GENERATION)])
+    mirror.remove("a", others)
+    assert (mirror.known(CHAIN), mirror.known(others[-10:])) == (0, 10)

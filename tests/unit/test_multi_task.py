@@ -1,0 +1,69 @@
+"""Prefixes that a cluster starts with: RTP-LLM's file, or the same in a variable."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvroute.settings.help import SettingsError, env_names
+from kvroute.settings.multi_task import read_tasks
+from kvroute.settings.serve import ServeSettings, load
+
+TASKS = [{"task_id": 1, "prompt": "You are brief."}, {"task_id": "法律", "prompt": "你是律师。"}]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, field in ServeSettings.model_fields.items():
+        for variable in env_names(name, field):
+            monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps(TASKS))
+    return path
+
+
+def test_a_number_names_a_task_as_its_digits_do() -> None:
+    assert [task.task_id for task in read_tasks(json.dumps(TASKS))] == ["1", "法律"]
+
+
+def test_the_file_is_found_by_rtp_llms_name(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    monkeypatch.setenv("MULTI_TASK_PROMPT", str(file))
+    assert [task.prompt for task in load({}).tasks] == ["You are brief.", "你是律师。"]
+
+
+def test_the_json_itself_does_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTI_TASK_PROMPT_STR", json.dumps(TASKS))
+    settings = load({"redis_url": "redis://r"})
+    (decided,) = settings.decided()
+    assert decided.tasks == settings.tasks
+    assert decided.for_replicas()["declared"] == ["1", "法律"]
+
+
+def test_two_sources_stop_the_start(file: Path) -> None:
+    with pytest.raises(SettingsError, match="keep one of them"):
+        load({"multi_task_prompt": file, "multi_task_prompt_str": "[]"})
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"--multi-task-prompt is '.*no\.json'.*No such file"):
+        load({"multi_task_prompt": tmp_path / "no.json"})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "it: Invalid JSON"),
+        ("{}", "it: Input should be a valid"),
+        ('[{"task_id": true, "prompt": "a"}]', r"0\.task_id: Input should be a valid string"),
+        ('[{"task_id": 1}]', r"0\.prompt: Field required"),
+        ('[{"task_id": 1, "prompt": ""}]', r"0\.prompt: String should have at least 1"),
+        ('[{"task_id": 1, "prompt": "a"}, {"task_id": "1", "prompt": "b"}]', "'1' is there twice"),
+    ],
+)
+def test_a_bad_list_is_refused_with_the_place_and_the_format(text: str, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=rf'expected a list such as \[{{"task_id.*{complaint}'):
+        load({"multi_task_prompt_str": text})

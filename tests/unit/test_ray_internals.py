@@ -1,0 +1,53 @@
+"""Ray's private names that kvroute relies on exist, and stand in two modules only."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from ray.serve._private import constants
+from ray.serve._private import replica as serves_replica
+from ray.serve._private import router as serves_router
+from ray.serve._private.controller import ServeController
+from ray.serve.request_router import RequestRouter, RunningReplica
+
+from kvroute.process.ray_internals import DIRECT_PORTS
+
+PACKAGE = Path(__file__).parents[2] / "kvroute"
+THEIRS = {"process/ray_internals.py", "process/draining.py"}
+PRIVATE = re.compile(r"ray(\.\w+)*\._private|\b(_actor_handle|_replica_impl|_deployment_id)\b")
+
+
+def test_serve_calls_the_step_of_its_request_router_that_is_overridden() -> None:
+    signature = inspect.signature(RequestRouter._choose_replica_for_request)
+    assert list(signature.parameters) == ["self", "pending_request", "is_retry"]
+    assert "_request_router._choose_replica_for_request(" in inspect.getsource(serves_router)
+
+
+def test_a_request_router_knows_its_deployment_and_a_replica_its_actor() -> None:
+    assert "self._deployment_id = deployment_id" in inspect.getsource(RequestRouter)
+    assert "self._actor_handle = " in inspect.getsource(RunningReplica)
+
+
+@pytest.mark.parametrize("method", ["get_serve_instance_details", "update_deployment_replicas"])
+def test_serves_controller_can_be_asked(method: str) -> None:
+    assert callable(getattr(ServeController, method))
+
+
+def test_a_replica_marks_that_it_shuts_down() -> None:
+    source = inspect.getsource(serves_replica)
+    assert "self._shutting_down = True" in source
+    assert "self._replica_impl" in source
+
+
+def test_routers_listen_to_haproxy_on_serves_direct_ports() -> None:
+    assert constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT in DIRECT_PORTS
+
+
+def test_no_other_module_has_a_private_name_of_rays() -> None:
+    found = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if PRIVATE.search(file.read_text())
+    }
+    assert found == THEIRS

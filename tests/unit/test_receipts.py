@@ -1,0 +1,62 @@
+"""A receipt says what was known of every replica, and what tipped the scales."""
+
+import random
+from typing import Any
+
+import pytest
+
+from kvroute.router.routing.attempts import Placement
+from kvroute.router.routing.policy import Candidate, rank
+from kvroute.router.routing.receipts import receipt
+
+
+def replica(name: str, **facts: Any) -> Candidate:
+    return Candidate(name, hit_blocks=0, backlog_s=0.0, own_s=0.1)._replace(**facts)
+
+
+def placement(*candidates: Candidate, forks: float = 0.0) -> Placement:
+    ranking = rank(candidates, forks=forks, rng=random.Random(0))
+    best = max((each.hit_blocks for each in candidates), default=0)
+    return Placement(
+        tuple(ranking), (), best_hit_blocks=best, prompt_tokens=700, block_size=16, forks=forks
+    )
+
+
+@pytest.mark.parametrize(
+    ("loser", "reason"),
+    [
+        ({"backlog_s": 2.0}, "choice has 2 s less prefill queued than other"),
+        ({"copy_s": 0.5}, "choice holds 0 prompt tokens and other 0: to compute"),
+        ({"recent_share": 1.5}, "other has computed more lately"),
+        ({"decode_step_s": 0.01}, "choice has fewer running answers"),
+        ({"free_blocks": -1}, "both cost the same"),
+    ],
+)
+def test_the_reason_is_the_term_that_told_choice_and_runner_up_apart(
+    loser: dict[str, Any], reason: str
+) -> None:
+    found = receipt(placement(replica("choice"), replica("other", **loser)), policy="kvroute")
+    assert (found["choice"], found["runner_up"]) == ("choice", "other")
+    assert found["reason"].startswith(reason)
+
+
+def test_every_replica_is_listed_with_its_hits_in_tokens_and_terms_that_add_up() -> None:
+    warm = replica("warm", hit_blocks=20, backlog_s=0.25)
+    found = receipt(placement(replica("cold", copy_s=0.75), warm), policy="kvroute")
+    assert [each["id"] for each in found["replicas"]] == ["warm", "cold"]
+    assert [each["hit_tokens"] for each in found["replicas"]] == [320, 0]
+    assert found["best_hit_tokens"] == 320
+    for each in found["replicas"]:
+        assert sum(each["terms_s"].values()) == pytest.approx(each["cost_s"], abs=1e-3)
+
+
+def test_a_policy_without_costs_has_none_on_its_receipt() -> None:
+    found = receipt(placement(replica("a"), replica("b")), policy="round-robin")
+    assert found["congestion_price"] is None
+    assert [each["terms_s"] for each in found["replicas"]] == [None, None]
+    assert "round-robin does not look" in found["reason"]
+
+
+def test_one_replica_needs_no_reason_and_none_has_no_choice() -> None:
+    assert "only one replica" in receipt(placement(replica("a")), policy="kvroute")["reason"]
+    assert receipt(placement(), policy="kvroute")["choice"] is None

@@ -1,0 +1,290 @@
+"""What a replay promises: the engine's arithmetic, fair policies, the same answer twice."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvroute.cli import app
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.speed import PrefillModel
+from kvroute.replay.model import EngineModel
+from kvroute.replay.modelled_engine import Replica
+from kvroute.replay.policies import POLICIES
+from kvroute.replay.simulate import Cluster, simulate
+from kvroute.replay.trace import BLOCK_TOKENS, Request, TraceError, at_speed, ideal_hit_tokens, read
+
+NO_ATTENTION = PrefillModel(tokens_per_s=1000.0, attention_tokens=1e12)
+ROUND = EngineModel(NO_ATTENTION, step_s=1.0, sequence_s=0.0, context_token_s=0.001)
+KEYS = (
+    "policy hit_share ideal_share ttft_p50_s ttft_p90_s ttft_p99_s tpot_p90_ms throughput_rps "
+    "imbalance"
+).split()
+
+
+def request(
+    index: int, blocks: list[int], output_tokens: int = 1, *, rest: int = 1, at_s: float = 0.0
+) -> Request:
+    """A prompt of these full blocks and a rest."""
+    chain = tuple(Fingerprint(block) for block in blocks)
+    return Request(index, at_s, len(blocks) * BLOCK_TOKENS + rest, output_tokens, chain)
+
+
+def run(replica: Replica, arrivals: list[Request]) -> tuple[dict[int, float], dict[int, float]]:
+    """Drives one replica alone; when each request had its first token and its last."""
+    first_s: dict[int, float] = {}
+    last_s: dict[int, float] = {}
+    coming = list(arrivals)
+    while coming or replica.plan:
+        if coming and (replica.plan is None or coming[0].arrival_s < replica.plan.ends_s):
+            replica.arrive(coming[0], coming.pop(0).arrival_s)
+            continue
+        assert replica.plan is not None
+        now_s = replica.plan.ends_s
+        result = replica.end_step()
+        first_s |= {done.index: now_s for done in result.first_tokens}
+        last_s |= {done.index: now_s for done in result.finished}
+    return first_s, last_s
+
+
+def conversations(count: int = 60, turns: int = 4, seed: int = 0) -> list[Request]:
+    """Chats that share a system prompt; each turn repeats the one before and adds to it."""
+    rng = random.Random(seed)
+    times_s = sorted(rng.uniform(0, 60) for _ in range(count * turns))
+    chats = [[1] for _ in range(count)]
+    requests = []
+    for index, at_s in enumerate(times_s):
+        chat = chats[rng.randrange(count)]
+        chat += [1000 * (index + 1) + i for i in range(rng.randrange(1, 12))]
+        requests.append(request(index, chat, rng.randrange(1, 200), rest=7, at_s=at_s))
+    return requests
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {
+            "timestamp": 3000 * (r.index // 10),
+            "input_length": r.input_tokens,
+            "output_length": r.output_tokens,
+            "hash_ids": [*r.blocks, 10**9 + r.index],  # the partial block has an id as well
+        }
+        for r in conversations()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_prefill_and_decode_take_the_time_computed_by_hand() -> None:
+    first_s, last_s = run(Replica(ROUND, 16), [request(0, [], 3, rest=500)])
+    assert first_s[0] == pytest.approx(1.0 + 0.5)  # one step, 500 tokens at 1000/s
+    assert last_s[0] == pytest.approx(1.5 + (1 + 0.501) + (1 + 0.502))  # reads 501, then 502
+
+
+def test_a_long_prompt_is_computed_in_chunks_that_decodes_share() -> None:
+    arrivals = [request(0, [], 3, rest=192), request(1, list(range(1, 17)), rest=1, at_s=0.1)]
+    first_s, last_s = run(Replica(ROUND, 80), arrivals)
+    assert first_s[0] == pytest.approx(1.192)
+    # 8191 of 8193 tokens beside one decode of 193 tokens of context, then 2 beside the next
+    second_s = 1.192 + 1 + 0.193 + 8.191
+    assert last_s[0] == pytest.approx(second_s + 1 + 0.194 + 0.002)
+    assert first_s[1] == pytest.approx(last_s[0])
+
+
+def test_an_arrival_waits_for_the_decode_step_under_way_and_no_longer() -> None:
+    arrivals = [request(0, [], 100, rest=500), request(1, [], rest=500, at_s=3.1)]
+    first_s, _ = run(Replica(ROUND, 16), arrivals)
+    decodes_end_s = 1.5 + 1.501 + 1.502  # the second one runs at 3.1 s
+    assert first_s[1] == pytest.approx(decodes_end_s + 1 + 0.503 + 0.5)
+
+
+def test_a_repeated_prefix_is_not_computed_again() -> None:
+    replica = Replica(ROUND, 16)
+    first_s, _ = run(replica, [request(0, [1, 2, 3]), request(1, [1, 2, 4], at_s=10.0)])
+    assert replica.hit_tokens == {0: 0, 1: 2 * BLOCK_TOKENS}
+    assert first_s[1] == pytest.approx(10.0 + 1 + 0.513)
+
+
+def test_siblings_in_one_step_share_the_prefix_that_the_first_computes() -> None:
+    replica = Replica(ROUND, 80)
+    run(replica, [request(i, [1, 2], at_s=i / 10) for i in range(3)])
+    assert replica.hit_tokens == {0: 0, 1: 2 * BLOCK_TOKENS, 2: 2 * BLOCK_TOKENS}
+
+
+def test_a_prompt_of_full_blocks_computes_its_last_one_again() -> None:
+    replica = Replica(ROUND, 16)
+    run(replica, [request(0, [1, 2], rest=0), request(1, [1, 2], rest=0, at_s=9.0)])
+    assert replica.hit_tokens[1] == BLOCK_TOKENS
+
+
+def test_the_oldest_prompt_is_evicted_from_its_tail() -> None:
+    replica = Replica(ROUND, 6)
+    prompts = [[1, 2], [3, 4], [5, 6], [1, 7]]
+    run(replica, [request(i, p, at_s=10.0 * i) for i, p in enumerate(prompts)])
+    assert replica.hit_tokens[3] == BLOCK_TOKENS  # 2 went, 1 is still there
+
+
+def test_a_prompt_waits_while_there_is_no_room_for_it_and_its_answer() -> None:
+    replica = Replica(ROUND, 4)
+    arrivals = [request(0, [1, 2], 3), request(1, [3, 4], 3)]
+    first_s, last_s = run(replica, arrivals)
+    assert first_s[1] > last_s[0]
+    assert len(replica.cache.free) == 4
+
+
+def test_changes_name_every_block_that_the_cache_gains_or_loses() -> None:
+    replica = Replica(ROUND, 12)
+    held: set[Fingerprint] = set()
+    for coming in conversations(count=1, turns=10):
+        if len(coming.blocks) > 10:
+            break
+        replica.arrive(coming, 0.0)
+        while replica.plan:
+            result = replica.end_step()
+            assert held >= set(result.removed)
+            held = held - set(result.removed) | set(result.added)
+        assert held == {hash_ for hash_, _ in replica.cache.copies() if hash_ > 0}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_is_answered_and_no_cache_beats_the_ideal_one(policy: str) -> None:
+    requests = conversations()
+    outcome = simulate(requests, Cluster(3, 80_000, routers=2), policy)
+    for r, first_s, last_s in zip(requests, outcome.first_token_s, outcome.finished_s, strict=True):
+        assert r.arrival_s < first_s <= last_s
+    assert 0 < sum(outcome.hit_tokens) <= sum(ideal_hit_tokens(requests))
+
+
+def test_equal_seeds_give_equal_outcomes() -> None:
+    def outcome(seed: int) -> list[float]:
+        return simulate(conversations(), Cluster(4, 80_000), "random", seed=seed).first_token_s
+
+    assert outcome(1) == outcome(1)
+    assert outcome(1) != outcome(2)
+
+
+def test_kvroute_finds_more_than_chance_does() -> None:
+    def hits(policy: str) -> int:
+        return sum(simulate(conversations(), Cluster(4, 200_000), policy).hit_tokens)
+
+    assert hits("kvroute") > 1.2 * hits("random")
+
+
+def test_routers_that_tell_each_other_spread_a_rush_of_new_prompts() -> None:
+    rush = [request(i, list(range(100 * i, 100 * i + 20)), 10, at_s=i / 1000) for i in range(16)]
+
+    def slowest_s(share_delay_s: float) -> float:
+        cluster = Cluster(8, 400_000, routers=8, share_delay_s=share_delay_s)
+        return max(simulate(rush, cluster, "kvroute").first_token_s)
+
+    assert slowest_s(0.0005) < 0.8 * slowest_s(1e6)
+
+
+def test_requests_of_one_timestamp_are_spread_until_the_next(trace: Path) -> None:
+    requests = read(trace, limit=None, seed=0)
+    times_s = [r.arrival_s for r in requests]
+    assert times_s == sorted(times_s)
+    assert len(set(times_s)) == len(times_s)
+    assert all(3.0 * (i // 10) <= time_s < 3.0 * (i // 10 + 1) for i, time_s in enumerate(times_s))
+    assert [r.arrival_s for r in at_speed(requests, 2.0)] == [time_s / 2 for time_s in times_s]
+
+
+def test_a_prompt_has_only_its_full_blocks(trace: Path) -> None:
+    for r in read(trace, limit=None, seed=0):
+        assert len(r.blocks) == r.input_tokens // BLOCK_TOKENS
+        assert 0 not in r.blocks
+
+
+def test_a_line_that_is_no_request_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"timestamp": 0}\n')
+    with pytest.raises(TraceError, match="line 1 is no request"):
+        read(path, limit=None, seed=0)
+
+
+def line(at_ms: float, blocks: list[int], **more: object) -> str:
+    """A prompt of these blocks of 128 tokens and one more token, as in a request log."""
+    row = {"timestamp": at_ms, "input_length": 128 * len(blocks) + 1, "output_length": 1}
+    return json.dumps(row | {"hash_ids": blocks, "block_size": 128} | more) + "\n"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hits_are_counted_in_the_blocks_of_the_trace(tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(0, [1, 2, 3]) + line(60_000, [1, 2, 4]))
+    requests = read(path, limit=None, seed=0)
+    assert simulate(requests, Cluster(1, 1024), policy).hit_tokens == [0, 256]
+
+
+def test_logs_of_several_routers_are_one_trace_in_order_of_time(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line(9000, [3]) + line(5000, [1]))
+    (tmp_path / "b.jsonl").write_text(line(6000, [2]))
+    requests = read(tmp_path, limit=None, seed=0)
+    assert [(r.arrival_s, r.blocks) for r in requests] == [(0.0, (2,)), (1.0, (3,)), (4.0, (4,))]
+
+
+def test_failed_requests_are_not_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(0, [1]) + line(1, [1], outcome="failed") + line(2, [1], outcome="ok"))
+    assert len(read(path, limit=None, seed=0)) == 2
+
+
+def test_a_line_with_blocks_of_another_size_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text(line(0, [1]) + line(1, [1], block_size=64, hash_ids=[1, 2]))
+    with pytest.raises(TraceError, match="line 2 has blocks of 64 tokens, those before it 128"):
+        read(path, limit=None, seed=0)
+
+
+def test_a_trace_too_short_for_a_saturation_asks_for_a_speed(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text(line(0, [1]) + line(10, [1]))
+    result = CliRunner().invoke(app, ["replay", str(path)])
+    assert "2 requests are too few to find the saturation; give --speed" in result.stderr
+    assert CliRunner().invoke(app, ["replay", str(path), "--speed", "1"]).exit_code == 0
+
+
+def test_a_request_that_no_replica_can_hold_says_how_much_it_needs() -> None:
+    with pytest.raises(TraceError, match="--kv-tokens 2048 at least"):
+        simulate([request(0, [1, 2, 3])], Cluster(1, 1024), "kvroute")
+
+
+def test_the_command_prints_the_agreed_keys(trace: Path) -> None:
+    options = ["--replicas", "2", "--kv-tokens", "200000", "--policy", "kvroute,llm-d", "--json"]
+    result = CliRunner().invoke(app, ["replay", str(trace), *options])
+    rows = json.loads(result.stdout)
+    assert [row["policy"] for row in rows] == ["kvroute", "llm-d"]
+    assert all(list(row) == KEYS for row in rows)
+    assert "saturation" in result.stderr
+
+
+def test_the_command_prints_a_table_for_people(trace: Path) -> None:
+    result = CliRunner().invoke(app, ["replay", str(trace), "--speed", "2", "--limit", "50"])
+    assert "kvroute" in result.stdout
+    assert "TTFT p50" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "best"], "known are"),
+        (["--load", "0.5", "--speed", "2"], "exclude each other"),
+    ],
+)
+def test_a_wrong_option_says_what_is_right(trace: Path, options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["replay", str(trace), *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_log_of_several_models_is_replayed_one_model_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(line(n, [n], model="ab"[n % 2]) for n in range(5)))
+    with pytest.raises(TraceError, match="line 2 asked b, those before it a; choose with --model"):
+        read(path, limit=None, seed=0)
+    assert [len(read(path, limit=None, seed=0, model=model)) for model in "ab"] == [3, 2]
+    with pytest.raises(TraceError, match="holds 0 requests of c"):
+        read(path, limit=None, seed=0, model="c")

@@ -1,0 +1,47 @@
+"""One id names a request wherever it leaves a trace; what makes no good id is replaced."""
+
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from kvroute.router.api.request_id import ValidIds, dispatch_id, request_id
+
+
+async def seen_behind(*ids: bytes) -> list[bytes]:
+    """The ids that are left of a request's headers."""
+    seen: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (b"accept", b"*/*") in scope["headers"]
+        seen.extend(value for name, value in scope["headers"] if name == b"x-request-id")
+
+    headers = [(b"accept", b"*/*"), *((b"x-request-id", each) for each in ids)]
+    scope = {"type": "http", "headers": headers}
+    await ValidIds(app)(scope, None, None)  # type: ignore[arg-type]  # it uses neither
+    return seen
+
+
+@pytest.mark.parametrize("good", [b"a", b"req_0:1/2", b"~" * 128])
+async def test_a_good_id_is_kept(good: bytes) -> None:
+    assert await seen_behind(good) == [good]
+
+
+@pytest.mark.parametrize("bad", [b"", b"a b", b"a\tb", b"a" * 129, b"\xe9", "é".encode()])
+async def test_an_id_that_would_not_do_in_a_log_is_taken_away(bad: bytes) -> None:
+    assert await seen_behind(bad) == []
+
+
+async def test_of_two_ids_neither_is_believed() -> None:
+    assert await seen_behind(b"one", b"two") == []
+
+
+def test_a_request_without_an_id_gets_one() -> None:
+    bare = Request({"type": "http", "headers": []})
+    assert request_id(bare) != request_id(bare) != ""
+
+
+def test_the_same_id_twice_makes_two_dispatches() -> None:
+    first, second = dispatch_id("abc"), dispatch_id("abc")
+    assert first != second
+    assert first.startswith("abc-")

@@ -1,0 +1,199 @@
+"""The request log tells what happened, replay reads it, and no request ever waits for it."""
+
+import asyncio
+import json
+import os
+import random
+import resource
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.generation import EngineDeadError, GenerateRequest, Sampling
+from kvroute.contract.records import ReplicaRecord
+from kvroute.local.launch import refuse_closed_folder
+from kvroute.local.progress import StartError
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.observability import request_log
+from kvroute.router.observability.request_log import RequestLog
+from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.routing.fleet import Fleet
+from tests.support.records import FACTS, LOAD
+
+BLOCK = 32
+KEYS = (
+    "timestamp input_length output_length hash_ids block_size model replica reusable_tokens "
+    "expected_tokens cached_tokens predicted_ttft_s ttft_s duration_s outcome ledger request_id"
+).split()
+
+
+class Router:
+    """A fleet of one simulated engine and its log."""
+
+    def __init__(self, file: Path) -> None:
+        self.engine = SimulatedEngine(SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0))
+        self.log = RequestLog(file, model="m", block_size=BLOCK)
+        self.fleet = Fleet(
+            model="m", revision="", block_size=BLOCK, rng=random.Random(0), observer=self.log
+        )
+        self.fleet.update([ReplicaRecord("a", "1", 0, FACTS, LOAD)])
+        self.fleet.mirror.join("a")
+
+    async def answer(self, prompt: int, *, stop_after: int | None = None, **sampling: Any) -> None:
+        """As the dispatcher does: sends, listens to so many chunks, and ends."""
+        token_ids = np.arange(prompt, dtype=np.uint32)
+        request = GenerateRequest("r", token_ids, Sampling(**{"max_tokens": 8} | sampling))
+        now_s = time.monotonic()
+        placement = self.fleet.place(token_ids, "", ["a"], now_s)
+        context = RequestContext(now_s, choices=request.sampling.n)
+        attempt = self.fleet.sent(placement, "a", "r", now_s, context)
+        try:
+            async with aclosing(self.engine.generate(request)) as chunks:
+                heard = 0
+                async for chunk in chunks:
+                    attempt.receive(chunk, time.monotonic())
+                    heard += 1
+                    if heard == stop_after:
+                        break
+        except EngineDeadError:
+            attempt.end("failed")
+            raise
+        finally:
+            attempt.end()
+
+
+@pytest.fixture
+async def router(tmp_path: Path) -> AsyncIterator[Router]:
+    router = Router(tmp_path / "log.jsonl")
+    yield router
+    await router.engine.close()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+async def logged(router: Router) -> list[dict[str, Any]]:
+    await router.log.flush()
+    return lines(router.log._file)
+
+
+async def test_a_line_tells_what_was_expected_and_what_happened(router: Router) -> None:
+    await router.answer(1000)
+    router.fleet.mirror.add("a", router.fleet.chain(np.arange(1000, dtype=np.uint32), "")[:20])
+    await router.answer(1000)
+    first, second = await logged(router)
+    assert list(first) == KEYS
+    assert (first["input_length"], first["output_length"], first["outcome"]) == (1000, 8, "ok")
+    assert (first["expected_tokens"], first["cached_tokens"]) == (0, 0)
+    assert (second["expected_tokens"], second["cached_tokens"]) == (640, 992)
+    assert first["predicted_ttft_s"] == pytest.approx(1.0, rel=0.01)
+    assert second["predicted_ttft_s"] < 0.36  # the engine proved faster than it said
+    assert first["ledger"].items() >= {"new": 992, "tail": 8}.items()
+    assert second["ledger"].items() >= {"hit": 640, "unexpected_hit": 352, "tail": 8}.items()
+    assert 0 < first["ttft_s"] <= first["duration_s"]
+
+
+async def test_ids_stand_for_128_tokens_and_survive_any_reader(router: Router) -> None:
+    await router.answer(300)
+    await router.answer(600)
+    short, long = await logged(router)
+    assert short["block_size"] == 128
+    assert [len(line["hash_ids"]) for line in (short, long)] == [2, 4]
+    assert long["hash_ids"][:2] == short["hash_ids"]
+    assert all(int(float(id_)) == id_ for id_ in long["hash_ids"])
+
+
+@pytest.mark.parametrize(("block_size", "of_one_id"), [(16, 128), (48, 144), (256, 256)])
+def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id: int) -> None:
+    log = RequestLog(Path("unused"), model="m", block_size=block_size)
+    chain = [Fingerprint(1000 + i) for i in range(12)]
+    assert log._ids(chain)[0] == chain[of_one_id // block_size - 1]
+
+
+async def test_choices_count_together(router: Router) -> None:
+    await router.answer(100, n=3)
+    assert [(line["output_length"], line["outcome"]) for line in await logged(router)] == [
+        (24, "ok")
+    ]
+
+
+async def test_a_client_that_left_is_told_apart(router: Router) -> None:
+    await router.answer(100, max_tokens=5000, stop_after=2)
+    (line,) = await logged(router)
+    assert line["outcome"] == "cancelled"
+    assert line["output_length"] < 5000
+
+
+async def test_a_request_that_failed_is_told_apart(router: Router) -> None:
+    await router.engine.close()
+    with pytest.raises(EngineDeadError):
+        await router.answer(100)
+    (line,) = await logged(router)
+    assert (line["outcome"], line["ttft_s"], line["cached_tokens"]) == ("failed", None, None)
+
+
+async def test_a_full_disk_costs_lines_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    router = Router(Path("/dev/full"))
+    for _ in range(3):
+        await router.answer(100)
+        await router.log.flush()
+    assert router.log.dropped == 3
+    assert caplog.messages == [
+        "requests are missing in the log /dev/full: [Errno 28] No space left on device"
+    ]
+    await router.engine.close()
+
+
+async def test_a_disk_that_fills_up_keeps_whole_lines(router: Router) -> None:
+    await router.answer(100)
+    (kept,) = await logged(router)
+    await router.answer(100)
+    with largest_file(router.log._file.stat().st_size + 50):
+        await router.log.flush()
+    await router.answer(300)
+    assert [line["input_length"] for line in await logged(router)] == [kept["input_length"], 300]
+    assert router.log.dropped == 1
+
+
+async def test_a_disk_that_hangs_costs_lines_and_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "WAITING_LINES", 2)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it to write hangs until somebody reads
+    router = Router(pipe)
+    await router.answer(100)
+    writing = asyncio.create_task(router.log.flush())
+    for _ in range(5):
+        await router.answer(100)
+    assert not writing.done()
+    assert router.log.dropped == 3
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    await writing
+    os.close(reader)
+    await router.engine.close()
+
+
+def test_a_folder_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match=r"--request-log is '.*/file'.*name another folder"):
+        refuse_closed_folder(tmp_path / "file")
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Inside, no file of this process grows beyond that many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,87 @@
+"""What a router counts of a request, however many replicas answered it."""
+
+import random
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from kvroute.contract.generation import Chunk
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.routing.attempts import Attempt, Outcome, RequestContext
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.ledger import CAUSES
+from tests.support.records import FACTS, LOAD
+
+
+class Told:
+    """A fleet of two replicas whose router counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.fleet = Fleet(
+            model="m",
+            revision="",
+            block_size=4,
+            rng=random.Random(0),
+            observer=RouterMetrics(self.registry),
+        )
+        self.fleet.update([ReplicaRecord(name, "1", 0, FACTS, LOAD) for name in "ab"])
+        for name in "ab":
+            self.fleet.mirror.join(name)
+
+    def send(self, context: RequestContext, to: str = "a", *, at_s: float) -> Attempt:
+        """A prompt of 10 tokens."""
+        placement = self.fleet.place(np.arange(10, dtype=np.uint32), "", ["a", "b"], at_s)
+        return self.fleet.sent(placement, to, "r", at_s, context)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"kvroute_{name}", labels)
+
+    def outcomes(self) -> dict[Outcome, float]:
+        return {
+            outcome: count
+            for outcome in ("ok", "cancelled", "refused", "failed", "moved")
+            if (count := self.value("requests_total", outcome=outcome))
+        }
+
+
+def say(attempt: Attempt, *, at_s: float, is_last: bool = False) -> None:
+    attempt.receive(Chunk(0, "", (1,), 0, finish_reason="stop" if is_last else None), at_s)
+
+
+def test_an_answer_of_two_replicas_is_one_request_that_waited_once() -> None:
+    told = Told()
+    lost = told.send(RequestContext(100.0), at_s=100.0)
+    lost.end("failed")
+    second = told.send(RequestContext(100.0), "b", at_s=101.0)
+    say(second, at_s=102.0)
+    second.end("failed")
+    third = told.send(RequestContext(100.0, is_resumed=True), at_s=103.0)
+    for at_s in (104.0, 104.5, 105.0):
+        say(third, at_s=at_s, is_last=at_s == 105.0)
+    third.end()
+    assert told.outcomes() == {"failed": 2, "ok": 1}
+    assert told.value("time_to_first_token_seconds_sum") == 2.0
+    assert told.value("time_to_first_token_seconds_count") == 1
+    assert told.value("request_seconds_sum") == 5.0
+    assert told.value("inter_token_seconds_sum") == 1.0
+    assert told.value("time_per_output_token_seconds_sum") == 0.5
+
+
+def test_a_request_sent_away_from_its_prefix_is_a_spill() -> None:
+    told = Told()
+    told.fleet.mirror.add("a", told.fleet.chain(np.arange(10, dtype=np.uint32), ""))
+    attempt = told.send(RequestContext(0.0), "b", at_s=0.0)
+    say(attempt, at_s=1.0, is_last=True)
+    attempt.end()
+    assert told.value("spilled_requests_total") == 1
+    assert told.value("prompt_tokens_total", cause="spilled") == 8
+    assert told.value("prompt_tokens_total", cause="tail") == 2
+
+
+def test_a_request_without_a_token_counts_no_tokens() -> None:
+    told = Told()
+    told.send(RequestContext(0.0), at_s=0.0).end("refused")
+    assert told.outcomes() == {"refused": 1}
+    assert sum(told.value("prompt_tokens_total", cause=cause) or 0 for cause in CAUSES) == 0

@@ -1,0 +1,324 @@
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling
+from kvroute.contract.records import Load
+from kvroute.replica.engine.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventsLost,
+    KVEvent,
+)
+from kvroute.replica.sim_engine import simulated
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+
+SIZE = 32  # tokens in a block
+
+MakeEngine = Callable[..., SimulatedEngine]
+
+
+@pytest.fixture
+async def make() -> AsyncGenerator[MakeEngine, None]:
+    """Engines that take no time, unless told to, and are closed at the end."""
+    engines: list[SimulatedEngine] = []
+
+    def make(tokenizer: str | None = None, **changes: Any) -> SimulatedEngine:
+        instant = {"prefill_tokens_per_s": 0.0, "decode_step_s": 0.0, "decode_per_seq_s": 0.0}
+        config = SimulatedConfig(**{**instant, **changes})
+        engines.append(SimulatedEngine(config, tokenizer=tokenizer))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        await engine.close()
+
+
+def request(prompt: int | list[int], namespace: str = "", **sampling: Any) -> GenerateRequest:
+    """A greedy request; a number stands for a prompt of that many tokens, 0, 1, 2 ..."""
+    token_ids = list(range(prompt)) if isinstance(prompt, int) else prompt
+    greedy = Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling})
+    return GenerateRequest("r", np.array(token_ids, dtype=np.uint32), greedy, namespace)
+
+
+async def run(engine: SimulatedEngine, request: GenerateRequest) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(request)]
+
+
+def said(chunks: list[Chunk], index: int = 0) -> list[int]:
+    return [id_ for chunk in chunks if chunk.index == index for id_ in chunk.token_ids]
+
+
+def text(chunks: list[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+async def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> int:
+    counts = {chunk.cached_tokens for chunk in await run(engine, request)}
+    assert len(counts) == 1
+    return counts.pop()
+
+
+async def heard(engine: SimulatedEngine) -> list[KVEvent]:
+    """The events that wait."""
+    async for batch in engine.events():
+        return batch
+    return []
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [(100, 96), (96, 64), (97, 96), (32, 0), (5, 0)])
+async def test_a_repeated_prompt_finds_its_full_blocks_but_never_its_last_token(
+    make: MakeEngine, prompt: int, cached: int
+) -> None:
+    engine = make()
+    assert await cached_tokens(engine, request(prompt)) == 0
+    assert await cached_tokens(engine, request(prompt)) == cached
+
+
+async def test_the_next_turn_of_a_chat_finds_the_answer_too(make: MakeEngine) -> None:
+    engine = make()
+    answer = said(await run(engine, request(64, max_tokens=40)))
+    assert await cached_tokens(engine, request([*range(64), *answer, 7])) == 96
+
+
+async def test_long_prompts_are_computed_in_pieces_that_are_cached_in_order(
+    make: MakeEngine,
+) -> None:
+    engine = make(max_batched_tokens=64)
+    await run(engine, request(200, max_tokens=1))
+    stored = [event for event in await heard(engine) if isinstance(event, BlockStored)]
+    assert [len(event.block_hashes) for event in stored] == [2, 2, 2]
+    assert [event.parent for event in stored] == [None, *(e.block_hashes[-1] for e in stored[:2])]
+    assert [id_ for event in stored for id_ in event.token_ids] == list(range(192))
+
+
+async def test_equal_prompts_at_the_same_time_share_their_blocks(make: MakeEngine) -> None:
+    engine = make()
+    await asyncio.gather(*(run(engine, request(100)) for _ in range(3)))
+    stored = [event for event in await heard(engine) if isinstance(event, BlockStored)]
+    assert sum(len(event.block_hashes) for event in stored) == 3
+
+
+async def test_namespaces_share_no_blocks(make: MakeEngine) -> None:
+    engine = make()
+    await run(engine, request(100, namespace="a"))
+    assert await cached_tokens(engine, request(100, namespace="b")) == 0
+    assert await cached_tokens(engine, request(100, namespace="a")) == 96
+
+
+async def test_a_small_cache_forgets_the_oldest_prompt_and_says_so(make: MakeEngine) -> None:
+    engine = make(capacity_blocks=8)
+    old, young = request([1] * 130), request([2] * 130)
+    await run(engine, old)
+    await run(engine, young)
+    events = await heard(engine)
+    assert sum(isinstance(event, BlockRemoved) for event in events) == 1
+    assert await cached_tokens(engine, young) == 128
+    assert await cached_tokens(engine, old) == 96
+
+
+async def test_choices_that_outgrow_the_cache_give_way_and_still_finish(make: MakeEngine) -> None:
+    engine = make(capacity_blocks=12)
+    requests = [request([i] * 64, max_tokens=128) for i in range(6)]
+    answers = await asyncio.gather(*(run(engine, each) for each in requests))
+    alone = [await run(make(), each) for each in requests]
+    assert [said(answer) for answer in answers] == [said(answer) for answer in alone]
+    assert engine.load() == Load()
+
+
+async def test_events_alone_tell_which_blocks_are_left(make: MakeEngine) -> None:
+    engine = make(capacity_blocks=20)
+    requests = [request([i % 4] * (40 + 9 * i), max_tokens=60) for i in range(20)]
+    await asyncio.gather(*(run(engine, each) for each in requests))
+    copies: Counter[object] = Counter()
+    for event in await heard(engine):
+        assert isinstance(event, BlockStored | BlockRemoved)
+        change = copies.update if isinstance(event, BlockStored) else copies.subtract
+        change(event.block_hashes)
+    assert +copies == engine._pool.copies()
+
+
+async def test_closing_a_stream_frees_its_blocks_at_once(make: MakeEngine) -> None:
+    engine = make(decode_step_s=0.001)
+    stream = engine.generate(request(100, max_tokens=5000))
+    await anext(stream)
+    assert engine.load() == Load(running=1, waiting=0, used_blocks=4)
+    await stream.aclose()
+    assert engine.load() == Load()
+
+
+async def test_cancelling_a_reader_aborts_its_request_even_in_the_queue(make: MakeEngine) -> None:
+    engine = make(max_running=1, decode_step_s=0.001)
+    tasks = [asyncio.create_task(run(engine, request(50, max_tokens=5000))) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    assert (engine.load().running, engine.load().waiting) == (1, 1)
+    for task in reversed(tasks):
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert engine.load() == Load()
+
+
+async def test_two_hundred_streams_finish_together_in_good_time(make: MakeEngine) -> None:
+    engine = make()
+    requests = [request([i, *range(500)], max_tokens=50) for i in range(200)]
+    start_s = time.perf_counter()
+    answers = await asyncio.gather(*(run(engine, each) for each in requests))
+    assert time.perf_counter() - start_s < 5
+    assert all(len(said(answer)) == 50 for answer in answers)
+    assert all(answer[-1].finish_reason == "length" for answer in answers)
+
+
+async def test_an_answer_resumed_on_another_engine_goes_on_identically(make: MakeEngine) -> None:
+    whole = said(await run(make(), request(70, max_tokens=40)))
+    prompt = [*range(70), *whole[:13]]
+    rest = await run(make(), request(prompt, max_tokens=27, namespace="elsewhere"))
+    assert whole[13:] == said(rest)
+
+
+async def test_seeds_set_sampled_answers_apart(make: MakeEngine) -> None:
+    engine = make()
+    answers = [said(await run(engine, request(9, temperature=1.0, seed=s))) for s in (1, 2, 1)]
+    assert answers[0] == answers[2] != answers[1]
+
+
+async def test_text_ends_before_a_stop_string_that_spans_tokens(make: MakeEngine) -> None:
+    engine = make()
+    whole = text(await run(engine, request(10)))
+    stop = whole[8:15]
+    chunks = await run(engine, request(10, stop=("never", stop)))
+    assert text(chunks) == whole[: whole.index(stop)]
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+
+
+async def test_text_held_back_for_a_stop_string_is_sent_in_the_end(make: MakeEngine) -> None:
+    engine = make()
+    whole = text(await run(engine, request(10)))
+    chunks = await run(engine, request(10, stop=(whole[-4:] + "!",)))
+    assert text(chunks) == whole
+    assert chunks[-1].finish_reason == "length"
+
+
+async def test_stop_strings_wait_for_the_least_number_of_tokens(make: MakeEngine) -> None:
+    chunks = await run(make(), request(10, stop=(" ",), min_tokens=5))
+    assert len(said(chunks)) == 6
+    assert text(chunks).count(" ") == 5
+
+
+async def test_two_choices_differ_and_compute_their_prompt_once(make: MakeEngine) -> None:
+    engine = make()
+    chunks = await run(engine, request(100, n=2, max_tokens=5))
+    assert len(said(chunks, 0)) == len(said(chunks, 1)) == 5
+    assert said(chunks, 0) != said(chunks, 1)
+    assert [chunk.finish_reason for chunk in chunks].count("length") == 2
+    assert sum(len(e.block_hashes) for e in await heard(engine) if isinstance(e, BlockStored)) == 3
+
+
+async def test_without_prefix_caching_nothing_is_cached_or_told(make: MakeEngine) -> None:
+    engine = make(prefix_caching=False)
+    for _ in range(2):
+        assert await cached_tokens(engine, request(100)) == 0
+    assert await engine.reset_prefix_cache()
+    assert engine._events == []
+
+
+async def test_a_reset_forgets_everything_and_says_so_at_once(make: MakeEngine) -> None:
+    engine = make()
+    await run(engine, request(100))
+    assert await engine.reset_prefix_cache()
+    assert (await heard(engine))[-1] == AllBlocksCleared()
+    assert await cached_tokens(engine, request(100)) == 0
+
+
+async def test_a_reset_is_refused_while_blocks_are_held(make: MakeEngine) -> None:
+    engine = make(decode_step_s=0.001)
+    stream = engine.generate(request(100, max_tokens=5000))
+    await anext(stream)
+    assert not await engine.reset_prefix_cache()
+    await stream.aclose()
+    assert await cached_tokens(engine, request(100)) == 96
+
+
+async def test_events_nobody_reads_are_dropped_and_reported_lost(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "MAX_WAITING_EVENTS", 3)
+    engine = make()
+    for i in range(4):
+        await run(engine, request([i] * 40, max_tokens=1))
+    assert await heard(engine) == [EventsLost()]
+
+
+async def test_logprobs_have_as_many_alternatives_as_asked_for(make: MakeEngine) -> None:
+    (chunk,) = await run(make(), request(5, max_tokens=1, logprobs=3))
+    (logprob,) = chunk.logprobs
+    assert logprob.chosen.token_id == chunk.token_ids[0]
+    assert logprob.top[0] == logprob.chosen
+    assert len({alternative.token_id for alternative in logprob.top}) == 3
+
+
+async def test_an_answer_ends_where_the_model_does(make: MakeEngine) -> None:
+    chunks = await run(make(max_model_len=64), request(60, max_tokens=100))
+    assert len(said(chunks)) == 4
+    assert chunks[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [(0, "0 tokens"), (8192, "1 to 8191"), (300, "smaller max_tokens")]
+)
+async def test_requests_that_can_never_run_are_refused(
+    make: MakeEngine, prompt: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(capacity_blocks=8).generate(request(prompt))
+
+
+@pytest.mark.parametrize(("attention_tokens", "prefill_s"), [(1e9, 0.1), (100.0, 0.2)])
+async def test_time_passes_as_modelled(
+    make: MakeEngine, attention_tokens: float, prefill_s: float
+) -> None:
+    engine = make(
+        prefill_tokens_per_s=2000.0, attention_tokens=attention_tokens, decode_step_s=0.002
+    )
+    start_s = time.perf_counter()
+    await run(engine, request(200, max_tokens=51))
+    decode_s = 0.1  # 51 steps of 2 ms
+    assert 0 < time.perf_counter() - start_s - prefill_s - decode_s < 0.3
+
+
+async def test_a_closed_engine_ends_its_streams_and_takes_no_more(make: MakeEngine) -> None:
+    engine = make(decode_step_s=0.001)
+    stream = engine.generate(request(10, max_tokens=5000))
+    await anext(stream)
+    await engine.check()
+    await engine.close()
+    with pytest.raises(EngineDeadError):
+        [_ async for _ in stream]
+    with pytest.raises(EngineDeadError):
+        await run(engine, request(10))
+    with pytest.raises(EngineDeadError):
+        await engine.check()
+
+
+async def test_words_tokenise_back_to_the_tokens_that_were_said(
+    make: MakeEngine, tmp_path: Path
+) -> None:
+    words = {"a": 0, "Ġapple": 1, "Ġpear": 2, "ĠPear": 3, "pear": 4, "Ġ7": 5, "Ġfig": 6}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    chunks = await run(make(str(tmp_path)), request(10, max_tokens=50))
+    assert set(said(chunks)) == {1, 2, 6}
+    assert tokenizer.encode(text(chunks)).ids == said(chunks)
+
+
+def test_a_tokenizer_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a folder with a tokenizer\.json"):
+        SimulatedEngine(SimulatedConfig(), tokenizer="/no/such/folder")

@@ -1,0 +1,122 @@
+"""A subscriber gets every batch once and in order, whatever is lost on the way."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvroute.replica.vllm_engine.subscription import END, Subscription
+
+
+class Publisher:
+    """Numbers batches and remembers them, as vLLM's does."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self.context = zmq.asyncio.Context()
+        self.remembered: dict[int, bytes] = {}
+        self._numbers = iter(range(1000))
+        self._live = self.context.socket(zmq.PUB)
+        self._live.connect(subscription.endpoint)
+        self._replay = self.context.socket(zmq.ROUTER)
+        self._replay.bind(subscription.replay_endpoint)
+        self._task = asyncio.create_task(self._answer())
+
+    async def publish(self, *, is_lost: bool = False) -> None:
+        number = next(self._numbers)
+        self.remembered[number] = f"batch {number}".encode()
+        if not is_lost:
+            await self._live.send_multipart([b"", number.to_bytes(8, "big"), self._last()])
+
+    def _last(self) -> bytes:
+        return self.remembered[max(self.remembered)]
+
+    async def _answer(self) -> None:
+        while True:
+            peer, _, start = await self._replay.recv_multipart()
+            asked = int.from_bytes(start, "big")
+            found = {number: each for number, each in self.remembered.items() if number >= asked}
+            for number, payload in {**found, END: b""}.items():
+                message = [peer, b"", b"", number.to_bytes(8, "big"), payload]
+                await self._replay.send_multipart(message)
+
+    def close(self) -> None:
+        self._task.cancel()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[Publisher, Subscription]]:
+    """Of which the first batch has come."""
+    subscription = Subscription()
+    publisher = Publisher(subscription)
+    await subscription.connect()
+    while not await subscription._live.poll(10):  # its subscription takes a moment to arrive
+        await publisher.publish()
+    yield publisher, subscription
+    publisher.close()
+    subscription.close()
+
+
+async def heard(subscription: Subscription, last: int) -> list[bytes | None]:
+    """What is heard up to that batch."""
+    found: list[bytes | None] = []
+    async with aclosing(subscription.batches()) as batches, asyncio.timeout(10):
+        async for batch in batches:
+            found.append(batch)
+            if batch == f"batch {last}".encode():
+                break
+    return found
+
+
+def all_of(publisher: Publisher) -> list[bytes | None]:
+    return list(publisher.remembered.values())
+
+
+Pair = tuple[Publisher, Subscription]
+
+
+async def test_batches_that_were_lost_are_heard_before_the_next_one(pair: Pair) -> None:
+    publisher, subscription = pair
+    for is_lost in (False, True, True, False, True, False, False):
+        await publisher.publish(is_lost=is_lost)
+    assert await heard(subscription, max(publisher.remembered)) == all_of(publisher)
+
+
+async def test_a_lost_batch_that_nothing_follows_is_heard_all_the_same(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.replica.vllm_engine.subscription.QUIET_S", 0.05)
+    publisher, subscription = pair
+    await publisher.publish(is_lost=True)
+    assert await heard(subscription, max(publisher.remembered)) == all_of(publisher)
+
+
+async def test_of_lost_batches_that_are_forgotten_one_hears_that_they_were(pair: Pair) -> None:
+    publisher, subscription = pair
+    last = max(publisher.remembered)
+    await heard(subscription, last)
+    for is_lost in (True, True, False):
+        await publisher.publish(is_lost=is_lost)
+    del publisher.remembered[last + 1]
+    expected = [None, f"batch {last + 2}".encode(), f"batch {last + 3}".encode()]
+    assert await heard(subscription, last + 3) == expected
+
+
+async def test_a_publisher_that_does_not_answer_is_not_waited_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.replica.vllm_engine.subscription.ANSWER_S", 0.05)
+    publisher, subscription = pair
+    publisher._task.cancel()
+    await publisher.publish(is_lost=True)
+    await publisher.publish()
+    assert None in await heard(subscription, max(publisher.remembered))
+
+
+async def test_nothing_is_left_of_the_address_once_they_are_connected(pair: Pair) -> None:
+    _, subscription = pair
+    assert not Path(subscription.replay_endpoint.removeprefix("ipc://")).parent.exists()

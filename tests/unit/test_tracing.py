@@ -1,0 +1,113 @@
+"""Spans go where OpenTelemetry's variables say, and tell what became of each dispatch."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.records import ReplicaRecord
+from kvroute.process import tracing
+from kvroute.process.tracing import Tracing, protocol, start_tracing, traces_endpoint
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.observability.request_spans import Dispatches
+from kvroute.router.routing.attempts import Attempt
+from kvroute.router.routing.fleet import Fleet
+from tests.support.records import FACTS, LOAD
+
+HERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://here:4318/"}
+THERE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://there:1/mine"}
+GRPC = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+PROMPT = np.arange(100, dtype=np.uint32)
+
+
+@pytest.fixture(autouse=True)
+def _no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (tracing.ENDPOINT, tracing.TRACES_ENDPOINT):
+        monkeypatch.delenv(name, raising=False)
+    for name in (tracing.PROTOCOL, tracing.TRACES_PROTOCOL, tracing.SERVICE):
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile goes with the test
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(tracing, "_exporter", lambda: exporter)
+    return exporter
+
+
+@pytest.fixture
+def traces(kept: InMemorySpanExporter) -> Iterator[Tracing]:
+    traces = Tracing("kvroute-test", "1")
+    yield traces
+    traces._provider.shutdown()
+
+
+def spans(traces: Tracing, kept: InMemorySpanExporter) -> tuple[ReadableSpan, ...]:
+    traces._provider.force_flush()
+    return kept.get_finished_spans()
+
+
+@pytest.mark.parametrize(
+    ("env", "endpoint"),
+    [
+        ({}, None),
+        (HERE, "http://here:4318/v1/traces"),
+        (HERE | GRPC, "http://here:4318/"),
+        (HERE | THERE, "http://there:1/mine"),
+    ],
+)
+def test_spans_go_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], endpoint: str | None
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert traces_endpoint() == endpoint
+
+
+def test_nothing_starts_where_no_collector_is_named() -> None:
+    assert start_tracing("kvroute-test", "1") is None
+
+
+def test_a_protocol_that_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tracing.PROTOCOL, "http/json")
+    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json'; expected"):
+        protocol()
+
+
+async def test_an_answer_that_nobody_waits_for_ends_its_span(
+    traces: Tracing, kept: InMemorySpanExporter
+) -> None:
+    engine = SimulatedEngine(SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0))
+    request = GenerateRequest("r", PROMPT, Sampling(max_tokens=50))
+    chunks = traces.traced(engine.generate)(request)
+    await anext(chunks)
+    await chunks.aclose()
+    (span,) = spans(traces, kept)
+    assert (span.name, span.status.is_ok) == ("generate", True)
+    assert span.attributes
+    assert span.attributes["gen_ai.usage.output_tokens"] == 1
+    await engine.close()
+
+
+def sent(fleet: Fleet, replica_id: str) -> Attempt:
+    placement = fleet.place(PROMPT, "", ["full", "free"], 0.0)
+    return fleet.sent(placement, replica_id, "r", 0.0)
+
+
+def test_a_full_replica_and_the_one_it_went_to_instead_share_a_span(
+    traces: Tracing, kept: InMemorySpanExporter
+) -> None:
+    observer = Dispatches(traces)
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), observer=observer)
+    fleet.update([ReplicaRecord(id_, "1", 0, FACTS, LOAD) for id_ in ("full", "free")])
+    sent(fleet, "full").end("moved")
+    sent(fleet, "free").end("cancelled")
+    (span,) = spans(traces, kept)
+    assert span.attributes
+    assert span.attributes["kvroute.replica"] == "free"
+    assert span.attributes["kvroute.outcome"] == "cancelled"
+    assert [dict(event.attributes or {}) for event in span.events] == [{"kvroute.replica": "full"}]

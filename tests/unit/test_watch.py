@@ -1,0 +1,153 @@
+"""A router ends the replicas that hang, and no others."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvroute.router.dispatch.liveness import HungError, Liveness
+from kvroute.router.dispatch.plans import DispatchPlan
+from kvroute.router.routing.fleet import Fleet
+from tests.support.records import record
+
+LOOKS = 20  # to a verdict
+
+
+class Replica:
+    """A fleet of one."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.is_listed = True
+        self.questions = 0
+        self.kills = 0
+
+    def ids(self) -> list[str]:
+        return ["a"] if self.is_listed else []
+
+    async def probe(self, replica_id: str) -> None:
+        self.questions += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    async def kill(self, replica_id: str) -> None:
+        self.kills += 1
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return Replica()
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(model="m", revision="", block_size=4, rng=random.Random(0))
+
+
+@pytest.fixture
+def liveness(replica: Replica, fleet: Fleet) -> Liveness:
+    return Liveness(lambda: replica, fleet, hang_timeout_s=LOOKS / 4)
+
+
+@pytest.fixture
+async def tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    async with asyncio.TaskGroup() as tasks:
+        yield tasks
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+
+async def check(liveness: Liveness, tasks: asyncio.TaskGroup, times: int) -> None:
+    for _ in range(times):
+        liveness.check(tasks)
+        for _ in range(3):
+            await asyncio.sleep(0)  # for what it began
+
+
+async def silence() -> AsyncIterator[int]:
+    await asyncio.Event().wait()
+    yield 0
+
+
+async def numbers() -> AsyncIterator[int]:
+    for number in range(10 * LOOKS):
+        yield number
+
+
+async def test_a_replica_that_answers_is_busy_and_left_in_peace(
+    liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    await check(liveness, tasks, 5 * LOOKS)
+    assert replica.questions > 5
+    assert replica.kills == 0
+    assert liveness.trusted() == ["a"]
+
+
+async def test_a_replica_that_does_not_answer_is_ended(
+    liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    replica.hangs = True
+    await check(liveness, tasks, LOOKS - 1)
+    assert (replica.questions, replica.kills) == (1, 0)
+    assert liveness.trusted() == []
+    await check(liveness, tasks, 1)
+    assert replica.kills == 1
+
+
+async def test_whoever_waits_for_a_replica_that_is_given_up_waits_no_longer(
+    liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    replica.hangs = True
+    here = asyncio.create_task(liveness.next(silence(), DispatchPlan(["a"], chosen="a")))
+    elsewhere = asyncio.create_task(liveness.next(silence(), DispatchPlan(["b"], chosen="b")))
+    await check(liveness, tasks, LOOKS)
+    with pytest.raises(HungError):
+        await here
+    assert not elsewhere.done()
+    elsewhere.cancel()
+
+
+async def test_a_replica_that_serve_no_longer_lists_is_watched_while_it_is_awaited(
+    liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    replica.is_listed = False
+    waiting = asyncio.create_task(liveness.next(silence(), DispatchPlan(["a"], chosen="a")))
+    await check(liveness, tasks, 2 * LOOKS)
+    assert not waiting.done()
+    replica.hangs = True
+    await check(liveness, tasks, 2 * LOOKS)
+    with pytest.raises(HungError):
+        await waiting
+
+
+async def test_a_replica_that_speaks_needs_no_question(
+    liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
+) -> None:
+    stream = numbers()
+    for _ in range(2 * LOOKS):
+        await liveness.next(stream, DispatchPlan(["a"], chosen="a"))
+        await check(liveness, tasks, 1)
+    assert replica.questions == 0
+
+
+async def test_where_nothing_is_under_way_the_lease_is_sign_enough(
+    liveness: Liveness, replica: Replica, fleet: Fleet, tasks: asyncio.TaskGroup
+) -> None:
+    fleet.update([record("a")])
+    replica.hangs = True
+    await check(liveness, tasks, 2 * LOOKS)
+    assert replica.questions == 0
+    fleet.update([])  # its lease has run out
+    await check(liveness, tasks, LOOKS)
+    assert replica.kills == 1
+
+
+async def test_a_replica_that_was_given_up_is_not_trusted_for_having_nothing_under_way(
+    liveness: Liveness, replica: Replica, fleet: Fleet, tasks: asyncio.TaskGroup
+) -> None:
+    replica.hangs = True
+    await check(liveness, tasks, LOOKS)
+    fleet.update([record("a")])
+    await check(liveness, tasks, 1)
+    assert liveness.trusted() == []

@@ -1,0 +1,111 @@
+"""Requests under LoRA adapters: asked of the simulated engine and of vLLM with real adapters."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.contract.generation import GenerateRequest
+from tests.support.engines import (
+    BLOCK,
+    BROKEN,
+    GREEDY,
+    NAMES,
+    Running,
+    ids_of,
+    prompt_of,
+    request_of,
+)
+from tests.support.waiting import until
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(240),
+]
+
+
+def under(lora: str, prompt: list[int], namespace: str = "") -> GenerateRequest:
+    return replace(request_of(prompt, GREEDY, namespace), lora=lora)
+
+
+def chain_of(prompt: list[int], lora: str, namespace: str = "") -> set[Fingerprint]:
+    parent = root(model="m", block_size=BLOCK, lora=lora, namespace=namespace)
+    return set(fingerprints(np.array(prompt, np.uint32), block_size=BLOCK, parent=parent))
+
+
+async def cached_tokens(running: Running, request: GenerateRequest) -> int:
+    return (await running.run(request))[0].cached_tokens
+
+
+async def test_an_adapter_shares_blocks_with_itself_alone(running: Running) -> None:
+    prompt = prompt_of(200, seed=51)
+    for lora in ("", "sql", "law"):
+        assert await cached_tokens(running, under(lora, prompt)) == 0
+        assert await cached_tokens(running, under(lora, prompt)) == 192
+
+
+async def test_the_events_tell_an_adapters_fingerprints(running: Running) -> None:
+    prompt = prompt_of(200, seed=52)
+    await running.run(under("sql", prompt))
+    await until(lambda: chain_of(prompt, "sql") <= set(running.table.held()))
+    assert not chain_of(prompt, "") & set(running.table.held())
+
+
+async def test_a_salt_that_is_called_like_the_adapter_is_still_a_salt(running: Running) -> None:
+    prompt = prompt_of(200, seed=53)
+    await running.run(under("sql", prompt, namespace="sql"))
+    await until(lambda: chain_of(prompt, "sql", "sql") <= set(running.table.held()))
+    assert not chain_of(prompt, "sql") & set(running.table.held())
+
+
+async def test_adapters_answer_otherwise_than_the_model_and_each_other(running: Running) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("what it says comes from the prompt alone")
+    prompt = prompt_of(100, seed=54)
+    answers = [ids_of(await running.run(under(lora, prompt))) for lora in ("", "sql", "law")]
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert ids_of(await running.run(under("sql", prompt))) == answers[1]
+
+
+async def test_the_adapter_that_was_used_least_recently_makes_room(running: Running) -> None:
+    for lora in ("sql", "law", "sql", "poems"):
+        await running.run(under(lora, prompt_of(40, seed=55)))
+    load = running.engine.load()
+    assert set(load.loras) == {"sql", "poems"}
+    assert load.lora_load_s > 0
+
+
+async def test_more_adapters_at_once_than_one_batch_takes_are_all_answered(
+    running: Running,
+) -> None:
+    prompt = prompt_of(100, seed=56)
+    asked = (running.run(under(lora, prompt)) for lora in ("", *NAMES, *NAMES))
+    answers = await asyncio.gather(*asked)
+    assert {len(ids_of(answer)) for answer in answers} == {GREEDY.max_tokens}
+
+
+async def test_an_adapter_that_is_unknown_is_refused_by_name(running: Running) -> None:
+    with pytest.raises(ValueError, match=r"no LoRA adapter 'nobody'.*sql"):
+        await running.run(under("nobody", prompt_of(40, seed=57)))
+
+
+async def test_an_adapter_that_cannot_be_loaded_costs_its_own_requests_only(
+    running: Running,
+) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("it reads no weights")
+    with pytest.raises(ValueError, match=f"'{BROKEN}' cannot be loaded from .*{BROKEN}"):
+        await running.run(under(BROKEN, prompt_of(40, seed=58)))
+    await running.engine.check()
+    assert await cached_tokens(running, under("", prompt_of(40, seed=58))) == 0
+
+
+async def test_an_answer_goes_on_under_its_adapter(running: Running) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("what it says comes from the prompt alone")
+    request = under("law", prompt_of(100, seed=59))
+    said = ids_of(await running.run(request))
+    assert ids_of(await running.run(request.after(said[:3]))) == said[3:]

@@ -1,0 +1,54 @@
+"""An answer that was cut goes on elsewhere as if nothing had happened: asked of the simulated
+engine, and of vLLM with the whole built-in model, whose words these tests know."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from kvroute.contract.generation import Chunk, Sampling
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from tests.support.engines import Running, ids_of, request_of, started, text_of
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(240),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["simulated", "vllm"])
+async def whole_model(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
+    async with started(request.param) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("text", "sampling"),
+    [
+        ("🦜🐢" * 20, Sampling(max_tokens=12, logprobs=2)),
+        ("one two three four " * 6, Sampling(max_tokens=20, min_tokens=4, stop=("four one two",))),
+        ("one two three four " * 6, Sampling(max_tokens=20, frequency_penalty=2.0)),
+    ],
+    ids=["logprobs", "stop", "penalty"],
+)
+async def test_an_answer_goes_on_elsewhere_wherever_it_was_cut(
+    whole_model: Running, text: str, sampling: Sampling
+) -> None:
+    """Also inside a character of several tokens, and inside a stop string."""
+    tokenizer = Tokenizer.from_file(str(Path(resolve(BUILTIN_MODEL)) / "tokenizer.json"))
+    sampling = replace(sampling, temperature=0.0, ignore_eos=True)
+    request = request_of(tokenizer.encode(text).ids, sampling)
+    whole = await whole_model.run(request)
+    for cut in range(1, len(whole)):
+        rest = await whole_model.run(request.after(ids_of(whole[:cut])))
+        assert heard_in(whole[:cut] + rest) == heard_in(whole)
+
+
+def heard_in(chunks: list[Chunk]) -> tuple[object, ...]:
+    """What a client makes of an answer."""
+    tokens = [logprob.chosen.token for chunk in chunks for logprob in chunk.logprobs]
+    return text_of(chunks), ids_of(chunks), tokens, chunks[-1].finish_reason

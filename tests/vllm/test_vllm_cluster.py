@@ -1,0 +1,279 @@
+"""A real cluster with real vLLM engines and the built-in model."""
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from dashboards.replica import REPLICA
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.clients import async_openai_client
+from tests.support.collector import Collector, Span, collecting
+from tests.support.serving import Cluster, doctor, start_cluster
+from tests.support.waiting import until
+from tests.support.workloads import (
+    BLOCK,
+    ask,
+    interleaved_chats,
+    people_table,
+    table_questions,
+    user,
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+
+TASKS = {
+    "law": "You are a careful lawyer. Answer in one sentence and name the law. " * 80,
+    "法律": "你是一名细心的律师。请用一句话回答，并说出法律的名称。" * 30,  # noqa: RUF001
+}
+# Answers are compared: in float32 they are equal. A token takes twice the memory then.
+EXACT = ("--dtype", "float32", "--kv-cache-memory-mb", "1024")
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector) -> Iterator[Cluster]:
+    tasks = [{"task_id": name, "prompt": text} for name, text in TASKS.items()]
+    env = {"MULTI_TASK_PROMPT_STR": json.dumps(tasks), **collector.env}
+    with start_cluster("--max-model-len", "4096", *EXACT, env=env, deadline_s=400) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def vllm(cluster: Cluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+async def test_a_named_prefix_is_cached_before_its_first_request_on_every_replica(
+    cluster: Cluster,
+) -> None:
+    async with async_openai_client(cluster.url, timeout_s=120) as client:
+        for task in TASKS:
+            first: dict[str, int] = {}  # replica -> cached tokens of the first request there
+            while len(first) < 2:
+                context = (name_task(client, task, f"{n}?") for n in range(len(first), 8))
+                for replica, cached_tokens in await asyncio.gather(*context):
+                    first.setdefault(replica, cached_tokens)
+            shown = httpx.get(f"{cluster.url}/v1/prefixes/{task}", timeout=10).json()  # noqa: ASYNC210
+            assert shown["tokens"] > 1000
+            assert set(first.values()) == {shown["full_blocks"] * BLOCK}
+
+
+async def name_task(client: AsyncOpenAI, task: str, prompt: str) -> tuple[str, int]:
+    """The replica that answered, and what it had cached of the prompt."""
+    raw = await client.completions.with_raw_response.create(
+        model=BUILTIN_MODEL, prompt=prompt, max_tokens=2, extra_body={"task_id": task}
+    )
+    usage: Any = raw.parse().usage
+    return raw.headers["x-kvroute-replica"], usage.prompt_tokens_details.cached_tokens
+
+
+def test_the_model_speaks(vllm: OpenAI) -> None:
+    answer = ask(vllm, user("What is the capital of France? Answer in one sentence."))
+    assert "Paris" in answer.text
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_questions_about_a_long_document_find_it_cached(vllm: OpenAI, endpoint: str) -> None:
+    table = f"RequestContext through {endpoint}.\n{people_table()}"
+    document_tokens = usage(vllm, endpoint, table)[0]
+    for question in table_questions():
+        _, cached_tokens = usage(vllm, endpoint, f"{table}\n{question}")
+        assert cached_tokens >= 0.95 * (document_tokens // BLOCK) * BLOCK
+
+
+def usage(client: OpenAI, endpoint: str, text: str) -> tuple[int, int]:
+    """Prompt tokens, and how many of them were cached."""
+    if endpoint == "chat":
+        answer = ask(client, user(text), max_tokens=2)
+        return answer.prompt_tokens, answer.cached_tokens
+    found = client.completions.create(model=BUILTIN_MODEL, prompt=text, max_tokens=2).usage
+    assert found is not None
+    assert found.prompt_tokens_details is not None
+    return found.prompt_tokens, found.prompt_tokens_details.cached_tokens or 0
+
+
+async def test_the_engines_own_span_is_part_of_the_requests_trace(
+    cluster: Cluster, vllm: OpenAI, collector: Collector
+) -> None:
+    parent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    prompt = "Say something."
+    vllm.completions.create(model=BUILTIN_MODEL, prompt=prompt, max_tokens=2, extra_headers=parent)
+
+    def spans_by_name() -> dict[str, Span]:
+        return {span.name: span for span in collector.trace("a" * 32)}
+
+    await until(lambda: {"generate", "llm_request"} <= spans_by_name().keys())
+    spans = spans_by_name()
+    assert spans["llm_request"].parent_id == spans["generate"].span_id
+    assert spans["llm_request"].service == spans["generate"].service == "kvroute-replica"
+    assert spans["llm_request"].attributes["gen_ai.latency.time_in_model_prefill"] > 0
+
+
+def test_interleaved_chats_keep_their_caches_and_share_the_work(vllm: OpenAI) -> None:
+    outcome = interleaved_chats(vllm, chats=8, turns=4, system_words=60, user_words=40, seed=1)
+    assert outcome.hit_share >= 0.95
+    assert outcome.imbalance < 2.0
+
+
+def test_engines_replicas_redis_and_routers_agree_on_what_is_cached(
+    cluster: Cluster, vllm: OpenAI
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, vllm, user(f"{i} " * 450), max_tokens=40) for i in range(12)]
+        while not all(each.done() for each in asking):
+            assert drifts(cluster) == {0}
+    audit = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).json()
+    counts = [set(replica["blocks"].values()) for replica in audit["replicas"]]
+    assert all(len(count) == 1 and min(count) > 50 for count in counts)
+
+
+def test_the_doctor_finds_the_blocks_of_its_canaries(cluster: Cluster) -> None:
+    examined = doctor(cluster, "--json")
+    found = {check["name"]: check for check in json.loads(examined.stdout)}
+    assert examined.returncode == 0, examined.stdout
+    assert found["canary"]["finding"].startswith("answered by 2 replicas, and their blocks seen")
+
+
+def drifts(cluster: Cluster) -> set[int | None]:
+    audit = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).raise_for_status().json()
+    assert len(audit["replicas"]) == 2
+    return {drift for replica in audit["replicas"] for drift in replica["drift"].values()}
+
+
+@pytest.mark.parametrize("rows", [8, 16, 30])
+def test_a_cached_answer_is_the_same_answer(vllm: OpenAI, rows: int) -> None:
+    prompt = user(f"{rows} rows.\n{people_table(rows)}\nWho lives in Oslo?")
+    cold, cached = ask(vllm, prompt, max_tokens=40), ask(vllm, prompt, max_tokens=40)
+    assert cold.cached_tokens == 0
+    assert cached.cached_tokens > 60 * rows
+    assert cached.text == cold.text
+
+
+def test_a_replica_tells_vllms_own_metrics_besides_ours(cluster: Cluster, vllm: OpenAI) -> None:
+    """From now on: vLLM also counts what was computed for named prefixes."""
+    targets = httpx.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
+
+    def told(name: str) -> float:
+        return sum(sample(target, name) for target in targets)
+
+    ours, vllms = "kvroute_engine_prompt_tokens_total", "vllm:prompt_tokens_total"
+    before = told(ours), told(vllms)
+    prompts = [user("Count to three."), user("Count to four.")]
+    context = sum(ask(vllm, prompt).prompt_tokens for prompt in prompts)
+    assert (told(ours) - before[0], told(vllms) - before[1]) == (context, context)
+
+
+def test_vllm_tells_what_the_dashboards_ask_of_it(cluster: Cluster, vllm: OpenAI) -> None:
+    ask(vllm, user("Count to three."))
+    targets = httpx.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
+    (address, *_) = (t["targets"][0] for t in targets if t["labels"]["role"] == "replica")
+    families = text_string_to_metric_families(httpx.get(f"http://{address}/metrics").text)
+    told = {sample.name for family in families for sample in family.samples}
+    context = {name for query in REPLICA.queries() for name in re.findall(r"vllm:\w+", query)}
+    assert context
+    assert context <= told
+
+
+def sample(target: dict[str, Any], name: str) -> float:
+    """The metric's sum over its labels; 0 where there is none."""
+    text = httpx.get(f"http://{target['targets'][0]}/metrics", timeout=10).text
+    families = text_string_to_metric_families(text)
+    return sum(s.value for family in families for s in family.samples if s.name == name)
+
+
+def test_a_stream_ends_with_its_usage(vllm: OpenAI) -> None:
+    events = list(
+        vllm.chat.completions.create(
+            model=BUILTIN_MODEL,
+            messages=[{"role": "user", "content": "Count to five."}],
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+            logprobs=True,
+            top_logprobs=2,
+        )
+    )
+    assert events[-1].usage is not None
+    tokens = [token for e in events if e.choices for token in logprobs_of(e.choices[0].logprobs)]
+    assert events[-1].usage.completion_tokens == len(tokens)
+
+
+def logprobs_of(logprobs: object) -> list[object]:
+    return list(getattr(logprobs, "content", None) or [])
+
+
+SERIES = (" a b c d e f g", " 1 2 3 4 5 6 7 8", " A B C D E F", " 9 8 7 6 5 4 3 2 1")
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("is_engine", [True, False], ids=["engine", "replica"])
+async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
+    cluster: Cluster, is_engine: bool, blow: signal.Signals
+) -> None:
+    async with async_openai_client(cluster.url, timeout_s=120) as client:
+        undisturbed = await asyncio.gather(*(recite(client, series, []) for series in SERIES))
+        pieces: list[str] = []  # the replica that made each
+        reciting = asyncio.gather(*(recite(client, series, pieces) for series in SERIES))
+        await until(lambda: len(pieces) >= 5 * len(SERIES), within_s=60)
+        victim = psutil.Process(replicas(cluster)[pieces[0]]["pid"])
+        if is_engine:
+            (victim,) = [each for each in victim.children() if "EngineCore" in each.name()]
+        victim.send_signal(blow)
+        assert await reciting == undisturbed
+    await until(lambda: len(set(replicas(cluster)) - {pieces[0]}) == 2, within_s=180)
+    assert not psutil.pid_exists(victim.pid) or victim.status() == psutil.STATUS_ZOMBIE
+
+
+def replicas(cluster: Cluster) -> dict[str, Any]:
+    """By id."""
+    listed = httpx.get(cluster.url + "/v1/cluster", timeout=10).json()["replicas"]
+    return {replica["id"]: replica for replica in listed}
+
+
+async def recite(client: AsyncOpenAI, series: str, pieces: list[str]) -> tuple[str, int]:
+    """A text whose next word is never in doubt, and how many tokens it took."""
+    stream = await client.completions.create(
+        model=BUILTIN_MODEL,
+        prompt=series * 30,
+        max_tokens=80,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    text = ""
+    async for event in stream:
+        for choice in event.choices:
+            text += choice.text
+            pieces.append(stream.response.headers["x-kvroute-replica"])
+    assert event.usage is not None
+    return text, event.usage.completion_tokens
+
+
+async def test_a_client_that_disconnects_stops_its_engine(vllm: OpenAI, cluster: Cluster) -> None:
+    def running() -> int:
+        return sum(int(replica["running"]) for replica in replicas(cluster).values())
+
+    stream = vllm.completions.create(
+        model=BUILTIN_MODEL, prompt="Once", max_tokens=3000, stream=True
+    )
+    await until(lambda: running() == 1)
+    stream.close()
+    await until(lambda: ask(vllm, user("And now?"), max_tokens=2) and running() == 0)
