@@ -100,7 +100,7 @@ async def test_redis_is_away_and_comes_back_empty(wired: Wired) -> None:
             await asyncio.sleep(STEADY_S)
     assert not chats.failures
     shares = [hit_share(turns) for turns in (before, away, back + chats.turns)]
-    assert min(shares) > 0.9, shares
+    assert min(shares) > 0.8, shares
     assert index_health(cluster)["reachable"]
 
 

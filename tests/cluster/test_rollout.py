@@ -1,6 +1,7 @@
 """A fleet grows and shrinks while twenty clients listen, and none of them notices."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,19 +23,21 @@ STAGGER_S = 0.3  # between two clients' first answers: they do not end all at on
 
 
 class Crowd:
-    """Clients that stream, each the same answer again and again."""
+    """Clients that stream, each the same answer again and again. No crowd finds the cache of
+    another: where it is heard is a matter of load."""
 
     def __init__(self, client: AsyncOpenAI, **request: Any) -> None:
         self.began: set[str] = set()  # replicas that began an answer
         self.open: dict[int, str] = {}  # answers that are not over, by client: who began them
         self.answers: list[list[str]] = [[] for _ in range(CLIENTS)]
         self._client = client
+        self._topic = uuid.uuid4()
         self._request = request
 
     async def listen(self, number: int) -> None:
         stream = await self._client.chat.completions.create(
             model=BUILTIN_MODEL,
-            messages=[{"role": "user", "content": f"What do you tell client {number}?"}],
+            messages=[{"role": "user", "content": f"{self._topic}, client {number}?"}],
             temperature=0,
             stream=True,
             **self._request,
@@ -117,8 +120,9 @@ async def test_what_a_drained_replica_cannot_finish_in_time_goes_on_elsewhere(
     async with async_openai_client(trio.url) as client:
         crowd = Crowd(client, max_tokens=400)  # twelve seconds, longer than a drain may take
         async with crowd.listening():
-            await until(lambda: len(crowd.open) == CLIENTS, within_s=60)
             everybody = pids(trio)
+            await until(lambda: {*crowd.open.values()} == everybody.keys(), within_s=60)
+            await until(lambda: len(crowd.open) == CLIENTS, within_s=60)
             shrinking = asyncio.create_task(scale(trio, 1))
             await until(lambda: len(pids(trio)) == 1, within_s=60)
             (drained,) = everybody.keys() - pids(trio).keys()

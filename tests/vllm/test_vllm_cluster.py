@@ -219,6 +219,7 @@ def logprobs_of(logprobs: object) -> list[object]:
     return list(getattr(logprobs, "content", None) or [])
 
 
+ENGINE_CORE = "EngineCor"  # Linux keeps 15 characters of a process's name
 SERIES = (" a b c d e f g", " 1 2 3 4 5 6 7 8", " A B C D E F", " 9 8 7 6 5 4 3 2 1")
 
 
@@ -234,11 +235,19 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
         await until(lambda: len(pieces) >= 5 * len(SERIES), within_s=60)
         victim = psutil.Process(replicas(cluster)[pieces[0]]["pid"])
         if is_engine:
-            (victim,) = [each for each in victim.children() if "EngineCore" in each.name()]
+            victim = engine_of(victim)
         victim.send_signal(blow)
         assert await reciting == undisturbed
     await until(lambda: len(set(replicas(cluster)) - {pieces[0]}) == 2, within_s=180)
     assert not psutil.pid_exists(victim.pid) or victim.status() == psutil.STATUS_ZOMBIE
+
+
+def engine_of(replica: psutil.Process) -> psutil.Process:
+    """Fails with the names of its children when none of them is vLLM's engine."""
+    children = {each.name(): each for each in replica.children()}
+    engines = [name for name in children if ENGINE_CORE in name]
+    assert len(engines) == 1, [*children]
+    return children[engines[0]]
 
 
 def replicas(cluster: Cluster) -> dict[str, Any]:
