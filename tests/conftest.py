@@ -9,9 +9,14 @@ from kvroute.local.embedded_redis import embedded_redis
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.connection import connect
+from tests.support.order import put_in_order
 from tests.support.untested import pytest_terminal_summary
 
 __all__ = ["pytest_terminal_summary"]  # a hook of pytest's
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    put_in_order(items)
 
 
 @pytest.fixture(scope="module")

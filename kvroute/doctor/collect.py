@@ -91,6 +91,7 @@ class _Collection:
         try:
             probes = metrics_ports.probes(self._ask("GET", "/v1/metrics/targets"))
             yield from metrics_ports.judge(probes)
+            yield from metrics_ports.judge_logs(probes)
         except _RefusedError as error:
             yield Check("ports", "warning", f"not known: {error}", "see to that, and ask again")
         each = {probe.who: probe.clock for probe in probes if probe.clock}

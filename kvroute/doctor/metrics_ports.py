@@ -1,4 +1,5 @@
-"""A check whether the metrics of every process can be read; Prometheus needs the same access."""
+"""Checks of every process by its metrics: whether they can be read, as Prometheus must too, and
+whether its log can be written."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset, dated
@@ -14,6 +16,7 @@ from kvroute.doctor.clocks import Offset, dated
 AT_ONCE = 32
 CONNECT_S = 1.0
 ANSWER_S = 5.0  # long, since a busy process is reachable
+LITTLE_BYTES = 50_000_000  # of free space for logs: Ray rotates files of 100 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,9 @@ class Probe:
     address: str
     trouble: str = ""  # empty: it answered
     clock: Offset | None = None  # to this computer's
+    dropped_lines: int = 0  # of its log
+    log: str = ""  # the path; empty: unknown
+    free_bytes: int = 0  # on the log's disk
 
 
 def probes(targets: Sequence[dict[str, Any]]) -> list[Probe]:
@@ -50,6 +56,23 @@ def judge(found: Sequence[Probe]) -> Iterator[Check]:
             yield Check("ports", "wrong", finding, "let nodes reach all of each other's ports")
 
 
+def judge_logs(found: Sequence[Probe]) -> Iterator[Check]:
+    """Whether the processes can write their logs."""
+    full = [probe for probe in found if probe.log and probe.free_bytes < LITTLE_BYTES]
+    for probe in full:
+        finding = (
+            f"{probe.free_bytes / 1e6:.1f} MB are free for {probe.log} of {probe.who}, which has "
+            f"dropped {probe.dropped_lines} lines"
+        )
+        yield Check("logs", "wrong", finding, "free some space there; nothing else is affected")
+    for probe in found:
+        if probe.dropped_lines and probe not in full:
+            finding = f"{probe.who} has dropped {probe.dropped_lines} lines of {probe.log}"
+            yield Check("logs", "warning", finding, "nothing, unless it happens again")
+    if not full and not any(probe.dropped_lines for probe in found):
+        yield Check("logs", "ok", "no process has dropped a line of its log")
+
+
 def _probe(target: dict[str, Any]) -> Probe:
     (address,), labels = target["targets"], target["labels"]
     who, sent_s = f"{labels['role']} {labels[labels['role']]}", time.time()
@@ -60,4 +83,19 @@ def _probe(target: dict[str, Any]) -> Probe:
     except httpx.HTTPError as error:
         return Probe(who, address, str(error) or type(error).__name__)
     clock = dated(answer.headers.get("date"), sent_s=sent_s, received_s=time.time())
-    return Probe(who, address, clock=clock)
+    return Probe(who, address, clock=clock, **_log_health(answer.text))
+
+
+def _log_health(metrics: str) -> dict[str, Any]:
+    """Of a process's metrics, what `logs.py` exports."""
+    samples = {
+        sample.name: sample
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+    }
+    found: dict[str, Any] = {}
+    if dropped := samples.get("kvroute_dropped_log_lines_total"):
+        found["dropped_lines"] = int(dropped.value)
+    if free := samples.get("kvroute_log_disk_free_bytes"):
+        found |= {"free_bytes": int(free.value), "log": free.labels["path"]}
+    return found

@@ -2,11 +2,25 @@
 
 Serve configures only its own logger, which adds the deployment, the replica and the request's id.
 Records of other loggers are lost below WARNING, or appear without their level.
+
+A record that cannot be written, since the disk is full, is counted and lost. Python would describe
+the failure on standard error, which Serve writes to the same log: each failure would cause another.
 """
 
 import logging
+import os
+import shutil
+from functools import partial
 
+from prometheus_client import Counter, Gauge
 from ray.serve.schema import LoggingConfig
+
+DROPPED = Counter(
+    "kvroute_dropped_log_lines", "Lines missing in the process's log, since it cannot be written."
+)
+FREE = Gauge(
+    "kvroute_log_disk_free_bytes", "Free space on the disk of the process's log.", ["path"]
+)
 
 
 class _ServeLog(logging.Handler):
@@ -31,7 +45,29 @@ def logging_config(log_format: str) -> LoggingConfig:
 def log_to_serve(model: str | None) -> None:
     """Forwards this process's records from now on. model: its name for clients, if the process has
     only one; JSON lines include it."""
+    logging.Handler.handleError = _drop  # type: ignore[method-assign,assignment]
+    for folder in _folders(logging.getLogger("ray.serve").handlers):
+        FREE.labels(folder).set_function(partial(_free_bytes, folder))
     ours = logging.getLogger("kvroute")
     ours.handlers = [_ServeLog(model)]
     ours.setLevel(logging.INFO)
     ours.propagate = False
+
+
+def _drop(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """In place of logging's own, whichever handler fails."""
+    DROPPED.inc()
+
+
+def _folders(handlers: list[logging.Handler]) -> set[str]:
+    """Where these handlers write; Serve puts a buffer before the file."""
+    targets = (getattr(handler, "target", handler) for handler in handlers)
+    return {
+        os.path.dirname(target.baseFilename)
+        for target in targets
+        if isinstance(target, logging.FileHandler)
+    }
+
+
+def _free_bytes(folder: str) -> float:
+    return shutil.disk_usage(folder).free

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from kvroute.process.builtin_model import resolve
 from kvroute.process.logs import log_to_serve
+from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.request_id import request_id
 from kvroute.router.endpoints import cluster_routes, openai_routes, prefix_routes, ui_routes
@@ -40,12 +41,13 @@ class Router:
         for given, replicas in models:
             self._all.append(await _model_router(id_, given, replicas))
         self._models = Models(id_, self._all)
+        self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.start() for model in self._all))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application; Serve calls this after the constructor."""
-        return application(self._models)
+        return application(self._models, self._bodies)
 
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
@@ -54,7 +56,7 @@ class Router:
 
     async def __del__(self) -> None:
         """Serve's shutdown hook."""
-        await asyncio.gather(*(model.close() for model in self._all))
+        await asyncio.gather(self._bodies.close(), *(model.close() for model in self._all))
         await asyncio.to_thread(request_spans.close)
 
 
@@ -65,10 +67,11 @@ async def _model_router(id_: str, given: dict[str, Any], replicas: DeploymentHan
     return ModelRouter(id_, settings, replicas, tokenizer)
 
 
-def application(models: Models) -> FastAPI:
+def application(models: Models, bodies: Bodies) -> FastAPI:
     """An application with all routes for these models."""
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
+    http.state.bodies = bodies
     http.add_middleware(request_spans.Requests)
     for kind in (openai_routes, prefix_routes, cluster_routes, ui_routes):
         http.include_router(kind.routes)

@@ -15,37 +15,20 @@ from tests.support.adapters import write_adapter
 from tests.support.clients import openai_client
 from tests.support.collector import Collector, collecting
 from tests.support.model_files import copy_model_files
+from tests.support.order import SHARED_CLUSTERS, fixtures_of
 from tests.support.redis_server import Wire, Wired, redis_server
 from tests.support.serving import READY, Cluster, launched, start_cluster
 from tests.support.workloads import ADAPTERS, TASKS
 
-# In the order in which they run.
-SHARED = ("slow", "wired", "plain", "node", "trio", "named", "pair", "simulated_cluster")
-ENGINE = "running"  # the engine that tests/vllm shares: it runs until the end, so it comes last
-running = {name: ExitStack() for name in SHARED}
-
-
-def _asked_for(item: pytest.Item) -> set[str]:
-    """By a test: fixtures."""
-    return {*item.fixturenames} if isinstance(item, pytest.Function) else set()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules come in the order of the last of these that they share; those without one first."""
-    order = (*SHARED, ENGINE)
-    last: dict[Path, int] = {}
-    for item in items:
-        ranks = [1 + order.index(name) for name in {*order} & _asked_for(item)]
-        last[item.path] = max(last.get(item.path, 0), *ranks, 0)
-    items.sort(key=lambda item: last[item.path])
+running = {name: ExitStack() for name in SHARED_CLUSTERS}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Clusters that no later test asks for are stopped."""
     items = item.session.items
-    wanted = set[str]().union(*map(_asked_for, items[items.index(item) + 1 :]))
-    for name in ({*SHARED} & _asked_for(item)) - wanted:
+    wanted = set[str]().union(*map(fixtures_of, items[items.index(item) + 1 :]))
+    for name in fixtures_of(item).intersection(SHARED_CLUSTERS) - wanted:
         running[name].close()
 
 

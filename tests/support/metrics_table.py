@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 
 from kvroute.contract.records import Description
 from kvroute.contract.unreadable import Unreadable
+from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.publisher import Publisher
@@ -29,11 +30,12 @@ NOWHERE = "redis://127.0.0.1"
 def metrics_table() -> str:
     """Markdown, one row for each metric."""
     rows = ["| metric | type | of each | |", "|---|---|---|---|"]
-    for process, registry in (("router", router()), ("replica", replica())):
+    told = (("router", router()), ("replica", replica()), ("process", process()))
+    for who, registry in told:
         for metric in registry.collect():
             name = f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`"
             rows.append(
-                f"| {name}{_labels(metric)} | {metric.type} | {process} | {metric.documentation} |"
+                f"| {name}{_labels(metric)} | {metric.type} | {who} | {metric.documentation} |"
             )
     return "\n".join(rows)
 
@@ -49,6 +51,15 @@ def router() -> CollectorRegistry:
     metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
     metrics.export_unreadable(Unreadable())
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
+    return registry
+
+
+def process() -> CollectorRegistry:
+    """What both tell of their process, but for the client library's own."""
+    registry = CollectorRegistry()
+    registry.register(DROPPED)
+    FREE.labels("unused")
+    registry.register(FREE)
     return registry
 
 

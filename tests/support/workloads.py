@@ -86,7 +86,14 @@ class Outcome:
 
 
 def interleaved_chats(
-    client: OpenAI, *, chats: int, turns: int, system_words: int, user_words: int, seed: int
+    client: OpenAI,
+    *,
+    chats: int,
+    turns: int,
+    system_words: int,
+    user_words: int,
+    seed: int,
+    max_tokens: int = 24,
 ) -> Outcome:
     """Every chat's first turn, then every chat's second, and so on."""
     rng, cache, outcome = random.Random(seed), UnboundedCache(), Outcome()
@@ -95,7 +102,7 @@ def interleaved_chats(
     for history in _in_turns(histories, turns):
         history.append({"role": "user", "content": _text(rng, user_words)})
         reusable = cache.reusable_tokens(history)
-        answer = ask(client, history, max_tokens=24)
+        answer = ask(client, history, max_tokens=max_tokens)
         outcome.reusable_tokens += reusable
         outcome.cached_tokens += min(reusable, answer.cached_tokens)
         outcome.computed_tokens[answer.replica] += answer.prompt_tokens - answer.cached_tokens

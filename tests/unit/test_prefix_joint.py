@@ -76,7 +76,8 @@ async def follow(
     if endpoint == "chat":
         message = ChatMessage(role="user", content=text)
         return await composer.chat([message], prefix, max_model_len=8192)
-    return await composer.completion(text, prefix, max_model_len=8192)
+    (token_ids,) = await composer.completions([text], prefix, max_model_len=8192)
+    return token_ids
 
 
 def blocks(token_ids: TokenIds) -> list[Fingerprint]:
@@ -117,7 +118,9 @@ def test_a_chat_after_messages_has_the_tokens_of_the_whole_chat(
 
 async def test_token_ids_follow_as_they_are(composer: PrefixComposer) -> None:
     prefix = await declared(composer, SOURCES[0])
-    token_ids = await composer.completion([5, 6], prefix, max_model_len=8192)
+    (token_ids,) = await composer.completions(
+        [np.array([5, 6], dtype=np.uint32)], prefix, max_model_len=8192
+    )
     assert token_ids.tolist() == [*prefix.token_ids.tolist(), 5, 6]
 
 
@@ -176,9 +179,7 @@ async def test_the_joint_is_as_wide_as_the_prompt(
     composer: PrefixComposer, prompts: Prompts
 ) -> None:
     prefix = await declared(composer, {"prompt": "hello wor"})
-    joined = await composer.completion("ld", prefix, max_model_len=8192)
-    assert (
-        joined.tolist()
-        == np.concatenate([await prompts.text("hello wor"), await prompts.text("ld")]).tolist()
-    )
-    assert joined.tolist() != (await prompts.text("hello world")).tolist()
+    (joined,) = await composer.completions(["ld"], prefix, max_model_len=8192)
+    begin, end, whole = await prompts.texts(["hello wor", "ld", "hello world"])
+    assert joined.tolist() == np.concatenate([begin, end]).tolist()
+    assert joined.tolist() != whole.tolist()

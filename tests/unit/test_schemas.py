@@ -82,7 +82,8 @@ def test_text_parts_are_joined_and_an_assistant_may_have_said_nothing() -> None:
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
 )
 def test_a_prompt_is_text_or_token_ids_one_or_several(prompt: object, prompts: object) -> None:
-    assert completion(prompt=prompt).prompts() == prompts
+    found = completion(prompt=prompt).prompts()
+    assert [each if isinstance(each, str) else each.tolist() for each in found] == prompts
 
 
 BAD_VALUES: dict[str, list[object]] = {
@@ -96,14 +97,14 @@ BAD_VALUES: dict[str, list[object]] = {
     "seed": [2**63],
     "presence_penalty": [2.5],
     "frequency_penalty": ["a lot"],
-    "stop": ["", [""], 5, [1], ["x"] * 65],
+    "stop": ["", [""], 5, [1], ["x"] * 65, "x" * 5000, ["x" * 1000] * 5],
     "top_logprobs": [-1, 21, True],
     "logprobs": [1],
     "stream": ["yes"],
     "ignore_eos": [1],
-    "cache_salt": [5],
-    "model": [5],
-    "messages": [[], "hi"],
+    "cache_salt": [5, "x" * 257],
+    "model": [5, "x" * 257],
+    "messages": [[], "hi", [{"role": "user", "content": ""}] * 8193],
 }
 
 

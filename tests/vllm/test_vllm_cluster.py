@@ -33,8 +33,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 TASKS = {
-    "law": "You are a careful lawyer. Answer in one sentence and name the law. " * 80,
-    "法律": "你是一名细心的律师。请用一句话回答，并说出法律的名称。" * 30,  # noqa: RUF001
+    "law": "You are a careful lawyer. Answer in one sentence and name the law. " * 40,
+    "法律": "你是一名细心的律师。请用一句话回答，并说出法律的名称。" * 15,  # noqa: RUF001
 }
 # Answers are compared: in float32 they are equal. A token takes twice the memory then.
 EXACT = ("--dtype", "float32", "--kv-cache-memory-mb", "1024")
@@ -71,7 +71,7 @@ async def test_a_named_prefix_is_cached_before_its_first_request_on_every_replic
                 for replica, cached_tokens in await asyncio.gather(*context):
                     first.setdefault(replica, cached_tokens)
             shown = httpx.get(f"{cluster.url}/v1/prefixes/{task}", timeout=10).json()  # noqa: ASYNC210
-            assert shown["tokens"] > 1000
+            assert shown["tokens"] > 500
             assert set(first.values()) == {shown["full_blocks"] * BLOCK}
 
 
@@ -127,7 +127,9 @@ async def test_the_engines_own_span_is_part_of_the_requests_trace(
 
 
 def test_interleaved_chats_keep_their_caches_and_share_the_work(vllm: OpenAI) -> None:
-    outcome = interleaved_chats(vllm, chats=8, turns=4, system_words=60, user_words=40, seed=1)
+    outcome = interleaved_chats(
+        vllm, chats=6, turns=3, system_words=60, user_words=40, seed=1, max_tokens=8
+    )
     assert outcome.hit_share >= 0.95
     assert outcome.imbalance < 2.0
 
@@ -136,7 +138,7 @@ def test_engines_replicas_redis_and_routers_agree_on_what_is_cached(
     cluster: Cluster, vllm: OpenAI
 ) -> None:
     with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(ask, vllm, user(f"{i} " * 450), max_tokens=40) for i in range(12)]
+        asking = [pool.submit(ask, vllm, user(f"{i} " * 250), max_tokens=24) for i in range(8)]
         while not all(each.done() for each in asking):
             assert drifts(cluster) == {0}
     audit = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).json()
@@ -223,13 +225,24 @@ ENGINE_CORE = "EngineCor"  # Linux keeps 15 characters of a process's name
 SERIES = (" a b c d e f g", " 1 2 3 4 5 6 7 8", " A B C D E F", " 9 8 7 6 5 4 3 2 1")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[tuple[str, int]]:
+    """What the replicas recite while nothing happens to them."""
+
+    async def all_recited() -> list[tuple[str, int]]:
+        async with async_openai_client(cluster.url, timeout_s=120) as client:
+            return await asyncio.gather(*(recite(client, series, []) for series in SERIES))
+
+    return asyncio.run(all_recited())
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("is_engine", [True, False], ids=["engine", "replica"])
 async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
-    cluster: Cluster, is_engine: bool, blow: signal.Signals
+    cluster: Cluster, undisturbed: list[tuple[str, int]], is_engine: bool, blow: signal.Signals
 ) -> None:
+    await until(lambda: len(replicas(cluster)) == 2, within_s=180)  # the last victim's successor
     async with async_openai_client(cluster.url, timeout_s=120) as client:
-        undisturbed = await asyncio.gather(*(recite(client, series, []) for series in SERIES))
         pieces: list[str] = []  # the replica that made each
         reciting = asyncio.gather(*(recite(client, series, pieces) for series in SERIES))
         await until(lambda: len(pieces) >= 5 * len(SERIES), within_s=60)
@@ -238,7 +251,7 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
             victim = engine_of(victim)
         victim.send_signal(blow)
         assert await reciting == undisturbed
-    await until(lambda: len(set(replicas(cluster)) - {pieces[0]}) == 2, within_s=180)
+    await until(lambda: pieces[0] not in replicas(cluster), within_s=180)
     assert not psutil.pid_exists(victim.pid) or victim.status() == psutil.STATUS_ZOMBIE
 
 
@@ -261,7 +274,7 @@ async def recite(client: AsyncOpenAI, series: str, pieces: list[str]) -> tuple[s
     stream = await client.completions.create(
         model=BUILTIN_MODEL,
         prompt=series * 30,
-        max_tokens=80,
+        max_tokens=40,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},

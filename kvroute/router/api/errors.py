@@ -67,6 +67,32 @@ def needing_redis() -> Iterator[None]:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A JSON value as a message quotes it; a long one is cut."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= limit else text[:limit] + "…"
+    """A JSON value as a message quotes it; a long one is cut, and only the quoted part is read."""
+    text = ""
+    for piece in _pieces(value, limit):
+        text += piece
+        if len(text) > limit:
+            return text[:limit] + "…"
+    return text
+
+
+def _pieces(value: object, limit: int) -> Iterator[str]:
+    """The value's JSON in pieces; of a string, only what may be shown."""
+    if isinstance(value, str):
+        yield json.dumps(value[:limit], ensure_ascii=False)
+    elif isinstance(value, list):
+        yield "["
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(item, limit)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for number, (name, item) in enumerate(value.items()):
+            yield ", " if number else ""
+            yield from _pieces(name, limit)
+            yield ": "
+            yield from _pieces(item, limit)
+        yield "}"
+    else:
+        yield json.dumps(value)

@@ -1,13 +1,16 @@
-"""A request's body becomes a model, or an ApiError with the field and the expected value."""
+"""A request's body becomes a model, or an ApiError with the field and the expected value.
+
+Router processes call this through bodies.py, which does not let a large body hold up others.
+"""
 
 from typing import TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import Request
 
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -25,41 +28,26 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-async def read_body(request: Request, *, limit_mb: int) -> bytes:
-    """The whole body. A body that is too large is also read to its end: the client reads the error
-    only after it has sent everything."""
-    limit = limit_mb << 20
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= limit:
-            parts.append(part)
-        else:
-            parts.clear()
-    if size > limit:
-        raise ApiError(
-            413,
-            f"the body has {size} bytes; the limit is {limit} ({limit_mb} MB). Send a shorter "
-            "prompt, or raise KVROUTE_MAX_BODY_MB",
-            code="request_too_large",
-        )
-    return b"".join(parts)
-
-
 def parse(model: type[Model], raw: bytes) -> Model:
     """The validated request; unknown fields are dropped, and null means the default."""
-    given = {name: value for name, value in _json_object(raw).items() if value is not None}
+    return _validated(model, _json_object(raw))
+
+
+def parse_either(raw: bytes) -> ChatCompletionRequest | CompletionRequest:
+    """A chat if the body has messages; otherwise a completion."""
+    given = _json_object(raw)
+    if "messages" in given:
+        return _validated(ChatCompletionRequest, given)
+    return _validated(CompletionRequest, given)
+
+
+def _validated(model: type[Model], body: dict[str, object]) -> Model:
+    given = {name: value for name, value in body.items() if value is not None}
     _refuse_unsupported(given)
     try:
         return model.model_validate(given)
     except ValidationError as error:
         raise _first_error(model, error) from None
-
-
-def is_chat(raw: bytes) -> bool:
-    """Whether the body is a chat request; otherwise it is a completion request."""
-    return "messages" in _json_object(raw)
 
 
 def _json_object(raw: bytes) -> dict[str, object]:

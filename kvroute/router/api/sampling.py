@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     StrictBool,
@@ -24,7 +25,8 @@ Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 Tokens = Annotated[int, Field(strict=True, ge=1)]
 TopLogprobs = Annotated[int, Field(strict=True, ge=0, le=20)]
-NonEmpty = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(max_length=256)]
 
 
 def problem(message: str) -> PydanticCustomError:
@@ -40,9 +42,20 @@ def as_one(value: object, validate: ValidatorFunctionWrapHandler) -> object:
         raise PydanticCustomError("union", "expected another type") from None
 
 
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096  # of all together: each prompt of a call takes a copy to its replica
+
+
+def _bounded(stop: str | list[str]) -> str | list[str]:
+    if sum(map(len, stop)) > MAX_STOP_CHARACTERS:
+        raise problem("too many characters")  # an error quotes the field's description
+    return stop
+
+
 Stop = Annotated[
-    NonEmpty | Annotated[list[NonEmpty], Field(max_length=64, fail_fast=True)],
+    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)],
     WrapValidator(as_one),
+    AfterValidator(_bounded),
 ]
 
 
@@ -56,7 +69,7 @@ class SamplingRequest(BaseModel, ABC):
     prompt_field: ClassVar[str]
     prompt_noun: ClassVar[str]
 
-    model: str | None = Field(None, description="the name of a served model")
+    model: Name | None = Field(None, description="the name of a served model")
     temperature: Temperature = Field(1.0, description="a number from 0 to 2")
     top_p: Share = Field(1.0, description="a number above 0, up to 1")
     top_k: int = Field(
@@ -65,7 +78,9 @@ class SamplingRequest(BaseModel, ABC):
     max_tokens: Tokens | None = Field(None, description="a whole number from 1")
     min_tokens: int = Field(0, strict=True, ge=0, description="a whole number from 0")
     stop: Stop = Field(
-        [], description="a string, or a list of up to 64 strings, none of them empty"
+        [],
+        description=f"a string, or a list of up to {MAX_STOPS} strings, none of them empty, and of "
+        f"up to {MAX_STOP_CHARACTERS} characters together",
     )
     seed: int | None = Field(
         None, strict=True, ge=-(2**63), lt=2**63, description="a whole number of 64 bits"
@@ -78,8 +93,10 @@ class SamplingRequest(BaseModel, ABC):
     stream_options: StreamOptions = Field(
         StreamOptions(), description='an object such as {"include_usage": true}'
     )
-    cache_salt: str = Field(
-        "", description="a string: prefixes are shared among requests with the same one"
+    cache_salt: Name = Field(
+        "",
+        description="a string of up to 256 characters: prefixes are shared among requests with the "
+        "same one",
     )
 
     @model_validator(mode="after")

@@ -16,6 +16,8 @@ from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.merge import merge
 from kvroute.router.routing.attempts import RequestContext
 
+BEGIN_TOGETHER = 8  # prompts of a call; other requests get their turn after so many
+
 
 async def respond(
     dispatcher: Dispatcher,
@@ -68,11 +70,12 @@ async def _begin(
     dispatcher: Dispatcher, prompts: Iterable[tuple[TokenIds, Sampling]], context: RequestContext
 ) -> list[Generation]:
     """Starts all prompts of one call, or none of them."""
-    tasks = [
-        asyncio.create_task(dispatcher.begin(prompt, sampling, context))
-        for prompt, sampling in prompts
-    ]
+    tasks: list[asyncio.Task[Generation]] = []
     try:
+        for prompt, sampling in prompts:
+            tasks.append(asyncio.create_task(dispatcher.begin(prompt, sampling, context)))
+            if len(tasks) % BEGIN_TOGETHER == 0:
+                await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
     except BaseException:  # one cannot run, or the client has disconnected
         for task in tasks:

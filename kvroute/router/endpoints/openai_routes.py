@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvroute.router.api.parsing import is_chat, parse, read_body
+from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.request_id import request_id
 from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest, PrefixedRequest
 from kvroute.router.serving.models import Models, Served
@@ -17,20 +17,19 @@ routes = APIRouter()
 
 
 @routes.post("/v1/chat/completions")
-async def chat(request: Request, models: Served) -> Response:
-    return await _respond(ChatCompletionRequest, request, models)
+async def chat(request: Request, models: Served, bodies: BodyReader) -> Response:
+    return await _respond(ChatCompletionRequest, request, models, bodies)
 
 
 @routes.post("/v1/completions")
-async def completions(request: Request, models: Served) -> Response:
-    return await _respond(CompletionRequest, request, models)
+async def completions(request: Request, models: Served, bodies: BodyReader) -> Response:
+    return await _respond(CompletionRequest, request, models, bodies)
 
 
 @routes.post("/v1/route")
-async def route(request: Request, models: Served) -> Response:
+async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Where the prompts of this body would go now, and why; nothing runs."""
-    raw = await read_body(request, limit_mb=models.settings.max_body_mb)
-    body: PrefixedRequest = parse(ChatCompletionRequest if is_chat(raw) else CompletionRequest, raw)
+    body = await bodies.parsed_as_either(request)
     receipts = await models.named(body.model).explain(body)
     return JSONResponse({"object": "route", "router": models.router_id, "receipts": receipts})
 
@@ -49,9 +48,11 @@ async def get_model(name: str, models: Served) -> Response:
     return JSONResponse(card)
 
 
-async def _respond(schema: type[PrefixedRequest], request: Request, models: Models) -> Response:
+async def _respond(
+    schema: type[PrefixedRequest], request: Request, models: Models, bodies: Bodies
+) -> Response:
     with _counting_refusals(request, models):
-        body = parse(schema, await read_body(request, limit_mb=models.settings.max_body_mb))
+        body = await bodies.parsed(schema, request)
         request.state.model = model = models.named(body.model)
         with_receipts = request.headers.get(RECEIPT, "0") not in ("0", "")
         return await model.respond(

@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvroute.router.api.parsing import parse, read_body
+from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.schemas import PrefixDeclaration
 from kvroute.router.serving.models import Served, together
 
@@ -13,9 +13,8 @@ routes = APIRouter()
 
 
 @routes.post("/v1/prefixes")
-async def declare(request: Request, models: Served) -> Response:
-    raw = await read_body(request, limit_mb=models.settings.max_body_mb)
-    declaration = parse(PrefixDeclaration, raw)
+async def declare(request: Request, models: Served, bodies: BodyReader) -> Response:
+    declaration = await bodies.parsed(PrefixDeclaration, request)
     model = models.named(declaration.model)
     limit = model.max_model_len
     prefix, is_new = await model.prefixes.declare(declaration, max_model_len=limit)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 
 import numpy as np
 from redis.exceptions import RedisError
@@ -13,6 +12,7 @@ from redis.exceptions import RedisError
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.api.errors import ApiError, redis_away
+from kvroute.router.prefixes.similar import similar
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.routing.fleet import Fleet
 from kvroute.settings.multi_task import Task
@@ -134,7 +134,7 @@ class Catalogue:
 
     def unknown(self, param: str, id_: str) -> ApiError:
         """The 404 for an unknown name, with similar names."""
-        near = get_close_matches(id_, list(self._versions), n=3, cutoff=0.5)
+        near = similar(id_, self._versions)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see GET /v1/prefixes."
         return ApiError(
             404,

@@ -50,27 +50,34 @@ class PrefixComposer:
             return await self._prompts.chat(messages, max_model_len=max_model_len)
         if "prompt" in prefix.source:
             rest = await self._prompts.chat(messages, max_model_len=max_model_len)
-            return np.concatenate([prefix.token_ids, self._prompts.without_opening(rest)])
-        rest = await self._prompts.rendered(self._after(prefix, messages, max_model_len))
-        return np.concatenate([prefix.token_ids, rest])
+            return _joined(prefix, self._prompts.without_opening(rest))
+        rest = await self._prompts.rendered(await self._after(prefix, messages, max_model_len))
+        return _joined(prefix, rest)
 
-    async def completion(
-        self, prompt: str | Sequence[int], prefix: Prefix | None, *, max_model_len: int
-    ) -> TokenIds:
-        """The prefix and the prompt."""
-        if isinstance(prompt, str) and prefix is not None:
-            rest = await self._prompts.rest(prompt, max_model_len)
-        elif isinstance(prompt, str):
-            rest = await self._prompts.text(prompt, max_model_len=max_model_len)
+    async def completions(
+        self,
+        prompts: Sequence[str] | Sequence[TokenIds],
+        prefix: Prefix | None,
+        *,
+        max_model_len: int,
+    ) -> list[TokenIds]:
+        """The prefix and the prompt, for each prompt of a call; all are texts, or all are ids."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts and prefix is not None:
+            rests = await self._prompts.rests(texts, max_model_len)
+        elif texts:
+            rests = await self._prompts.texts(texts, max_model_len=max_model_len)
         else:
-            rest = self._prompts.ids(prompt)
-        return rest if prefix is None else np.concatenate([prefix.token_ids, rest])
+            rests = [self._prompts.ids(ids) for ids in prompts if not isinstance(ids, str)]
+        return rests if prefix is None else [_joined(prefix, rest) for rest in rests]
 
-    def _after(self, prefix: Prefix, messages: Sequence[ChatMessage], max_model_len: int) -> str:
+    async def _after(
+        self, prefix: Prefix, messages: Sequence[ChatMessage], max_model_len: int
+    ) -> str:
         """What the template adds to the prefix for these messages."""
         before = _messages(prefix.source)
         beginning = self._texts(_key(before))
-        whole = self._prompts.render([*before, *messages])
+        whole = await self._prompts.rendering([*before, *messages])
         self._prompts.check_length("messages", whole, max_model_len)
         if not whole.startswith(beginning):
             raise invalid(
@@ -101,6 +108,10 @@ class PrefixComposer:
     def _text(self, messages: tuple[tuple[str, str], ...]) -> str:
         pairs = [{"role": role, "content": content} for role, content in messages]
         return self._prompts.render(_messages({"messages": pairs}), is_turn=False)
+
+
+def _joined(prefix: Prefix, rest: TokenIds) -> TokenIds:
+    return np.concatenate([prefix.token_ids, rest])
 
 
 def _check_room(param: str, tokens: int, max_model_len: int | None) -> None:

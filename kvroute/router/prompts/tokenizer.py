@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from kvroute.router.api.schemas import ChatMessage
 from kvroute.router.prompts.segments import Cutter, SegmentCache
 
 INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
+INLINE_MESSAGES = 64  # about 1 ms of rendering
+JOB_CHARACTERS = 65_536  # of short texts in one worker's turn: a call with many shares the workers
 WORKERS = 2
 
 
@@ -54,27 +56,32 @@ class Prompts:
         self, messages: Sequence[ChatMessage], *, max_model_len: int | None = None
     ) -> TokenIds:
         """The conversation in the model's chat template, up to the assistant's turn."""
-        text = self.render(messages)
+        text = await self.rendering(messages)
         self.check_length("messages", text, max_model_len)
         return await self.rendered(text)
 
-    async def text(self, prompt: str, *, max_model_len: int | None = None) -> TokenIds:
-        """Plain text with the special tokens that the tokenizer puts around it."""
-        token_ids = np.concatenate([self._opening, await self.rest(prompt, max_model_len)])
-        if not len(token_ids):
+    async def texts(
+        self, prompts: Sequence[str], *, max_model_len: int | None = None
+    ) -> list[TokenIds]:
+        """Plain texts, each with the special tokens that the tokenizer puts around it."""
+        rests = await self.rests(prompts, max_model_len)
+        each = [np.concatenate([self._opening, rest]) for rest in rests]
+        if not all(map(len, each)):
             raise invalid("prompt", 'prompt is ""; expected at least one token')
-        return token_ids
+        return each
 
     async def beginning(self, text: str, *, max_model_len: int | None = None) -> TokenIds:
         """Plain text that other text will follow, with the special tokens before it."""
         self.check_length("prompt", text, max_model_len)
         return np.concatenate([self._opening, *await self._encode([text])])
 
-    async def rest(self, prompt: str, max_model_len: int | None = None) -> TokenIds:
-        """Plain text that follows a beginning, with the special tokens after it."""
-        self.check_length("prompt", prompt, max_model_len)
-        (token_ids,) = await self._encode([prompt], special=True)
-        return self.without_opening(token_ids)
+    async def rests(
+        self, prompts: Sequence[str], max_model_len: int | None = None
+    ) -> list[TokenIds]:
+        """Plain texts that each follow a beginning, with the special tokens after them."""
+        for prompt in prompts:
+            self.check_length("prompt", prompt, max_model_len)
+        return [*map(self.without_opening, await self._encode(prompts, special=True))]
 
     def without_opening(self, token_ids: TokenIds) -> TokenIds:
         """The ids without the special tokens that the tokenizer puts before any text."""
@@ -82,17 +89,17 @@ class Prompts:
         has_opening = np.array_equal(token_ids[:opening], self._opening)
         return token_ids[opening:] if has_opening else token_ids
 
-    def ids(self, token_ids: Sequence[int]) -> TokenIds:
+    def ids(self, token_ids: TokenIds) -> TokenIds:
         """Token ids from a client, after a check that they are in the vocabulary."""
-        if not token_ids:
+        if not len(token_ids):
             raise invalid("prompt", "prompt is []; expected at least one token id")
-        worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
-        if not 0 <= worst < self.vocab_size:
+        largest = int(token_ids.max())
+        if largest >= self.vocab_size:
             raise invalid(
                 "prompt",
-                f"prompt has the token id {worst}; expected ids from 0 to {self.vocab_size - 1}",
+                f"prompt has the token id {largest}; expected ids from 0 to {self.vocab_size - 1}",
             )
-        return np.array(token_ids, dtype=np.uint32)
+        return token_ids
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of the ids, including special tokens."""
@@ -122,6 +129,13 @@ class Prompts:
             raise invalid("messages", f"the model's chat template refuses: {error}") from error
         return str(rendered)
 
+    async def rendering(self, messages: Sequence[ChatMessage]) -> str:
+        """The same, off the event loop where it takes long."""
+        if len(messages) <= INLINE_MESSAGES:
+            return self.render(messages)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self.render, messages)
+
     async def rendered(self, text: str) -> TokenIds:
         """The ids of a rendered template, which already contains the special tokens."""
         segments = self._cutter.cut(text) if self._cutter else [text]
@@ -145,13 +159,25 @@ class Prompts:
     async def _encode(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return self._token_ids(texts, special)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._token_ids, texts, special)
+        loop, token_ids = asyncio.get_running_loop(), list[TokenIds]()
+        for some in _jobs(texts):
+            token_ids += await loop.run_in_executor(self._workers, self._token_ids, some, special)
+        return token_ids
 
     def _token_ids(self, texts: Sequence[str], special: bool) -> list[TokenIds]:
         # `encode` holds the GIL while it works; the batch call releases it.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def _jobs(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The texts in order, in parts of JOB_CHARACTERS and one text more at most."""
+    begin, characters = 0, 0
+    for end, text in enumerate(texts, 1):
+        characters += len(text)
+        if characters >= JOB_CHARACTERS or end == len(texts):
+            yield texts[begin:end]
+            begin, characters = end, 0
 
 
 def _opening(backend: Any) -> TokenIds:

@@ -76,8 +76,7 @@ class PrefixService:
         if isinstance(body, ChatCompletionRequest):
             return [await composer.chat(body.messages, prefix, max_model_len=limit)]
         assert isinstance(body, CompletionRequest)
-        prompts = body.prompts()
-        return [await composer.completion(each, prefix, max_model_len=limit) for each in prompts]
+        return await composer.completions(body.prompts(), prefix, max_model_len=limit)
 
     def named_tokens(self, prefix: Prefix | None) -> int:
         """The prefix's tokens in whole blocks."""

@@ -1,0 +1,172 @@
+"""Bodies are read and parsed so that nobody waits for another's."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import psutil
+import pytest
+from starlette.requests import Request
+
+from kvroute.router.api import bodies as bodies_module
+from kvroute.router.api.bodies import INLINE_BYTES, WAITING_LIMITS, Bodies
+from kvroute.router.api.errors import ApiError, shown
+from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
+from kvroute.router.prefixes.similar import similar
+
+LARGE = "word " * INLINE_BYTES
+
+
+@pytest.fixture
+async def bodies() -> AsyncIterator[Bodies]:
+    bodies = Bodies(limit_mb=4)
+    yield bodies
+    await bodies.close()
+
+
+def request(*parts: bytes, ends: bool = True) -> Request:
+    """One whose body comes in these parts; `ends`: and then its client leaves."""
+    messages: list[dict[str, Any]]
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    if ends:
+        messages[-1]["more_body"] = False
+    messages.append({"type": "http.disconnect"})
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def children() -> set[int]:
+    return {each.pid for each in psutil.Process().children()}
+
+
+async def refusal(bodies: Bodies, request: Request) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        await bodies.parsed(CompletionRequest, request)
+    return refused.value
+
+
+@pytest.mark.parametrize("prompt", ["hi", LARGE, [1, 2], [*range(100_000)]], ids=len)
+async def test_a_body_is_parsed_alike_whatever_its_size(bodies: Bodies, prompt: Any) -> None:
+    raw = body(prompt=prompt, n=2)
+    parsed = await bodies.parsed(CompletionRequest, request(raw[:50], raw[50:]))
+    (found,) = parsed.prompts()
+    assert (found if isinstance(found, str) else found.tolist(), parsed.n) == (prompt, 2)
+
+
+async def test_only_large_bodies_take_a_process_and_all_of_them_the_same(bodies: Bodies) -> None:
+    before = children()
+    await bodies.parsed(CompletionRequest, request(body(prompt="hi")))
+    assert children() == before
+    for _ in range(3):
+        chat = [{"role": "user", "content": LARGE}]
+        parsed = await bodies.parsed_as_either(request(body(messages=chat)))
+        assert isinstance(parsed, ChatCompletionRequest)
+        assert len(children() - before) == 1
+    await bodies.close()
+    assert children() == before
+
+
+@pytest.mark.parametrize("filling", ["", LARGE], ids=["small", "large"])
+async def test_a_bad_body_is_refused_alike_whatever_its_size(bodies: Bodies, filling: str) -> None:
+    bad = await refusal(bodies, request(body(seed="x" * 100, prompt=f"a{filling}")))
+    assert (bad.status, bad.param, len(bad.message) < 200) == (400, "seed", True)
+    cut = await refusal(bodies, request(body(prompt=f"a{filling}")[:-2]))
+    assert (cut.status, cut.code) == (400, "invalid_json")
+
+
+async def test_a_body_that_ends_the_process_is_refused_and_the_next_is_not(bodies: Bodies) -> None:
+    parsing = asyncio.create_task(bodies.parsed(CompletionRequest, request(body(prompt=LARGE))))
+    while not (started := psutil.Process().children()):
+        await asyncio.sleep(0.01)
+    for each in started:
+        each.kill()
+    with pytest.raises(ApiError, match="takes too much memory"):
+        await parsing
+    assert (await bodies.parsed(CompletionRequest, request(body(prompt=LARGE)))).n == 1
+
+
+async def test_a_body_of_a_million_lists_costs_this_process_no_memory(bodies: Bodies) -> None:
+    lists = request(b'{"prompt": [' + b"[]," * 1_300_000 + b"[]]}")
+    before = psutil.Process().memory_full_info().uss
+    assert (await refusal(bodies, lists)).param == "prompt"
+    assert psutil.Process().memory_full_info().uss - before < 20e6
+
+
+async def test_a_body_above_the_limit_is_read_to_its_end_and_refused(bodies: Bodies) -> None:
+    parts: Iterable[bytes] = [b" " * (1 << 20)] * 5
+    refused = await refusal(bodies, request(*parts))
+    assert (refused.status, refused.code) == (413, "request_too_large")
+    assert str(5 << 20) in refused.message
+    assert not bodies._held
+
+
+async def test_a_client_that_leaves_amid_its_body_is_an_error_of_its_own(bodies: Bodies) -> None:
+    left = await refusal(bodies, request(b'{"prompt"', ends=False))
+    assert (left.status, left.code) == (499, "client_left")
+    assert not bodies._held
+
+
+async def test_a_body_of_which_nothing_more_comes_is_given_up(
+    bodies: Bodies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies_module, "SILENCE_S", 0.01)
+
+    async def receive() -> dict[str, Any]:
+        return await asyncio.Future()
+
+    silent = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    refused = await refusal(bodies, silent)
+    assert (refused.status, refused.code) == (408, "request_timeout")
+
+
+async def test_bodies_that_wait_take_so_much_memory_and_no_more(bodies: Bodies) -> None:
+    go_on = asyncio.Event()
+
+    def waiting() -> Request:
+        parts = [b" " * (3 << 20)]
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return {"type": "http.request", "body": parts.pop(), "more_body": True}
+            await go_on.wait()
+            return {"type": "http.disconnect"}
+
+        return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+    reading = [asyncio.create_task(refusal(bodies, waiting())) for _ in range(25)]
+    await asyncio.sleep(0.1)
+    assert bodies._held <= WAITING_LIMITS * (4 << 20)
+    refused = {(each.result().status, each.result().code) for each in reading if each.done()}
+    assert refused == {(429, "overloaded")}
+    go_on.set()
+    await asyncio.gather(*reading)
+    assert not bodies._held
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("x" * 10**7, '"' + "x" * 79 + "…"),
+        ([1] * 10**7, "[" + "1, " * 26 + "1…"),
+        ({"a": [None, True, "ü"]}, '{"a": [null, true, "ü"]}'),
+    ],
+    ids=["string", "list", "object"],
+)
+def test_a_message_quotes_the_beginning_of_a_value(value: object, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_a_mistyped_name_is_like_the_one_meant() -> None:
+    names = ["lawyer", "law", "poet", "法律", "a" * 128, "b" * 128]
+    assert similar("lawyr", names) == ["lawyer", "law"]
+    assert similar("lwayer", names) == ["lawyer"]
+    assert similar("法律y", names) == ["法律"]
+    assert similar("x", names) == []
