@@ -15,6 +15,7 @@ from tests.support.untested import pytest_terminal_summary
 __all__ = ["pytest_terminal_summary"]  # a hook of pytest's
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     put_in_order(items)
 
