@@ -32,7 +32,7 @@ unit: $(DEV)
 	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
 
 test: $(DEV) ## All tests on one host; options of pytest as in ARGS="-k mirror"
-	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-cluster: $(DEV) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes
 	@exec $(BIN)/python -m pytest -m nodes -rP $(ARGS)

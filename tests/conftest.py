@@ -1,23 +1,37 @@
 """What the tests of several rooms share."""
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
+from openai import OpenAI
 from redis.asyncio import Redis
 
 from kvroute.local.embedded_redis import embedded_redis
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.connection import connect
-from tests.support.order import put_in_order
+from tests.support.clients import openai_client
+from tests.support.order import Rooms, put_in_order
+from tests.support.serving import Cluster
 from tests.support.untested import pytest_terminal_summary
 
 __all__ = ["pytest_terminal_summary"]  # a hook of pytest's
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     put_in_order(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
+    return Rooms(config, log)
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    """A client of the module's cluster."""
+    with openai_client(cluster) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

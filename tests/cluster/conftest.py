@@ -8,11 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
 
 from kvroute.local.ports import free_port
 from tests.support.adapters import write_adapter
-from tests.support.clients import openai_client
 from tests.support.collector import Collector, collecting
 from tests.support.model_files import copy_model_files
 from tests.support.order import SHARED_CLUSTERS, fixtures_of
@@ -174,9 +172,3 @@ def trio() -> Iterator[Cluster]:
 def cluster(simulated_cluster: Cluster) -> Cluster:
     """Which cluster a module's tests talk to, unless the module has another."""
     return simulated_cluster
-
-
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[OpenAI]:
-    with openai_client(cluster) as client:
-        yield client

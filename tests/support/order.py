@@ -1,19 +1,28 @@
 """The order of a test run, and which tests must run in one process.
 
-`make test` runs two processes (pytest-xdist). Tests that share a cluster or an engine form a group,
-and so does each other module; a process takes a group at a time. Long groups come first, so that
-both processes end at about the same time.
+`make test` runs two processes (pytest-xdist). Each takes a room at a time where its tests share
+clusters or engines, else a module. The rooms that take longest come first, so that both processes
+end at about the same time.
 """
 
 from collections import defaultdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
+ROOMS = ("cluster", "vllm", "own_cluster", "nodes", "redis", "unit")  # the longest first
+SHARING = ("cluster", "vllm")
 # Fixtures of tests/cluster, in the order in which their tests run.
 SHARED_CLUSTERS = ("slow", "wired", "plain", "node", "trio", "named", "pair", "simulated_cluster")
-SHARED_ENGINE = "running"  # a fixture of tests/vllm
-ROOMS = ("vllm", "cluster", "nodes", "redis", "unit")  # of modules that share nothing
+
+
+class Rooms(LoadScopeScheduling):
+    """What a process takes at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = PurePosixPath(nodeid.partition("::")[0])
+        return str(module.parent if module.parent.name in SHARING else module)
 
 
 def fixtures_of(item: pytest.Item) -> set[str]:
@@ -22,22 +31,9 @@ def fixtures_of(item: pytest.Item) -> set[str]:
 
 
 def put_in_order(items: list[pytest.Item]) -> None:
-    """Sorts the tests, and marks each with its group for pytest-xdist."""
-    used: defaultdict[Path, set[str]] = defaultdict(set)
-    for item in items:
-        used[item.path] |= fixtures_of(item)
-    items.sort(key=lambda item: _rank(item.path, used[item.path]))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item.path, used[item.path])))
-
-
-def _rank(module: Path, fixtures: set[str]) -> tuple[int, int]:
     """Modules that share clusters come in the order of the last cluster that they use."""
-    shared = [SHARED_CLUSTERS.index(name) for name in fixtures.intersection(SHARED_CLUSTERS)]
-    return (0, max(shared)) if shared else (1, ROOMS.index(module.parent.name))
-
-
-def _group(module: Path, fixtures: set[str]) -> str:
-    if fixtures.intersection(SHARED_CLUSTERS):
-        return "clusters"
-    return "engine" if SHARED_ENGINE in fixtures else f"{module.parent.name}/{module.stem}"
+    last: defaultdict[Path, int] = defaultdict(int)
+    for item in items:
+        ranks = map(SHARED_CLUSTERS.index, fixtures_of(item).intersection(SHARED_CLUSTERS))
+        last[item.path] = max(last[item.path], *ranks, 0)
+    items.sort(key=lambda item: (ROOMS.index(item.path.parent.name), last[item.path]))
