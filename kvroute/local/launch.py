@@ -9,14 +9,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from kvroute.local.embedded_redis import check_redis, embedded_redis
+from kvroute.local.guard import HEAD_SERVICE, guarded, head_service
 from kvroute.local.ports import free_port, why_not
-from kvroute.local.processes import adopt_orphans, end_descendants
+from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.ray_cluster import deploy, gpu_count, local_ray
 from kvroute.local.signals import StopSignals
@@ -27,33 +29,35 @@ from kvroute.settings.model_settings import Found, ModelSettings
 from kvroute.settings.serve import ServeSettings
 
 POLL_S = 0.2
-GRACE_S = 3.0  # for processes that remain after the orderly stop
+STARTS_AGAIN = "everything is being ended, then start it again"
 EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on -> to be reached at
 
 
 def run(settings: ServeSettings) -> int:
     """Serves until a signal and returns 0, or 1 after a failure. It leaves no process behind."""
-    signals = StopSignals()
-    adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))  # short: it will hold sockets
     logs = folder / "session_latest" / "logs"
     exit_code = 1
     try:
-        exit_code = _serve(settings, folder, signals)
+        exit_code = guarded(partial(_serve, settings, folder))
     finally:
-        end_descendants(grace_s=GRACE_S)
         if exit_code == 0 or not logs.exists():
             shutil.rmtree(folder, ignore_errors=True)
     return exit_code
 
 
-def _serve(settings: ServeSettings, folder: Path, signals: StopSignals) -> int:
-    progress = Progress()
+def _serve(settings: ServeSettings, folder: Path) -> int:
+    signals, progress = StopSignals(), Progress()
     with ExitStack() as running:
         try:
             _start(settings, folder, signals, progress, running)
-            while True:
+            head = head_service()
+            while is_alive(head):
                 signals.sleep(POLL_S)
+            progress.fail(
+                f"{HEAD_SERVICE} has ended, and Ray cannot go on without it; {STARTS_AGAIN}"
+            )
+            os._exit(1)  # without Ray's own shutdown, which waits for what is lost
         except BaseException as error:  # a signal inside Ray can raise any exception
             if signals.has_come or isinstance(error, SystemExit):  # Ray's own SIGTERM handler
                 return 0

@@ -41,6 +41,14 @@ def kill_descendants(*, deadline_s: float = 5.0) -> None:
         psutil.wait_procs(left, timeout=0.5)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _descendants() -> Sequence[psutil.Process]:
     return psutil.Process().children(recursive=True)
 

@@ -4,7 +4,9 @@ import signal
 
 import pytest
 
-from tests.support.serving import assert_gone, launched
+from kvroute.local.guard import HEAD_SERVICE
+from kvroute.local.ports import why_not
+from tests.support.serving import READY, assert_gone, launched
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:
@@ -19,3 +21,14 @@ def test_a_signal_during_the_start_leaves_no_process(number: signal.Signals) -> 
     with launched("--engine", "simulated") as cluster:
         cluster.wait_for("starting Ray", deadline_s=60)
         assert cluster.stop(number) == 0
+
+
+def test_a_cluster_that_loses_rays_head_service_says_so_and_ends_all_that_it_started() -> None:
+    with launched("--engine", "simulated", "--replicas", "1") as cluster:
+        cluster.wait_for(READY, deadline_s=120)
+        (head,) = (each for each in cluster.processes() if each.name() == HEAD_SERVICE)
+        head.kill()
+        assert cluster.process.wait(20) == 1
+        assert f"{HEAD_SERVICE} has ended" in cluster.output()
+        assert_gone(cluster)
+        assert why_not("127.0.0.1", int(cluster.url.rpartition(":")[2])) is None, "the port"

@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from kvroute.contract.generation import Chunk, Sampling
+from kvroute.contract.generation import Chunk, EngineDeadError, Sampling
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.replica.vllm_engine.engine_health import STOPPED_CHECKS
 from tests.support.engines import Running, ids_of, request_of, started, text_of
 
 pytestmark = [
@@ -46,6 +48,19 @@ async def test_an_answer_goes_on_elsewhere_wherever_it_was_cut(
     for cut in range(1, len(whole)):
         rest = await whole_model.run(request.after(ids_of(whole[:cut])))
         assert heard_in(whole[:cut] + rest) == heard_in(whole)
+
+
+@pytest.mark.parametrize("whole_model", ["vllm"], indirect=True)
+async def test_an_engine_whose_process_hangs_is_declared_dead(whole_model: Running) -> None:
+    (process,) = (each for each in psutil.Process().children() if "EngineCor" in each.name())
+    await whole_model.engine.check()
+    process.suspend()
+    for _ in range(STOPPED_CHECKS - 1):
+        await whole_model.engine.check()
+    with pytest.raises(EngineDeadError, match="its process is stopped"):
+        await whole_model.engine.check()
+    process.resume()
+    await whole_model.engine.check()
 
 
 def heard_in(chunks: list[Chunk]) -> tuple[object, ...]:

@@ -14,16 +14,42 @@ from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 
-# Unsupported OpenAI fields that would change the response, with the values that have no effect.
+# Unsupported fields of OpenAI and vLLM that would change the response, with the values that have no
+# effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
     "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
     "echo": (False,),
+    "function_call": ("none",),
     "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
     "modalities": ([], ["text"]),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": ({},),
     "suffix": ("",),
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
     "web_search_options": (),
 }
 

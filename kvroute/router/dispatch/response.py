@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from itertools import islice
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
@@ -16,6 +17,7 @@ from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.merge import merge
 from kvroute.router.routing.attempts import RequestContext
 
+SHOWN_REPLICAS = 32  # in a header
 BEGIN_TOGETHER = 8  # prompts of a call; other requests get their turn after so many
 
 
@@ -111,9 +113,11 @@ def _close(generations: Iterable[Generation]) -> None:
         generation.close()
 
 
-def _headers(generations: Iterable[Generation]) -> dict[str, str]:
-    """Which replicas serve the call's prompts, and the expected cache hits, in tokens."""
+def _headers(generations: Sequence[Generation]) -> dict[str, str]:
+    """Which replicas serve the call's prompts, each once, and the expected cache hits, in tokens.
+    Load balancers refuse a response whose headers take more than some kilobytes."""
+    replicas = dict.fromkeys(generation.replica_id for generation in generations)
     return {
-        "x-kvroute-replica": ",".join(generation.replica_id for generation in generations),
+        "x-kvroute-replica": ",".join(islice(replicas, SHOWN_REPLICAS)),
         "x-kvroute-expected-tokens": str(sum(g.expected_tokens for g in generations)),
     }
