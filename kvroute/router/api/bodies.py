@@ -52,7 +52,7 @@ class Bodies:
         try:
             await self._read(request, body)
             if len(body) > INLINE_BYTES:
-                return await self._process.run(parse, bytes(body))
+                return await self._process.run(parse, body)
             async with self._turn:  # between two of them, the loop does what else is due
                 await asyncio.sleep(0)
                 return parse(bytes(body))

@@ -1,7 +1,8 @@
 """Large bodies are parsed in a process of their own, one after another.
 
 `python -m kvroute.router.api.parse_process` is that process. Both sides send a length of 8 bytes
-and then so many bytes of pickle. It has a memory limit, and ends when its standard input does.
+and then so many bytes: a pickled function and a body; a pickled result. The process has a memory
+limit, and ends when its standard input does.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from kvroute.router.api.errors import ApiError
 MEMORY_BYTES = 2 << 30  # address space of the process; a body of 16 MB can take most of 1 GB
 JOBS = 100  # of one process; then a new one starts, so that memory goes back to the system
 LENGTH_BYTES = 8
+PIECE_BYTES = 1 << 18  # that wait for the process; the body itself is not copied
 
 Result = TypeVar("Result")
 
@@ -29,12 +31,12 @@ class ParseProcess:
         self._jobs = 0  # of this process
         self._turn = asyncio.Lock()
 
-    async def run(self, parse: Callable[[bytes], Result], raw: bytes) -> Result:
+    async def run(self, parse: Callable[[bytes], Result], raw: bytearray) -> Result:
         """What the function returns for the body; it must be importable. ApiError if it raises
         that, or if the body ends the process."""
         async with self._turn:
             try:
-                result: Result | ApiError = await self._exchange(pickle.dumps((parse, raw)))
+                result: Result | ApiError = await self._exchange(pickle.dumps(parse), raw)
             except (OSError, asyncio.IncompleteReadError):
                 await self._end()
                 raise _too_complex() from None
@@ -52,14 +54,17 @@ class ParseProcess:
         async with self._turn:
             await self._end()
 
-    async def _exchange(self, job: bytes) -> Any:  # what the job returns, or ApiError
+    async def _exchange(self, *job: bytes | bytearray) -> Any:
+        """What the job returns, or ApiError."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         self._jobs += 1
-        process.stdin.write(len(job).to_bytes(LENGTH_BYTES))
-        process.stdin.write(job)
-        await process.stdin.drain()
+        for part in job:
+            process.stdin.write(len(part).to_bytes(LENGTH_BYTES))
+            for begin in range(0, len(part), PIECE_BYTES):
+                process.stdin.write(memoryview(part)[begin : begin + PIECE_BYTES])
+                await process.stdin.drain()
         size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES))
         return pickle.loads(await process.stdout.readexactly(size))
 
@@ -89,16 +94,20 @@ def _too_complex() -> ApiError:
 def main(jobs: BinaryIO, results: BinaryIO) -> None:
     """Parses bodies until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    while length := jobs.read(LENGTH_BYTES):
-        result = pickle.dumps(_outcome(jobs.read(int.from_bytes(length))))
+    while job := _part(jobs):
+        result = pickle.dumps(_outcome(pickle.loads(job), _part(jobs)))
         results.write(len(result).to_bytes(LENGTH_BYTES))
         results.write(result)
         results.flush()
 
 
-def _outcome(job: bytes) -> object:
+def _part(jobs: BinaryIO) -> bytes:
+    """Empty at the end of the input."""
+    return jobs.read(int.from_bytes(jobs.read(LENGTH_BYTES)))
+
+
+def _outcome(parse: Callable[[bytes], object], raw: bytes) -> object:
     try:
-        parse, raw = pickle.loads(job)
         return parse(raw)
     except ApiError as error:
         return error

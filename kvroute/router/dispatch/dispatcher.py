@@ -21,6 +21,7 @@ from kvroute.router.routing.fleet import Fleet
 log = logging.getLogger("kvroute.dispatch")
 
 LOSSES = 5  # replicas that one request may lose; more, and the request itself may kill them
+BEGINNING = 256  # prompts of calls with several that may wait for their first token at a time
 RECOVERY_S = 60.0  # the longest wait for a replica while there is none
 POLL_S = 0.1
 LOST = (RayActorError, EngineDeadError, HungError)  # the replica, or its engine, is dead
@@ -126,6 +127,8 @@ class Dispatcher:
         self.liveness = liveness
         self._generate = handle.options(stream=True).generate
         self._fleet = fleet
+        self._turn = asyncio.Lock()
+        self._beginning = asyncio.Semaphore(BEGINNING)
 
     async def begin(
         self, token_ids: TokenIds, sampling: Sampling, context: RequestContext
@@ -137,6 +140,16 @@ class Dispatcher:
         )
         lost: list[str] = []
         return Generation(self, request, context, await self.start(request, context, lost), lost)
+
+    async def begin_in_turn(
+        self, token_ids: TokenIds, sampling: Sampling, context: RequestContext
+    ) -> Generation:
+        """The same for a further prompt of a call. Calls with many prompts take turns, and requests
+        with one prompt do not wait for them."""
+        async with self._beginning:
+            async with self._turn:
+                await asyncio.sleep(0)  # what else is due comes first
+            return await self.begin(token_ids, sampling, context)
 
     async def start(
         self, request: GenerateRequest, context: RequestContext, lost: list[str]

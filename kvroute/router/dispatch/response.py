@@ -18,7 +18,6 @@ from kvroute.router.dispatch.merge import merge
 from kvroute.router.routing.attempts import RequestContext
 
 SHOWN_REPLICAS = 32  # in a header
-BEGIN_TOGETHER = 8  # prompts of a call; other requests get their turn after so many
 
 
 async def respond(
@@ -75,9 +74,8 @@ async def _begin(
     tasks: list[asyncio.Task[Generation]] = []
     try:
         for prompt, sampling in prompts:
-            tasks.append(asyncio.create_task(dispatcher.begin(prompt, sampling, context)))
-            if len(tasks) % BEGIN_TOGETHER == 0:
-                await asyncio.sleep(0)
+            begin = dispatcher.begin_in_turn if tasks else dispatcher.begin
+            tasks.append(asyncio.create_task(begin(prompt, sampling, context)))
         return await asyncio.gather(*tasks)
     except BaseException:  # one cannot run, or the client has disconnected
         for task in tasks:

@@ -1,0 +1,93 @@
+"""Whatever body one client sends, its router answers others, and the router keeps its memory."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.serving import Cluster
+
+pytestmark = pytest.mark.timeout(240)
+
+SENT_AT_ONCE = 8
+LONGEST_WAIT_S = 1.0  # far above what a busy computer causes, and far below what they once took
+GROWTH = 12  # bytes of a router for each byte of the bodies that are sent at once
+HELD_BYTES = 100e6  # that a router may take whatever the size
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": BUILTIN_MODEL, "max_tokens": 1, **fields}).encode()
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+WORDS = "some words and more of them "
+BODIES = {
+    "hundreds of prompts": ("completions", body(prompt=[WORDS] * 500)),
+    "a thousand long prompts": ("route", body(prompt=[WORDS * 100] * 1000)),
+    "half a million messages": ("chat/completions", body(messages=[user("")] * 500_000)),
+    "eight thousand messages": ("chat/completions", body(messages=[user(WORDS)] * 8000)),
+    "a long bad seed": ("completions", body(prompt="hi", seed="7" * 15_000_000)),
+    "a long model": ("completions", body(prompt="hi") + b" " * 10_000_000),
+    "millions of lists": ("completions", b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}"),
+    "millions of ids": ("completions", body(prompt=[7] * 3_000_000)),
+    "one long text": ("completions", body(prompt=WORDS * 500_000)),
+    "many stops": ("completions", body(prompt=["hi"] * 1000, stop=["x" * 1000] * 64)),
+    "a long salt": ("completions", body(prompt=["hi"] * 300, cache_salt="x" * 8_000_000)),
+    "an unknown prefix": ("completions", body(prompt="hi", prefix_id="x" * 128)),
+}
+
+
+@pytest.fixture
+def cluster(pair: Cluster) -> Cluster:
+    """With one router: who is held up is held up by it."""
+    return pair
+
+
+@asynccontextmanager
+async def pulse(url: str) -> AsyncIterator[list[float]]:
+    """Asks the router how it is until the block ends; gets the seconds that each answer took.
+    Engines have no part in it, so it is the router that holds up whoever waits."""
+    waits: list[float] = []
+    over = asyncio.Event()
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            while not over.is_set():
+                began_s = time.monotonic()
+                (await client.get("/health")).raise_for_status()
+                waits.append(time.monotonic() - began_s)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(ask())
+        yield waits
+        over.set()
+
+
+def router(cluster: Cluster) -> psutil.Process:
+    return next(each for each in cluster.processes() if "kvroute:Router" in each.cmdline()[0])
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_no_body_holds_up_others(cluster: Cluster, name: str) -> None:
+    path, content = BODIES[name]
+    before = router(cluster).memory_full_info().uss
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        async with pulse(cluster.url) as waits:
+            sending = [client.post(f"/v1/{path}", content=content) for _ in range(SENT_AT_ONCE)]
+            answers = await asyncio.gather(*sending)
+        assert max(waits) < LONGEST_WAIT_S, sorted(waits)[-5:]
+    statuses = {answer.status_code for answer in answers}
+    assert statuses <= {200, 400, 404, 413}, [answer.text[:300] for answer in answers]
+    assert all(answer.json().get("error", {"message": ""})["message"] < "~" for answer in answers)
+    grown = router(cluster).memory_full_info().uss - before
+    assert grown < HELD_BYTES + GROWTH * SENT_AT_ONCE * len(content)

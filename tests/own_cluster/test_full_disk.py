@@ -1,0 +1,83 @@
+"""A full disk costs lines of logs, and no request."""
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.scraping import total, wait_until
+from tests.support.serving import COMMAND, Cluster, doctor, findings, start_cluster
+from tests.support.untested import needs
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    needs("unshare"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk"),
+]
+
+DISK = "mount -t tmpfs -o size=256m disk /tmp && exec "
+REQUESTS = 40
+LINES, REQUEST_LINES = "kvroute_dropped_log_lines_total", "kvroute_request_log_dropped_lines_total"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One that has a small /tmp of its own, with its logs and its request log."""
+    command = ("unshare", "--mount", "sh", "-c", DISK + shlex.join(COMMAND) + ' "$@"', "sh")
+    options = ("--engine", "simulated", "--request-log", "/tmp/requests")
+    with start_cluster(*options, command=command) as cluster:
+        yield cluster
+
+
+@contextmanager
+def full(cluster: Cluster) -> Iterator[None]:
+    """Nothing can be written to the cluster's disk until the block ends."""
+    filling = Path(f"/proc/{cluster.process.pid}/root/tmp/filling")
+    with filling.open("wb", buffering=0) as file, suppress(OSError):  # there is no more space
+        while file.write(b"x" * (1 << 20)):
+            pass
+    try:
+        yield
+    finally:
+        filling.unlink()
+
+
+def ask(cluster: Cluster) -> int:
+    """The status of the answer."""
+    body = {"model": BUILTIN_MODEL, "prompt": "Hello", "max_tokens": 4}
+    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30).status_code
+
+
+def told(cluster: Cluster, name: str) -> float:
+    """By the router."""
+    return total(cluster, "router")[name]
+
+
+def logs(cluster: Cluster) -> tuple[str, str]:
+    """What the doctor says of them: the worst grade, and all findings."""
+    checks = [each for each in findings(doctor(cluster, "--json")) if each.name == "logs"]
+    grades = {each.grade for each in checks}
+    worst = next(grade for grade in ("wrong", "warning", "ok") if grade in grades)
+    return worst, " ".join(each.finding for each in checks)
+
+
+def test_requests_go_on_while_the_disk_is_full_and_the_doctor_names_it(cluster: Cluster) -> None:
+    assert logs(cluster) == ("ok", "no process has dropped a line of its log")
+    with full(cluster):
+        assert {ask(cluster) for _ in range(REQUESTS)} == {200}
+        wait_until(lambda: told(cluster, REQUEST_LINES) > 0)
+        wait_until(lambda: told(cluster, LINES) > 0)
+        grade, finding = logs(cluster)
+        assert grade == "wrong"
+        assert " 0.0 MB are free for /tmp/" in finding
+    dropped = told(cluster, REQUEST_LINES)
+    assert {ask(cluster) for _ in range(REQUESTS)} == {200}
+    (written,) = Path(f"/proc/{cluster.process.pid}/root/tmp/requests").glob("*.jsonl")
+    wait_until(lambda: len(written.read_bytes().splitlines()) >= REQUESTS)
+    assert told(cluster, REQUEST_LINES) == dropped
+    assert logs(cluster)[0] == "warning", "some lines are missing"
