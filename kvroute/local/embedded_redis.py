@@ -1,6 +1,8 @@
 """A cluster always has a Redis: the one of --redis-url, or a private one that ends with it."""
 
 import importlib.util
+import re
+import secrets
 import subprocess
 import tempfile
 import time
@@ -22,13 +24,14 @@ START_S = 10.0
 def embedded_redis() -> Iterator[str]:
     """The URL of a new, empty redis-server on a free loopback port; it ends with the block.
 
-    It also dies with the thread that entered the block.
+    It also dies with the thread that entered the block. Its password keeps other users out.
     """
+    password = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="kvroute-redis-") as folder:
         port = free_port()
-        server = _start(port, Path(folder))
+        server = _start(port, Path(folder), password)
         try:
-            url = f"redis://127.0.0.1:{port}"
+            url = f"redis://:{password}@127.0.0.1:{port}"
             _wait_for_ping(url, server, Path(folder))
             yield url
         finally:
@@ -36,27 +39,35 @@ def embedded_redis() -> Iterator[str]:
             server.wait()
 
 
+def without_password(url: str) -> str:
+    """The URL as people may read it."""
+    return re.sub(r"(?<=://)[^@/]*@", "", url)
+
+
 def check_redis(url: str) -> str:
     """The server's version. Raises StartError when it cannot be reached or is too old."""
+    shown = without_password(url)
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
             version: str = client.info("server")["redis_version"]
     except (redis.RedisError, ValueError) as error:
         raise StartError(
-            f"redis_url is {url!r}, which does not answer ({error}); start that Redis, or leave "
+            f"redis_url is {shown!r}, which does not answer ({error}); start that Redis, or leave "
             "--redis-url and KVROUTE_REDIS_URL out and one is started for you"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
-        raise StartError(f"redis_url is {url!r}, a Redis {version}; expected 6.2 or newer")
+        raise StartError(f"redis_url is {shown!r}, a Redis {version}; expected 6.2 or newer")
     return version
 
 
-def _start(port: int, folder: Path) -> subprocess.Popen[bytes]:
+def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[bytes]:
+    secret = folder / "secret.conf"  # a command line can be read by every user; this folder cannot
+    secret.write_text(f'requirepass "{password}"\n')
     log = (folder / "redis.log").open("wb")
     with log:
         return subprocess.Popen(
             [
-                _executable(),
+                *(_executable(), secret),
                 *("--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)),
                 *("--save", "", "--appendonly", "no"),
             ],

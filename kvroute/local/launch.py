@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
-from kvroute.local.embedded_redis import check_redis, embedded_redis
+from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import HEAD_SERVICE, guarded, head_service
 from kvroute.local.ports import free_port, why_not
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError
-from kvroute.local.ray_cluster import deploy, gpu_count, local_ray
+from kvroute.local.ray_cluster import EVERY_ADDRESS, deploy, gpu_count, local_ray
 from kvroute.local.signals import StopSignals
 from kvroute.local.vllm_check import complaints_of_vllm
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
@@ -30,19 +30,19 @@ from kvroute.settings.serve import ServeSettings
 
 POLL_S = 0.2
 STARTS_AGAIN = "everything is being ended, then start it again"
-EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on -> to be reached at
 
 
 def run(settings: ServeSettings) -> int:
     """Serves until a signal and returns 0, or 1 after a failure. It leaves no process behind."""
-    folder = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))  # short: it will hold sockets
+    private = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))  # short: it will hold sockets
+    folder = private / "ray"  # Ray opens its folder to every user, and cannot open the one above
     logs = folder / "session_latest" / "logs"
     exit_code = 1
     try:
         exit_code = guarded(partial(_serve, settings, folder))
     finally:
         if exit_code == 0 or not logs.exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(private, ignore_errors=True)
     return exit_code
 
 
@@ -180,7 +180,8 @@ def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
 def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> str:
     url = settings.redis_url or running.enter_context(embedded_redis())
     version = check_redis(url)
-    progress.step(f"Redis {version} {'answers' if settings.redis_url else 'started'} at {url}")
+    answers = "answers" if settings.redis_url else "started"
+    progress.step(f"Redis {version} {answers} at {without_password(url)}")
     return url
 
 

@@ -3,10 +3,11 @@
 import importlib.metadata
 import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from kvroute.deployments import APPLICATION, last_line, model_of, plain
 from kvroute.local.ports import free_port
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.signals import StopSignals
+from kvroute.process.exposition import METRICS_HOST
 from kvroute.settings.serve import ServeSettings
 from kvroute.settings.serve_environment import serve_environment
 
 LOOPBACK = "127.0.0.1"
+EVERY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # to listen on -> to be reached at
 LOGICAL_CPUS = 1000  # one per process; large, so that Ray's accounting limits nothing
 OBJECT_STORE_BYTES = 200_000_000
+MOST_CONNECTIONS = 20_000
 SHUTDOWN_S = 10.0  # for Serve and again for Ray, before they are killed
 POLL_S = 0.2
 SHOWN_CHARS = 4000  # the end of a replica's error
@@ -71,7 +75,8 @@ def gpu_count() -> int:
 
 
 def _start(settings: ServeSettings, folder: Path) -> None:
-    _prepare_environment(folder)
+    _prepare_environment(settings.host, folder)
+    _keep_token_private()
     import ray
     from ray import serve
 
@@ -89,6 +94,7 @@ def _start(settings: ServeSettings, folder: Path) -> None:
             _node_ip_address=LOOPBACK,
             _temp_dir=str(folder),
         )
+        _keep_token_private()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(
             proxy_location="HeadOnly",
@@ -136,7 +142,7 @@ def _reason(status: Any) -> str:
     return plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
 
 
-def _prepare_environment(folder: Path) -> None:
+def _prepare_environment(host: str, folder: Path) -> None:
     """Ray reads these when it is imported; its processes inherit them."""
     os.environ |= serve_environment() | {
         # HAProxy's ports and files have fixed defaults, which would conflict between two clusters.
@@ -145,6 +151,8 @@ def _prepare_environment(folder: Path) -> None:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+        METRICS_HOST: "" if host in EVERY_ADDRESS else host,
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
@@ -154,6 +162,19 @@ def _prepare_environment(folder: Path) -> None:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
     }
+
+
+def _connections() -> int:
+    """How many HAProxy may hold. Each takes two and a half files, and HAProxy does not start where
+    it may not open so many."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(MOST_CONNECTIONS, files // 3)
+
+
+def _keep_token_private() -> None:
+    """Ray lets every user read the token that it makes, with which one can run anything here."""
+    with suppress(FileNotFoundError):
+        (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

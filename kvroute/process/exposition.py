@@ -1,11 +1,13 @@
 """Each process serves its Prometheus metrics on its own port."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+METRICS_HOST = "KVROUTE_METRICS_HOST"  # an environment variable: where metrics are served
 Read = Callable[[], float]
 ReadEach = Callable[[], Mapping[str, float]]
 
@@ -65,13 +67,14 @@ class Process(Collector):
 class Exposition:
     """Serves the metrics of one registry at `address`, until it is closed.
 
-    It listens only on the node's address in the cluster: those who can reach Ray there can read
-    the metrics too.
+    It listens only on the node's address in the cluster, where those who can reach Ray can read
+    the metrics too, or on METRICS_HOST.
     """
 
     def __init__(self, node: str, registry: CollectorRegistry = REGISTRY) -> None:
-        self._server, self._thread = start_http_server(0, node, registry)
-        host = f"[{node}]" if ":" in node else node
+        host = os.environ.get(METRICS_HOST) or node
+        self._server, self._thread = start_http_server(0, host, registry)
+        host = f"[{host}]" if ":" in host else host
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:

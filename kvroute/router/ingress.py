@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException
 
 from kvroute.process.builtin_model import resolve
 from kvroute.process.logs import log_to_serve
+from kvroute.router.api.admission import Admission
 from kvroute.router.api.bodies import Bodies
-from kvroute.router.api.errors import ApiError
+from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.request_id import request_id
 from kvroute.router.endpoints import cluster_routes, openai_routes, prefix_routes, ui_routes
 from kvroute.router.observability import request_spans
@@ -73,6 +74,7 @@ def application(models: Models, bodies: Bodies) -> FastAPI:
     http.state.models = models
     http.state.bodies = bodies
     http.add_middleware(request_spans.Requests)
+    http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
     for kind in (openai_routes, prefix_routes, cluster_routes, ui_routes):
         http.include_router(kind.routes)
     http.exception_handler(ApiError)(_refuse)
@@ -82,7 +84,7 @@ def application(models: Models, bodies: Bodies) -> FastAPI:
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:
-    return Response(error.body(), error.status, media_type="application/json")
+    return response(error)
 
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:

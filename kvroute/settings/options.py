@@ -204,6 +204,9 @@ class RouterOptions(CommonOptions):
     """The options for every router."""
 
     max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Largest request body in MB.")] = 16
+    max_requests: Annotated[
+        int, Positive, Option(CLUSTER, "Requests under way in one router; more get a 429.")
+    ] = 2000
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 from redis.exceptions import RedisError
+from starlette.responses import Response
 
 
 @dataclass(eq=False)
@@ -35,6 +36,12 @@ class ApiError(Exception):
     def event(self) -> bytes:
         """The error as a server-sent event, for a failure after the first byte of a stream."""
         return b"data: " + self.body() + b"\n\n"
+
+
+def response(error: ApiError) -> Response:
+    """What the client gets. It may come again in a second where the error passes by itself."""
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return Response(error.body(), error.status, headers, media_type="application/json")
 
 
 def invalid(param: str | None, message: str) -> ApiError:

@@ -1,0 +1,76 @@
+"""Other users and other computers reach nothing of a cluster but its address."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from redis import AuthenticationError, Redis
+
+from tests.support.serving import Cluster, start_cluster
+
+pytestmark = pytest.mark.timeout(240)
+
+LOOPBACK = "127.0.0.1"
+NOBODY = 65534  # the user id
+PROBE = 'for path; do test -r "$path" && echo "$path"; test -x "$path" && echo "$path"; done; true'
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with start_cluster("--engine", "simulated", "--replicas", "1") as cluster:
+        yield cluster
+
+
+def process(cluster: Cluster, name: str) -> psutil.Process:
+    """The only one of that name."""
+    started = psutil.Process(cluster.process.pid).children(recursive=True)
+    (found,) = (each for each in started if each.name() == name)
+    return found
+
+
+def listens_at(process: psutil.Process) -> list[Any]:
+    connections = process.net_connections("inet")
+    return [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+def is_http(port: int) -> bool:
+    with suppress(httpx.HTTPError):
+        httpx.get(f"http://{LOOPBACK}:{port}/", timeout=5)
+        return True
+    return False
+
+
+def test_what_it_serves_is_reached_from_this_computer_only(cluster: Cluster) -> None:
+    """Ray's own servers, which ask for its token, are reached from everywhere."""
+    targets = httpx.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
+    assert {target["targets"][0].rpartition(":")[0] for target in targets} == {LOOPBACK}
+    for name in ("haproxy", "redis-server"):
+        assert {address.ip for address in listens_at(process(cluster, name))} == {LOOPBACK}
+    (router,) = (each for each in cluster.processes() if "kvroute:Router" in each.cmdline()[0])
+    http = [address for address in listens_at(router) if is_http(address.port)]
+    assert len(http) == 2, "its own, and its metrics"
+    assert {address.ip for address in http} == {LOOPBACK}
+
+
+@pytest.mark.skipif(psutil.Process().uids().real != 0, reason="only root can be another user")
+def test_another_user_reads_none_of_its_files_and_asks_nothing_of_its_redis(
+    cluster: Cluster,
+) -> None:
+    (config,) = (each for each in process(cluster, "haproxy").cmdline() if each.endswith(".cfg"))
+    opened = {file.path for each in cluster.processes() for file in each.open_files()}
+    paths = {path for path in opened if path.startswith(str(Path(config).parents[2]))}
+    assert len(paths) > 5
+    paths |= {config, *map(str, Path(config).parents[:-2])}  # all but / and /tmp
+    paths.add(str(Path.home() / ".ray" / "auth_token"))
+    command = ["sh", "-c", PROBE, "sh", *sorted(paths)]
+    probed = subprocess.run(command, user=NOBODY, capture_output=True, text=True)
+    assert (probed.stdout, probed.returncode) == ("", 0), probed.stderr
+    (address,) = listens_at(process(cluster, "redis-server"))
+    stranger = Redis(host=address.ip, port=address.port)
+    with stranger, pytest.raises(AuthenticationError):
+        stranger.ping()

@@ -1,0 +1,57 @@
+"""What is too much at a time is refused at once, and health is answered under any load."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvroute.router.api.admission import Admission
+from kvroute.router.api.errors import ApiError
+
+
+class Router:
+    """Answers a POST when it is told to."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.refusals: list[ApiError] = []
+        application = Starlette(routes=[Route("/", self._answer, methods=["GET", "POST"])])
+        self.app = Admission(application, limit=2, refused=self.refusals.append)
+
+    async def _answer(self, request: Request) -> Response:
+        if request.method == "POST":
+            await self.go_on.wait()
+        return Response("ok")
+
+
+@pytest.fixture
+async def router() -> Router:
+    return Router()
+
+
+@pytest.fixture
+async def client(router: Router) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(router.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        yield client
+
+
+async def test_more_than_so_many_are_told_to_come_again(
+    router: Router, client: httpx.AsyncClient
+) -> None:
+    under_way = [asyncio.create_task(client.post("/")) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    refused = await client.post("/")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    assert [each.code for each in router.refusals] == ["overloaded"]
+    assert (await client.get("/")).status_code == 200
+    router.go_on.set()
+    assert {answer.status_code for answer in await asyncio.gather(*under_way)} == {200}
+    assert (await client.post("/")).status_code == 200

@@ -1,0 +1,42 @@
+"""Serve's own configuration of HAProxy, without what it opens to everybody."""
+
+import json
+
+import pytest
+from ray.serve._private import haproxy_templates
+
+from kvroute.local.haproxy import error_page, hardened
+
+TEMPLATE = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+
+
+@pytest.fixture
+def config() -> str:
+    return hardened(TEMPLATE, metrics_host="127.0.0.1", error_page="/folder/page")
+
+
+@pytest.mark.parametrize(
+    ("open_line", "closed_line"),
+    [
+        (" mode 666 level admin", " mode 600 level admin"),
+        ("bind :{{ config.metrics_port }}", "bind 127.0.0.1:{{ config.metrics_port }}"),
+        ("bind *:{{ config.stats_port }}", "bind 127.0.0.1:{{ config.stats_port }}"),
+        ("errorfile 503 {{ config.error_file_path }}", "errorfile 503 /folder/page"),
+    ],
+)
+def test_what_serve_opens_is_closed(config: str, open_line: str, closed_line: str) -> None:
+    assert open_line in TEMPLATE, "Serve has another configuration now"
+    assert open_line not in config
+    assert closed_line in config
+
+
+def test_a_head_must_come_in_time_and_all_else_stays(config: str) -> None:
+    assert "defaults\n    timeout http-request 30s\n    mode http" in config
+    assert len(config.splitlines()) == len(TEMPLATE.splitlines()) + 1
+
+
+def test_the_page_for_errors_is_one_that_clients_can_read() -> None:
+    head, _, body = error_page().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 503 ")
+    assert f"content-length: {len(body)}" in head
+    assert json.loads(body)["error"]["type"] == "server_error"
