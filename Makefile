@@ -29,7 +29,7 @@ check: $(DEV) ## Unit tests, formatting, lint and types, in a minute or so
 	@$(MAKE) -j2 --output-sync=target unit lint
 
 unit: $(DEV)
-	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/unit $(ARGS)
 
 test: $(DEV) ## All tests on one host; options of pytest as in ARGS="-k mirror"
 	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)

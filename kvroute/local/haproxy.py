@@ -43,6 +43,8 @@ def hardened(config: str, *, metrics_host: str, error_page: str) -> str:
         (r"^(defaults\n)", rf"\g<1>    timeout http-request {HEADERS_S}s\n"),
         (r"^(frontend prometheus\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
         (r"^(listen stats\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
+        # Our routes begin with /, so only a HAProxy that does not know them yet finds none.
+        (r"http-request return status 404 .*", "http-request deny deny_status 503"),
         (r"(errorfile 50[234]) .*", rf"\g<1> {error_page}"),
     ):
         config = re.sub(pattern, replacement, config, flags=re.MULTILINE)

@@ -1,12 +1,16 @@
 """A start that cannot succeed says why, and a stop leaves no process, whenever it comes."""
 
 import signal
+import time
+from contextlib import suppress
 
+import httpx
+import psutil
 import pytest
 
 from kvroute.local.guard import HEAD_SERVICE
 from kvroute.local.ports import why_not
-from tests.support.serving import READY, assert_gone, launched
+from tests.support.serving import READY, assert_gone, launched, start_cluster
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:
@@ -32,3 +36,17 @@ def test_a_cluster_that_loses_rays_head_service_says_so_and_ends_all_that_it_sta
         assert f"{HEAD_SERVICE} has ended" in cluster.output()
         assert_gone(cluster)
         assert why_not("127.0.0.1", int(cluster.url.rpartition(":")[2])) is None, "the port"
+
+
+def test_a_haproxy_that_is_killed_is_soon_back_and_says_nothing_wrong_meanwhile() -> None:
+    with start_cluster("--engine", "simulated", "--replicas", "1") as cluster:
+        started = psutil.Process(cluster.process.pid).children(recursive=True)
+        (haproxy,) = (each for each in started if each.name() == "haproxy")
+        haproxy.kill()
+        statuses = set[int]()
+        deadline = time.monotonic() + 15  # Serve's own default is 24 s
+        while 200 not in statuses:
+            assert time.monotonic() < deadline
+            with suppress(httpx.TransportError):
+                statuses.add(httpx.get(f"{cluster.url}/health", timeout=5).status_code)
+        assert statuses <= {200, 503}

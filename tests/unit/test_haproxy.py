@@ -21,6 +21,7 @@ def config() -> str:
         (" mode 666 level admin", " mode 600 level admin"),
         ("bind :{{ config.metrics_port }}", "bind 127.0.0.1:{{ config.metrics_port }}"),
         ("bind *:{{ config.stats_port }}", "bind 127.0.0.1:{{ config.stats_port }}"),
+        ("http-request return status 404", "http-request deny deny_status 503"),
         ("errorfile 503 {{ config.error_file_path }}", "errorfile 503 /folder/page"),
     ],
 )
