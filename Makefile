@@ -14,7 +14,7 @@ READY := .venv/ready-$(PROFILE)
 DEV := .venv/ready-dev
 LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$(PROFILE).txt))
 
-.PHONY: help setup serve check unit test test-cluster lint docs wheel-check lock system bench bench-engines bench-prefixes
+.PHONY: help setup serve check unit test test-cluster lint docs wheel-check lock system fuzz bench bench-engines bench-prefixes
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ test: $(DEV) ## All tests on one host; options of pytest as in ARGS="-k mirror"
 
 test-cluster: $(DEV) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes
 	@exec $(BIN)/python -m pytest -m nodes -rP $(ARGS)
+
+fuzz: $(DEV) ## 24,000 requests of every shape to every route; takes some minutes
+	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/cluster/test_fuzz.py $(ARGS)
 
 bench: $(DEV) ## What a decision, an index and a request's way cost; options as in ARGS="--help"
 	@$(BIN)/python -W ignore -m tests.bench $(ARGS)

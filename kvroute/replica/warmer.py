@@ -1,5 +1,6 @@
 """A replica's share of the named prefixes is warm before it serves, and stays warm.
 
+A start computes pinned prefixes only, for a bounded time; others follow while the replica serves.
 Each replica computes its share from Redis: the declarations and the records of live replicas. It
 releases a prefix only when the prefix is dropped, or when all replicas that are now assigned to it
 have it. During an outage of Redis nothing changes.
@@ -7,6 +8,7 @@ have it. During an outage of Redis nothing changes.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ POLL_S = 0.5  # between two reads of Redis
 FIRST_SLICE_TOKENS = 64  # computed at once while the replica serves ...
 LONGEST_SLICE_TOKENS = 256
 SLICE_S = 0.2  # ... and the longest time for it, so that streams continue
+START_S = 60.0  # the longest that prefixes delay a start, but for the last one that it computes
 DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
 
 COMPUTE = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -77,7 +80,7 @@ class Warmer:
                 break
             await asyncio.sleep(POLL_S)
             await self._read()
-        await self._warm_share()
+        await self._warm([prefix for prefix in self._share() if prefix.is_pinned], within_s=START_S)
         self._is_serving = True
 
     async def run(self) -> None:
@@ -86,7 +89,7 @@ class Warmer:
             await asyncio.sleep(POLL_S)
             await self._read()
             await self._release()
-            await self._warm_share()
+            await self._warm(self._share())
 
     async def _read(self) -> None:
         try:
@@ -133,12 +136,15 @@ class Warmer:
         records = {record.id: record for record in self._records}
         return any(prefix.name not in records[id_].pins for id_ in assigned(prefix, records))
 
-    async def _warm_share(self) -> None:
+    async def _warm(self, share: Sequence[Prefix], *, within_s: float = math.inf) -> None:
+        """Begins none after that time."""
         if not self._engine.facts.prefix_caching:
             return
-        for prefix in self._share():
-            if prefix.name not in self._impossible and not self._is_done(prefix):
-                await self._warm(prefix)
+        ends_at_s = time.monotonic() + within_s
+        for prefix in share:
+            is_done = prefix.name in self._impossible or self._is_done(prefix)
+            if not is_done and time.monotonic() < ends_at_s:
+                await self._warm_one(prefix)
 
     def _is_done(self, prefix: Prefix) -> bool:
         kept = self._kept.get(prefix.name)
@@ -150,7 +156,7 @@ class Warmer:
         room = room_for_pin(prefix.name, self._engine.pins, self._engine.facts)
         return prefix.full_blocks(self._engine.facts.block_size) <= room
 
-    async def _warm(self, prefix: Prefix) -> None:
+    async def _warm_one(self, prefix: Prefix) -> None:
         """The prefix is kept, unpinned where pins have no room for it; or known as impossible."""
         is_pinned = prefix.is_pinned and self._has_room(prefix)
         try:

@@ -117,6 +117,24 @@ async def test_what_is_declared_before_the_start_is_warm_after_it(prefixes: Pref
         assert await replica.cached_blocks(prefix) == 10
 
 
+async def test_a_start_waits_for_pinned_prefixes_only(prefixes: Prefixes) -> None:
+    await declare(prefixes, "x")
+    await declare(prefixes, "y", is_pinned=False)
+    async with Replica(prefixes._redis).running() as replica:
+        assert replica.warmer.kept() == {"x@1": Warm(10, is_pinned=True)}
+        await until_kept(replica, "x@1", "y@1")
+
+
+async def test_a_start_does_not_wait_for_pinned_prefixes_for_ever(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.replica.warmer.START_S", 0.0)
+    await declare(prefixes, "x")
+    async with Replica(prefixes._redis).running() as replica:
+        assert replica.warmer.kept() == {}
+        await until_kept(replica, "x@1")
+
+
 async def test_a_start_waits_for_what_it_was_told_of_but_not_for_ever(prefixes: Prefixes) -> None:
     replica = Replica(prefixes._redis)
     start = asyncio.create_task(replica.warmer.start(["x"]))
@@ -176,6 +194,7 @@ async def test_what_pins_have_no_room_for_is_warm_unpinned_until_they_have(
 async def test_what_is_not_to_be_pinned_is_warm_and_can_be_evicted(prefixes: Prefixes) -> None:
     prefix = await declare(prefixes, "x", is_pinned=False)
     async with Replica(prefixes._redis).running() as replica:
+        await until_kept(replica, "x@1")
         assert replica.warmer.kept() == {"x@1": Warm(10, is_pinned=False)}
         assert await replica.cached_blocks(prefix) == 10
         for n in range(8):

@@ -26,6 +26,7 @@ async def health(models: Served) -> Response:
         "models": {name: each.ready for name, each in found.items()},
         "index": {
             "reachable": all(each.index_is_reachable for each in found.values()),
+            "writable": all(each.index_is_writable for each in found.values()),
             "age_s": round(max(each.index_age_s for each in found.values()), 1),
         },
         "degraded": dict(chain.from_iterable(each.degraded.items() for each in found.values())),

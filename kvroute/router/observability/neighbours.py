@@ -16,12 +16,16 @@ class Neighbours:
     def __init__(self, clusters: Clusters, own: Tenant) -> None:
         self._clusters = clusters
         self._own = own
+        self.can_write = True  # to Redis, when it last tried
 
     async def run(self) -> None:
         """Announces the cluster until cancelled."""
         while True:
-            with contextlib.suppress(RedisError, OSError):  # the feed logs the outage
+            try:
                 await self._clusters.announce(self._own)
+                self.can_write = True
+            except (RedisError, OSError):  # the feed logs an outage
+                self.can_write = False
             await asyncio.sleep(SILENCE_S / 3)
 
     async def leave(self) -> None:

@@ -57,6 +57,7 @@ STATUS_S = 1.0  # the longest that a client waits for the replicas' status
 class ModelHealth:
     ready: int  # replicas that take requests
     index_is_reachable: bool
+    index_is_writable: bool  # a Redis without memory can be read only
     index_age_s: float  # since the router's mirror was last equal to the index
     degraded: dict[str, str]  # replica id -> why
 
@@ -196,7 +197,13 @@ class ModelRouter:
 
     def health(self) -> ModelHealth:
         feed, degraded = self._feed.state, self._fleet.handshake.degraded
-        return ModelHealth(len(self.running), feed.is_reachable, feed.age_s, dict(degraded))
+        return ModelHealth(
+            len(self.running),
+            index_is_reachable=feed.is_reachable,
+            index_is_writable=self._neighbours.can_write,
+            index_age_s=feed.age_s,
+            degraded=dict(degraded),
+        )
 
     async def replicas(self) -> list[dict[str, Any]]:
         """Every replica in the index; those last seen there while Redis is away or slow."""

@@ -1,0 +1,128 @@
+"""Whatever is asked of any route, the answer comes, has OpenAI's shape and blames no server.
+
+`make fuzz` asks 24,000 times, `make test` some hundred times.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.router.api.parsing import UNSUPPORTED
+from kvroute.router.api.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    PrefixDeclaration,
+)
+from tests.support.serving import Cluster
+
+pytestmark = pytest.mark.timeout(1800)
+
+EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 6  # for each test
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+COMPLETION = {"prompt": "Hello", "max_tokens": 2}
+PREFIX = {"id": "fuzzed", "prompt": "Hello", "pinned": False, "ttl_s": 1}
+BASES = {
+    "/v1/chat/completions": (CHAT, ChatCompletionRequest),
+    "/v1/completions": (COMPLETION, CompletionRequest),
+    "/v1/route": (COMPLETION, CompletionRequest),
+    "/v1/prefixes": (PREFIX, PrefixDeclaration),
+}
+PATHS = (
+    *("/health", "/metrics", "/v1", "/v1/models", "/v1/models/{}", "/v1/prefixes"),
+    *("/v1/prefixes/{}", "/v1/cluster", "/v1/cluster/{}", "/v1/metrics/targets", "/{}"),
+)
+LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens")  # null asks for thousands of tokens
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 200)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["", BUILTIN_MODEL, "user", "fuzzed", "all", "none", "x" * 3000])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text"]) | st.text(max_size=5), inner
+        )
+    ),
+    max_leaves=8,
+)
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"), max_size=40)
+fuzzing = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+@pytest.fixture(scope="module")
+def http(simulated_cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=simulated_cluster.url, timeout=60) as client:
+        yield client
+
+
+def check(answer: httpx.Response) -> None:
+    """Its shape is OpenAI's, and nothing failed."""
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert 0 < len(error["message"]) < 2000
+        return
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        events = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+    elif answer.headers["content-type"].startswith("application/json"):
+        assert isinstance(answer.json(), dict | list)
+
+
+def changed(data: st.DataObject, path: str) -> dict[str, Any]:
+    """A good body of which some fields are changed."""
+    base, model = BASES[path]
+    names = sorted({*model.model_fields, *UNSUPPORTED})
+    body = dict(base)
+    for name in data.draw(st.lists(st.sampled_from(names), max_size=3, unique=True)):
+        value = data.draw(values)
+        if name not in LENGTHS or value is not None:
+            body[name] = value
+    return body
+
+
+@pytest.mark.parametrize("path", BASES)
+@fuzzing
+@given(data=st.data())
+def test_a_body_with_changed_fields(http: httpx.Client, path: str, data: st.DataObject) -> None:
+    content = json.dumps(changed(data, path)).encode()
+    check(http.post(path, content=content))
+
+
+@fuzzing
+@given(
+    path=st.sampled_from(sorted(BASES)),
+    content=st.binary() | values.map(json.dumps).map(str.encode),
+)
+def test_any_bytes_for_a_body(http: httpx.Client, path: str, content: bytes) -> None:
+    check(http.post(path, content=content))
+
+
+@fuzzing
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH"]),
+    path=st.sampled_from(PATHS),
+    name=texts,
+    query=st.dictionaries(st.sampled_from(["model", "x"]), texts, max_size=2),
+)
+def test_any_name_in_a_path(
+    http: httpx.Client, method: str, path: str, name: str, query: dict[str, str]
+) -> None:
+    check(http.request(method, path.format(name), params=query))
