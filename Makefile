@@ -14,7 +14,7 @@ READY := .venv/ready-$(PROFILE)
 DEV := .venv/ready-dev
 LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$(PROFILE).txt))
 
-.PHONY: help setup serve check unit test test-cluster lint docs wheel-check lock system fuzz bench bench-engines bench-prefixes
+.PHONY: help setup serve check unit test test-cluster lint docs wheel-check lock system chaos fuzz bench bench-engines bench-prefixes
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ test: $(DEV) ## All tests on one host; options of pytest as in ARGS="-k mirror"
 
 test-cluster: $(DEV) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes
 	@exec $(BIN)/python -m pytest -m nodes -rP $(ARGS)
+
+chaos: $(DEV) ## Faults one by one and two at a time; takes ten minutes, and root for a full disk
+	@$(BIN)/python -W ignore -m tests.chaos $(ARGS)
 
 fuzz: $(DEV) ## 24,000 requests of every shape to every route; takes some minutes
 	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/cluster/test_fuzz.py $(ARGS)

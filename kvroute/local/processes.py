@@ -32,10 +32,10 @@ def end_descendants(*, grace_s: float) -> None:
     kill_descendants()
 
 
-def kill_descendants(*, deadline_s: float = 5.0) -> None:
-    """Kills all descendants, including new ones."""
+def kill_descendants(*, deadline_s: float = 5.0, spare: str = "") -> None:
+    """Kills all descendants, including new ones, but for those with the name `spare`."""
     deadline = time.monotonic() + deadline_s
-    while (left := _descendants()) and time.monotonic() < deadline:
+    while (left := _descendants(spare)) and time.monotonic() < deadline:
         for process in left:
             _send(process, signal.SIGKILL)
         psutil.wait_procs(left, timeout=0.5)
@@ -49,8 +49,16 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _descendants() -> Sequence[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def _descendants(spare: str = "") -> Sequence[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if not spare or _name(each) != spare]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:

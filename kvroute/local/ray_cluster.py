@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvroute.deployments import APPLICATION, last_line, model_of, plain
+from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.ports import free_port
+from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.signals import StopSignals
 from kvroute.process.exposition import METRICS_HOST
@@ -83,6 +85,24 @@ def _start(settings: ServeSettings, folder: Path) -> None:
     from kvroute.process.logs import logging_config
 
     try:
+        _start_node(folder)
+        _keep_token_private()
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": settings.host, "port": settings.port},
+            logging_config=logging_config(settings.log_format),
+        )
+    except (ray.exceptions.RayError, RuntimeError, OSError) as error:
+        raise StartError(f"Ray does not start: {error}") from None
+
+
+def _start_node(folder: Path, *, attempts: int = 3) -> None:
+    """Ray gives its node 30 s to start, which is too little on a computer that is busy: then what
+    has started is ended, and starts again."""
+    import ray
+
+    try:
         ray.init(
             address="local",
             namespace=APPLICATION,
@@ -94,15 +114,11 @@ def _start(settings: ServeSettings, folder: Path) -> None:
             _node_ip_address=LOOPBACK,
             _temp_dir=str(folder),
         )
-        _keep_token_private()
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": settings.host, "port": settings.port},
-            logging_config=logging_config(settings.log_format),
-        )
-    except (ray.exceptions.RayError, RuntimeError, OSError) as error:
-        raise StartError(f"Ray does not start: {error}") from None
+    except Exception as error:  # Ray raises no narrower one
+        if attempts == 1 or "timed out during startup" not in str(error):
+            raise RuntimeError(str(error)) from error
+        kill_descendants(spare=REDIS_SERVER)
+        _start_node(folder, attempts=attempts - 1)
 
 
 def _stop() -> None:

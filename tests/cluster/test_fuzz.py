@@ -12,6 +12,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.api.parsing import UNSUPPORTED
@@ -28,7 +29,7 @@ EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 6  # for each test
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
 PREFIX = {"id": "fuzzed", "prompt": "Hello", "pinned": False, "ttl_s": 1}
-BASES = {
+BASES: dict[str, tuple[dict[str, Any], type[BaseModel]]] = {
     "/v1/chat/completions": (CHAT, ChatCompletionRequest),
     "/v1/completions": (COMPLETION, CompletionRequest),
     "/v1/route": (COMPLETION, CompletionRequest),

@@ -12,12 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-import redis
 from openai import AsyncOpenAI, NotFoundError
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
-from tests.support.serving import KVROUTE, Cluster
+from tests.support.serving import KVROUTE, Cluster, redis_of
 from tests.support.waiting import until
 from tests.support.workloads import ENGLISH
 
@@ -204,8 +203,7 @@ async def test_a_prefix_that_its_replica_cannot_serve_gets_another_one(
 
 
 async def test_declarations_outlive_redis(cluster: Cluster, client: AsyncOpenAI) -> None:
-    url = next(word for word in cluster.output().split() if word.startswith(("redis://", "unix:")))
-    with redis.from_url(url) as connection:
+    with redis_of(cluster) as connection:
         before = shown(cluster, "1")
         connection.flushall()
         await until(lambda: connection.keys("kvroute:*:prefixes"))

@@ -15,8 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
+import redis
 
 from kvroute.doctor.checks import Check
+from kvroute.local.embedded_redis import REDIS_SERVER, SECRET
 from kvroute.local.ports import free_port
 
 KVROUTE = (sys.executable, "-c", "from kvroute.cli import main; main()")
@@ -96,6 +98,17 @@ def launched(
             yield cluster
         finally:
             _kill(cluster)
+
+
+def redis_of(cluster: Cluster) -> "redis.Redis":
+    """The Redis that the command has started."""
+    started = psutil.Process(cluster.process.pid).children(recursive=True)
+    (server,) = (each for each in started if each.name() == REDIS_SERVER)
+    (port,) = {
+        each.laddr.port for each in server.net_connections("inet") if each.status == "LISTEN"
+    }
+    _, password, _ = Path(server.cwd(), SECRET).read_text().split('"')
+    return redis.Redis(port=port, password=password)
 
 
 def doctor(cluster: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
