@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
@@ -14,6 +15,7 @@ from kvroute.contract.generation import Chunk, EngineDeadError, Sampling
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.vllm_engine.engine_health import STOPPED_CHECKS
 from tests.support.engines import Running, ids_of, request_of, started, text_of
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -56,6 +58,7 @@ async def test_an_engine_whose_process_hangs_is_declared_dead(whole_model: Runni
     (process,) = (each for each in engine._processes if "EngineCor" in each.name())
     await engine.check()
     process.suspend()
+    await until(lambda: process.status() == psutil.STATUS_STOPPED)
     for _ in range(STOPPED_CHECKS - 1):
         await engine.check()
     with pytest.raises(EngineDeadError, match="its process is stopped"):
