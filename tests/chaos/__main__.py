@@ -116,14 +116,18 @@ async def suffer(victim: Victim, load: Load, faults: Sequence[str]) -> Row:
     return Row(faults, count, disturbed_s, whole_s)
 
 
-async def torment(seed: int, schedule: Sequence[Sequence[str]]) -> list[Row]:
-    rows = []
+def torment(seed: int, schedule: Sequence[Sequence[str]]) -> list[Row]:
+    """A row for each of the schedule; each is printed when it is known."""
     with victim(seed) as tormented:
-        load = Load(tormented.url)
-        async with load.running():
-            for faults in schedule:
-                rows.append(await suffer(tormented, load, faults))
-                typer.echo(rows[-1].markdown())
+        return asyncio.run(_torment(tormented, schedule))
+
+
+async def _torment(tormented: Victim, schedule: Sequence[Sequence[str]]) -> list[Row]:
+    rows, load = [], Load(tormented.url)
+    async with load.running():
+        for faults in schedule:
+            rows.append(await suffer(tormented, load, faults))
+            typer.echo(rows[-1].markdown())
     return rows
 
 
@@ -148,7 +152,7 @@ def main(
         held=HELD_S, replicas=REPLICAS, streams=STREAMS, cores=os.cpu_count(), seed=seed
     ) + "\n".join((f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"))
     typer.echo(head)
-    rows = asyncio.run(torment(seed, schedule))
+    rows = torment(seed, schedule)
     if write:
         PAGE.write_text("\n".join((head, *(row.markdown() for row in rows), "")))
     if json_file:
