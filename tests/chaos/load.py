@@ -60,19 +60,18 @@ class Load:
 
     async def _ask_again_and_again(self, client: httpx.AsyncClient, number: int) -> None:
         while not self._over.is_set():
-            count = self.count  # of the time in which it was asked
             heard: list[str] = []
             try:
                 text = await self._hear(client, number, heard)
             except (httpx.HTTPError, ValueError):
-                count.broken += bool(heard)
-                count.refused += not heard
+                self.count.broken += bool(heard)
+                self.count.refused += not heard
                 self.count.disturb()
                 await asyncio.sleep(PAUSE_S)
                 continue
-            count.answered += 1
+            self.count.answered += 1
             if text != self._known[number]:
-                count.different += 1
+                self.count.different += 1
                 self.count.disturb()
 
     async def _hear(
