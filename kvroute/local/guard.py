@@ -16,9 +16,9 @@ from kvroute.local.processes import (
     end_descendants,
     kill_descendants,
 )
+from kvroute.local.signals import STOPPING
 
 GRACE_S = 3.0  # for processes that remain after the orderly stop
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEAD_SERVICE = "gcs_server"
 
 
@@ -64,5 +64,5 @@ def _pass_signals_on(child: int) -> None:
         except ProcessLookupError:  # it has ended, and what it left is being ended
             kill_descendants()
 
-    for number in PASSED_ON:
+    for number in STOPPING:
         signal.signal(number, pass_on)

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import random
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
@@ -20,14 +19,14 @@ import httpx
 import typer
 
 from kvroute.local.ports import free_port
-from tests.chaos.faults import BREAKING, CAN_MOUNT, FAULTS, Victim
+from tests.chaos.faults import BREAKING, FAULTS, Victim
 from tests.chaos.load import STREAMS, Count, Load
+from tests.support.own_disk import CAN_MOUNT, ON_OWN_DISK
 from tests.support.redis_server import Wire, Wired, redis_server
 from tests.support.serving import COMMAND, start_cluster
 
 REPLICAS = 3
 STEADY_S, HELD_S, WHOLE_S = 3.0, 8.0, 90.0
-OWN_DISK = "mount -t tmpfs -o size=256m disk /tmp && exec "
 OPTIONS = (
     *("--engine", "simulated", "--replicas", f"{REPLICAS}", "--routers", "2"),
     *("--simulated-decode-ms", "20", "--request-log", "/tmp/requests"),
@@ -72,10 +71,7 @@ class Row:
 @contextmanager
 def victim(seed: int) -> Iterator[Victim]:
     """A cluster to be tormented; as root, with a small disk of its own."""
-    command: Sequence[str] = COMMAND
-    if CAN_MOUNT:
-        own = OWN_DISK + shlex.join(COMMAND) + ' "$@"'
-        command = ("unshare", "--mount", "sh", "-c", own, "sh")
+    command = ON_OWN_DISK if CAN_MOUNT else COMMAND
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         server, port = stack.enter_context(ExitStack()), free_port()

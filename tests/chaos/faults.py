@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,13 +14,13 @@ import psutil
 import redis.asyncio as redis
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.own_disk import CAN_MOUNT, full_disk
 from tests.support.redis_server import Wired
 
 LEAVERS = 300
 IDLE = 1000
 SLOW = 100
 LARGE = 4  # at once
-MB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -136,16 +134,8 @@ async def _spoil_key(client: Any, key: bytes, rng: random.Random) -> None:
 @asynccontextmanager
 async def disk_full(victim: Victim) -> AsyncIterator[None]:
     """The one of logs and request logs, which is the cluster's own."""
-    filling = Path(f"/proc/{victim.wired.cluster.process.pid}/root/tmp/filling")
-    await asyncio.to_thread(_fill, filling)
-    yield
-    await asyncio.to_thread(filling.unlink)
-
-
-def _fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(b"x" * MB):
-            pass
+    with full_disk(victim.wired.cluster):
+        yield
 
 
 @asynccontextmanager
@@ -220,8 +210,6 @@ FAULTS: dict[str, Fault] = {
     "HAProxy is killed": sent(signal.SIGKILL, "haproxy/bin/haproxy"),
     "a router is killed": sent(signal.SIGKILL, "kvroute:Router"),
 }
-# Root can give the cluster a disk of its own, unless that would hide this program.
-CAN_MOUNT = os.geteuid() == 0 and not __file__.startswith("/tmp/")
 if CAN_MOUNT:
     FAULTS["the disk is full"] = disk_full
 BREAKING = ("HAProxy is killed", "a router is killed")  # connections of clients

@@ -1,27 +1,22 @@
 """A full disk costs lines of logs, and no request."""
 
-import os
-import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import httpx
 import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.own_disk import CAN_MOUNT, ON_OWN_DISK, full_disk, own_disk
 from tests.support.scraping import total, wait_until
-from tests.support.serving import COMMAND, Cluster, doctor, findings, start_cluster
+from tests.support.serving import Cluster, doctor, findings, start_cluster
 from tests.support.untested import needs
 
-CAN_MOUNT = os.geteuid() == 0 and not __file__.startswith("/tmp/")
 pytestmark = [
     pytest.mark.timeout(240),
     needs("unshare"),
     pytest.mark.skipif(not CAN_MOUNT, reason="only root can mount a disk, and not over itself"),
 ]
 
-DISK = "mount -t tmpfs -o size=256m disk /tmp && exec "
 REQUESTS = 40
 LINES, REQUEST_LINES = "kvroute_dropped_log_lines_total", "kvroute_request_log_dropped_lines_total"
 
@@ -29,23 +24,9 @@ LINES, REQUEST_LINES = "kvroute_dropped_log_lines_total", "kvroute_request_log_d
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One that has a small /tmp of its own, with its logs and its request log."""
-    command = ("unshare", "--mount", "sh", "-c", DISK + shlex.join(COMMAND) + ' "$@"', "sh")
     options = ("--engine", "simulated", "--request-log", "/tmp/requests")
-    with start_cluster(*options, command=command) as cluster:
+    with start_cluster(*options, command=ON_OWN_DISK) as cluster:
         yield cluster
-
-
-@contextmanager
-def full(cluster: Cluster) -> Iterator[None]:
-    """Nothing can be written to the cluster's disk until the block ends."""
-    filling = Path(f"/proc/{cluster.process.pid}/root/tmp/filling")
-    with filling.open("wb", buffering=0) as file, suppress(OSError):  # there is no more space
-        while file.write(b"x" * (1 << 20)):
-            pass
-    try:
-        yield
-    finally:
-        filling.unlink()
 
 
 def ask(cluster: Cluster) -> int:
@@ -69,7 +50,7 @@ def logs(cluster: Cluster) -> tuple[str, str]:
 
 def test_requests_go_on_while_the_disk_is_full_and_the_doctor_names_it(cluster: Cluster) -> None:
     assert logs(cluster) == ("ok", "no process has dropped a line of its log")
-    with full(cluster):
+    with full_disk(cluster):
         assert {ask(cluster) for _ in range(REQUESTS)} == {200}
         wait_until(lambda: told(cluster, REQUEST_LINES) > 0)
         wait_until(lambda: told(cluster, LINES) > 0)
@@ -78,7 +59,7 @@ def test_requests_go_on_while_the_disk_is_full_and_the_doctor_names_it(cluster: 
         assert " 0.0 MB are free for /tmp/" in finding
     dropped = told(cluster, REQUEST_LINES)
     assert {ask(cluster) for _ in range(REQUESTS)} == {200}
-    (written,) = Path(f"/proc/{cluster.process.pid}/root/tmp/requests").glob("*.jsonl")
+    (written,) = (own_disk(cluster) / "requests").glob("*.jsonl")
     wait_until(lambda: len(written.read_bytes().splitlines()) >= REQUESTS)
     assert told(cluster, REQUEST_LINES) == dropped
     assert logs(cluster)[0] == "warning", "some lines are missing"
