@@ -315,8 +315,7 @@ def test_without_redis_requests_go_on_and_still_find_their_caches(
     """The last test of this cluster: its Redis does not come back."""
     until(lambda: ask(pairs_client, user(people_table())).expected_tokens > 1000)
     running = pids(pair)
-    processes = psutil.Process(pair.process.pid).children(recursive=True)
-    (redis,) = [each for each in processes if each.name() == "redis-server"]
+    (redis,) = pair.named("redis-server")
     redis.kill()
     answers = [ask(pairs_client, user(f"{people_table()} {number}")) for number in range(10)]
     assert httpx.get(pair.url + "/health").status_code == 200

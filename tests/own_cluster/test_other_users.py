@@ -28,8 +28,7 @@ def cluster() -> Iterator[Cluster]:
 
 def process(cluster: Cluster, name: str) -> psutil.Process:
     """The only one of that name."""
-    started = psutil.Process(cluster.process.pid).children(recursive=True)
-    (found,) = (each for each in started if each.name() == name)
+    (found,) = cluster.named(name)
     return found
 
 

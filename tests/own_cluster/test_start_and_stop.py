@@ -5,7 +5,6 @@ import time
 from contextlib import suppress
 
 import httpx
-import psutil
 import pytest
 
 from kvroute.local.guard import HEAD_SERVICE
@@ -40,8 +39,7 @@ def test_a_cluster_that_loses_rays_head_service_says_so_and_ends_all_that_it_sta
 
 def test_a_haproxy_that_is_killed_is_soon_back_and_says_nothing_wrong_meanwhile() -> None:
     with start_cluster("--engine", "simulated", "--replicas", "1") as cluster:
-        started = psutil.Process(cluster.process.pid).children(recursive=True)
-        for haproxy in (each for each in started if each.name() == "haproxy"):
+        for haproxy in cluster.named("haproxy"):
             haproxy.kill()  # after a reload there are two for a while
         statuses = set[int]()
         deadline = time.monotonic() + 15  # Serve's own default is 24 s

@@ -45,6 +45,11 @@ class Cluster:
         """The command itself and every process below it, reparented ones too."""
         return [each for each in psutil.process_iter() if _mark_of(each) == self.mark]
 
+    def named(self, name: str) -> list[psutil.Process]:
+        """The processes of that name below the command, also those that hide their environment."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        return [each for each in started if each.name() == name]
+
     def wait_for(self, text: str, *, deadline_s: float) -> None:
         """Fails with all of the output when the text is not printed in time."""
         deadline = time.monotonic() + deadline_s
@@ -102,8 +107,7 @@ def launched(
 
 def redis_of(cluster: Cluster) -> "redis.Redis":
     """The Redis that the command has started."""
-    started = psutil.Process(cluster.process.pid).children(recursive=True)
-    (server,) = (each for each in started if each.name() == REDIS_SERVER)
+    (server,) = cluster.named(REDIS_SERVER)
     (port,) = {
         each.laddr.port for each in server.net_connections("inet") if each.status == "LISTEN"
     }

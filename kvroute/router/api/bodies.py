@@ -19,6 +19,7 @@ from kvroute.router.api.parsing import parse, parse_either
 from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
 
 INLINE_BYTES = 128 << 10  # about 20 ms of parsing at worst, 1 ms as a rule
+SMALL_BYTES = 8 << 10  # parsed at once: most bodies, in less than 1 ms
 SILENCE_S = 30.0  # between two parts of a body
 WAITING_LIMITS = 16  # bodies of the largest size that may be in memory at once, not yet parsed
 
@@ -53,6 +54,8 @@ class Bodies:
             await self._read(request, body)
             if len(body) > INLINE_BYTES:
                 return await self._process.run(parse, body)
+            if len(body) <= SMALL_BYTES:
+                return parse(bytes(body))
             async with self._turn:  # between two of them, the loop does what else is due
                 await asyncio.sleep(0)
                 return parse(bytes(body))
