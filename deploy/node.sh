@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 ray_port=6379
 redis_port=6380
 dashboard=http://127.0.0.1:8265
+files=~/.kvroute # what Ray's head service knows, and what becomes of it
 
 # Ray reads these variables on every node, only at its start.
 environment=$(python -m kvroute.settings.serve_environment)
@@ -28,8 +29,11 @@ head() {
     address=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
     [ -n "${KVROUTE_REDIS_URL:-}" ] || start_redis
     export KVROUTE_REDIS_URL=${KVROUTE_REDIS_URL:-redis://$address:$redis_port}
-    ray start --head --port=$ray_port --node-ip-address="$address" \
+    rm -rf $files && mkdir -m 700 $files # this is a new cluster
+    RAY_gcs_storage=rocksdb RAY_gcs_storage_path=$files/gcs \
+        ray start --head --port=$ray_port --node-ip-address="$address" \
         --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"
+    setsid python -m kvroute.local.head_service </dev/null &>$files/head-service.log &
     until curl --silent --fail --output /dev/null $dashboard/api/version; do sleep 0.5; done
     serve deploy --address $dashboard deploy/serve.yaml
 }

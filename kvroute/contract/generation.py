@@ -48,6 +48,7 @@ class GenerateRequest:
     trace: TraceContext | None = None  # the parent span; None: not traced
     lora: str = ""  # name of the LoRA adapter; empty: the base model
     pin: str = ""  # the prompt's full blocks stay in the KV cache under this name
+    prompts: int = 1  # in the client's call, which this is one of
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
 
     @property

@@ -10,6 +10,7 @@ from types import FrameType
 
 import psutil
 
+from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.processes import (
     adopt_orphans,
     die_with_parent,
@@ -19,7 +20,6 @@ from kvroute.local.processes import (
 from kvroute.local.signals import STOPPING
 
 GRACE_S = 3.0  # for processes that remain after the orderly stop
-HEAD_SERVICE = "gcs_server"
 
 
 def guarded(work: Callable[[], int]) -> int:

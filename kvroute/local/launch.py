@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
-from kvroute.local.guard import HEAD_SERVICE, guarded, head_service
+from kvroute.local.guard import guarded, head_service
+from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.ports import free_port, why_not
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError

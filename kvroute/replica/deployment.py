@@ -26,6 +26,7 @@ from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engines import start_engine
 from kvroute.replica.publisher import Publisher
+from kvroute.replica.relay import bounded
 from kvroute.replica.warmer import Warmer
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.connection import connect
@@ -77,7 +78,7 @@ class Replica:
         new_tokens = len(request.token_ids) - request.expected_tokens
         self._backlog.arrived(request.request_id, new_tokens, time.monotonic())
         try:
-            async with contextlib.aclosing(self._generate(request)) as chunks:
+            async with contextlib.aclosing(bounded(request, self._generate(request))) as chunks:
                 async for chunk in chunks:
                     if is_first:
                         self._begun(request)

@@ -38,13 +38,17 @@ HEAD = """# Faults on purpose
 meanwhile, for {held:g} s each. A broken answer ended after its first token, a refused one before.
 The longest gap is before any token. *Disturbed* is the time from the fault to the last broken,
 refused or late (1 s) token of any stream. *Whole* is when all replicas are there, Redis can be
-written and an audit finds no drift, counted from the end of the fault.
+written and an audit finds no drift, counted from the end of the fault. *Memory* is what the routers
+and replicas have to themselves then, all together.
 
 This run: {replicas} simulated replicas, two routers and {streams} streams on {cores} CPU cores.
 Seed {seed}.
 
 """
-COLUMNS = "fault", "answers", "broken", "refused", "different", "longest gap", "disturbed", "whole"
+COLUMNS = (
+    *("fault", "answers", "broken", "refused", "different"),
+    *("longest gap", "disturbed", "whole", "memory"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Row:
     count: Count
     disturbed_s: float
     whole_s: float | None  # None: not within WHOLE_S
+    memory_bytes: int
 
     @property
     def is_lossless(self) -> bool:
@@ -64,6 +69,7 @@ class Row:
             " and ".join(self.faults),
             *map(str, (count.answered, count.broken, count.refused, count.different)),
             *(f"{count.longest_gap_s:.2f} s", f"{self.disturbed_s:.1f} s", whole),
+            f"{self.memory_bytes / 1e6:.0f} MB",
         )
         return f"| {' | '.join(cells)} |"
 
@@ -109,7 +115,7 @@ async def suffer(victim: Victim, load: Load, faults: Sequence[str]) -> Row:
             whole_s = time.monotonic() - ended_s
         await asyncio.sleep(0.2)
     disturbed_s = count.disturbed_at_s - began_s if count.disturbed_at_s else 0.0
-    return Row(faults, count, disturbed_s, whole_s)
+    return Row(faults, count, disturbed_s, whole_s, victim.memory_bytes())
 
 
 def torment(seed: int, schedule: Sequence[Sequence[str]]) -> list[Row]:

@@ -48,6 +48,14 @@ class Victim:
         found = psutil.Process(self.wired.cluster.process.pid).children(recursive=True)
         return [each for each in found if title in _title(each)]
 
+    def memory_bytes(self) -> int:
+        """What routers and replicas have to themselves."""
+        own = 0
+        for process in self.processes("kvroute:Router") + self.processes("kvroute:Replica"):
+            with suppress(psutil.Error):
+                own += process.memory_full_info().uss
+        return own
+
     def any_of(self, title: str) -> psutil.Process:
         return self.rng.choice(self.processes(title))
 

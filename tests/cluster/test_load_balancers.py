@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 
 from kvroute.local.ports import free_port
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.router.api.schemas import MAX_CHOICES
 from tests.support.audience import Audience, Heard
 from tests.support.clients import async_openai_client
 from tests.support.load_balancers import LoadBalancer, haproxy, nginx
@@ -81,6 +82,13 @@ async def test_a_stream_comes_as_it_is_made(client: AsyncOpenAI) -> None:
 
 async def test_no_request_fails_for_a_node_that_is_not_there(client: AsyncOpenAI) -> None:
     await asyncio.gather(*(ask(client) for _ in range(REQUESTS)))
+
+
+async def test_the_largest_call_passes(client: AsyncOpenAI) -> None:
+    """Its headers do not grow with it: nginx takes 4 kB of them."""
+    prompts = [str(number) for number in range(MAX_CHOICES)]
+    answer = await client.completions.create(model=BUILTIN_MODEL, prompt=prompts, max_tokens=1)
+    assert [choice.index for choice in answer.choices] == list(range(MAX_CHOICES))
 
 
 async def test_a_request_keeps_its_id(client: AsyncOpenAI) -> None:

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import psutil
 import pytest
 from openai import OpenAI
 
 from tests.support.audience import Audience
 from tests.support.clients import async_openai_client
 from tests.support.hosts import Host
-from tests.support.nodes import GPUS, ON_NODES, Nodes, ray_up
+from tests.support.nodes import GPUS, ON_NODES, REPLICA_PROCESS, Nodes, ray_up
 from tests.support.prometheus_server import prometheus
 from tests.support.untested import needs
 from tests.support.waiting import until
@@ -119,6 +120,25 @@ async def test_a_node_that_is_lost_is_done_without_until_it_is_back(nodes: Nodes
         nodes.network.boot(victim)
         await settle(nodes, REPLICAS)
     assert_hits_are_as_expected(nodes)
+
+
+async def test_rays_head_service_is_killed_and_starts_again(nodes: Nodes) -> None:
+    """It also notices what happens later."""
+    victim = busiest(nodes)
+    async with fifty_streams(nodes):
+        (service,) = named(nodes.head, "gcs_server")
+        service.kill()
+        await until(lambda: named(nodes.head, "gcs_server") not in ([], [service]), within_s=30)
+        await settle(nodes, REPLICAS)
+        running = [each for each in victim.processes() if each.name().startswith(REPLICA_PROCESS)]
+        running[0].kill()
+        await until(lambda: len(nodes.index()) < REPLICAS, within_s=30)
+        await settle(nodes, REPLICAS)
+    assert_hits_are_as_expected(nodes)
+
+
+def named(host: Host, name: str) -> list[psutil.Process]:
+    return [each for each in host.processes() if each.name() == name and each.status() != "zombie"]
 
 
 async def test_ray_down_ends_the_head_at_once_and_its_workers_soon_after(nodes: Nodes) -> None:

@@ -21,7 +21,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, folder, resolve
 from tests.support.hosts import HOME, Host, Network, network, why_not
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("router", "replica", "deploy")  # what a host needs of the checkout
+SHIPPED = ("kvroute", "deploy")  # what a host needs of the checkout
 REPLICA_PROCESS = "ray::ServeRepli"  # Linux cuts names there
 GPUS = 2  # that each worker says it has; simulated engines need none
 START_S = 480.0

@@ -13,10 +13,17 @@ import pytest
 
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
-from kvroute.router.api.errors import ApiError
+from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.schemas import CompletionRequest
-from kvroute.router.dispatch.dispatcher import LOSSES, Dispatcher
+from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.dispatch.losses import (
+    CAUSED,
+    DEAD_BEFORE_S,
+    LOSSES,
+    SOON_TOKENS,
+    Losses,
+)
 from kvroute.router.dispatch.plans import PLANS
 from kvroute.router.dispatch.response import respond
 from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
@@ -124,7 +131,7 @@ def said(chunks: list[Chunk]) -> tuple[str, list[int], list[int], str | None]:
     return "".join(chunk.text for chunk in chunks), ids, logprobs, chunks[-1].finish_reason
 
 
-@pytest.mark.parametrize("lives", [[0], [1], [5], [11], [12], [3, 0, 4], [1] * (LOSSES - 1)])
+@pytest.mark.parametrize("lives", [[0], [1], [5], [11], [12], [3, 0], [0] * (LOSSES - 1)])
 async def test_an_answer_is_the_same_however_many_replicas_it_takes(lives: list[int]) -> None:
     undisturbed = await Client(IMMORTAL).ask(logprobs=1)
     assert said(await Client(*lives, IMMORTAL).ask(logprobs=1)) == said(undisturbed)
@@ -160,12 +167,38 @@ async def test_what_cannot_go_on_exactly_ends_in_an_error(sampling: dict[str, An
         await Client(5, IMMORTAL).ask(**sampling)
 
 
-@pytest.mark.parametrize("life", [0, 1])
-async def test_a_request_under_which_every_replica_dies_ends(life: int) -> None:
-    client = Client(*[life] * LOSSES, IMMORTAL)
-    with pytest.raises(ApiError, match="lost"):
+async def test_replicas_that_were_dead_already_are_few_enough() -> None:
+    client = Client(*[0] * LOSSES, IMMORTAL)
+    with pytest.raises(ApiError, match="was lost while it answered, and 4 others"):
         await client.ask()
     assert len(client.replicas.requests) == LOSSES
+
+
+@pytest.mark.parametrize("lives", [[1, 1], [0, SOON_TOKENS, 0, 1]])
+async def test_a_request_under_which_replicas_die_is_sent_to_no_other(lives: list[int]) -> None:
+    client = Client(*lives, IMMORTAL, IMMORTAL)
+    with pytest.raises(ApiError, match="may be the cause") as ended:
+        await client.ask(max_tokens=100)
+    assert len(client.replicas.requests) == len(lives)
+    assert response(ended.value).headers["x-should-retry"] == "false"
+
+
+async def test_a_request_that_goes_on_is_not_the_cause() -> None:
+    lives = [SOON_TOKENS + 1] * (CAUSED + 1)
+    undisturbed = await Client(IMMORTAL).ask(max_tokens=100)
+    client = Client(*lives, IMMORTAL)
+    assert said(await client.ask(max_tokens=100)) == said(undisturbed)
+
+
+async def test_a_replica_that_hangs_is_not_said_to_die() -> None:
+    losses = Losses()
+    for number in range(CAUSED):
+        losses.add(f"r{number}", died=False, held_s=5.0, tokens=0)
+    losses.check()
+    for number in range(CAUSED):
+        losses.add(f"d{number}", died=True, held_s=DEAD_BEFORE_S, tokens=0)
+    with pytest.raises(ApiError, match="d0 and d1 died"):
+        losses.check()
 
 
 async def test_no_load_is_left_where_a_replica_was_lost() -> None:

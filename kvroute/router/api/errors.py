@@ -9,6 +9,8 @@ import msgspec
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
+FINAL = frozenset({"replicas_died"})  # codes of errors that a retry would only repeat
+
 
 @dataclass(eq=False)
 class ApiError(Exception):
@@ -39,8 +41,11 @@ class ApiError(Exception):
 
 
 def response(error: ApiError) -> Response:
-    """What the client gets. It may come again in a second where the error passes by itself."""
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    """What the client gets. It may come again in a second where the error passes by itself; its
+    library is told not to retry where that would do harm."""
+    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
+    if error.code in FINAL:
+        headers["x-should-retry"] = "false"
     return Response(error.body(), error.status, headers, media_type="application/json")
 
 

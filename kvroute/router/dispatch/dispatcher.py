@@ -14,13 +14,13 @@ from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest,
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.request_id import dispatch_id
 from kvroute.router.dispatch.liveness import HungError, Liveness
+from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.dispatch.plans import PLANS, DispatchPlan
 from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.routing.fleet import Fleet
 
 log = logging.getLogger("kvroute.dispatch")
 
-LOSSES = 5  # replicas that one request may lose; more, and the request itself may kill them
 BEGINNING = 256  # prompts of calls with several that may wait for their first token at a time
 RECOVERY_S = 60.0  # the longest wait for a replica while there is none
 POLL_S = 0.1
@@ -53,7 +53,7 @@ class Generation:
         request: GenerateRequest,
         context: RequestContext,
         current: ReplicaStream,
-        lost: list[str],
+        losses: Losses,
     ) -> None:
         self.replica_id = current.replica_id  # the first one
         self.placement = current.placement  # what was known when it was chosen
@@ -64,7 +64,7 @@ class Generation:
         self._request = request
         self._context = replace(context, is_resumed=True)  # when it is sent again
         self._current = current
-        self._lost = lost
+        self._losses = losses
         self._emitted: list[int] = []  # token ids; of all choices, where there are several
 
     @property
@@ -96,26 +96,26 @@ class Generation:
             if not current.attempt.unfinished:
                 return None
             current.attempt.end("failed")  # nothing to cancel: it is dead, or is being killed
-            self._lost.append(current.replica_id)
+            _lose(self._losses, current.replica_id, current.attempt, error)
             return await self._resume(error)
-        except Exception:
+        except Exception as error:
             current.attempt.end("failed")
-            raise
+            raise _refusal(error) or error from error
         if chunk is not None:
             current.attempt.receive(chunk, time.monotonic())
         return chunk
 
     async def _resume(self, error: BaseException) -> Chunk:
         """The first chunk of another replica, which continues where the lost one stopped."""
-        replica_id = self._lost[-1]
+        replica_id = self._current.replica_id
         log.info("replica %s was lost after %d tokens", replica_id, len(self._emitted))
         if not self._request.sampling.can_continue:
-            raise _lost(
+            raise lost(
                 replica_id,
                 "and no other can go on exactly there: n is above 1, or presence_penalty is not 0",
             ) from error
         self._current = await self._dispatcher.start(
-            self._request.after(self._emitted), self._context, self._lost
+            self._request.after(self._emitted), self._context, self._losses
         )
         return self._current.first
 
@@ -136,10 +136,16 @@ class Dispatcher:
         """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
         dispatch = dispatch_id(context.request_id)
         request = GenerateRequest(
-            dispatch, token_ids, sampling, context.namespace, lora=context.lora
+            dispatch,
+            token_ids,
+            sampling,
+            context.namespace,
+            lora=context.lora,
+            prompts=context.prompts,
         )
-        lost: list[str] = []
-        return Generation(self, request, context, await self.start(request, context, lost), lost)
+        losses = Losses()
+        current = await self.start(request, context, losses)
+        return Generation(self, request, context, current, losses)
 
     async def begin_in_turn(
         self, token_ids: TokenIds, sampling: Sampling, context: RequestContext
@@ -152,21 +158,21 @@ class Dispatcher:
             return await self.begin(token_ids, sampling, context)
 
     async def start(
-        self, request: GenerateRequest, context: RequestContext, lost: list[str]
+        self, request: GenerateRequest, context: RequestContext, losses: Losses
     ) -> ReplicaStream:
-        """A stream with its first chunk; ids of replicas that die meanwhile are added to `lost`.
+        """A stream with its first chunk; replicas that die meanwhile are added to `losses`.
         ApiError as above, and when too many replicas die."""
-        while len(lost) < LOSSES:
-            running = await self._running(lost)
+        while True:
+            losses.check()
+            running = await self._running(losses.replica_ids)
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids, request.namespace, running, now_s, request.lora
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
-            current = await self._try(request, context, placement, lost)
+            current = await self._try(request, context, placement, losses)
             if current is not None:
                 return current
-        raise _lost(lost[-1], f"and {LOSSES - 1} others before it")
 
     async def _running(self, lost: Sequence[str]) -> list[str]:
         """The replicas that may get a request; waits for one if there is none."""
@@ -182,12 +188,12 @@ class Dispatcher:
         request: GenerateRequest,
         context: RequestContext,
         placement: Placement,
-        lost: list[str],
+        losses: Losses,
     ) -> ReplicaStream | None:
         """None when the replica was lost before its first chunk."""
         best = placement.ranking[0].replica_id
         ranking = [candidate.replica_id for candidate in placement.ranking]
-        plan = PLANS[request.request_id] = DispatchPlan(ranking, lost)
+        plan = PLANS[request.request_id] = DispatchPlan(ranking, losses.replica_ids)
         sent_s = time.monotonic()
         attempt = self._fleet.sent(placement, best, request.request_id, sent_s, context)
         stream = self._send(request, attempt)
@@ -197,7 +203,7 @@ class Dispatcher:
             log.info("replica %s was lost before its first token: %s", plan.chosen, error)
             attempt.end("failed")
             stream.cancel()
-            lost.append(plan.chosen or best)
+            _lose(losses, plan.chosen or best, attempt, error)
             return None
         except BaseException as error:
             refusal = _refusal(error)
@@ -224,6 +230,15 @@ class Dispatcher:
             raise
 
 
+def _lose(losses: Losses, replica_id: str, attempt: Attempt, error: Exception) -> None:
+    losses.add(
+        replica_id,
+        died=not isinstance(error, HungError),
+        held_s=time.monotonic() - attempt.sent_s,
+        tokens=attempt.output_tokens,
+    )
+
+
 def _outcome(error: BaseException, refusal: ApiError | None) -> Outcome:
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"
@@ -237,11 +252,3 @@ def _refusal(error: BaseException) -> ApiError | None:
     if isinstance(error, BackPressureError):
         return ApiError(429, "too many requests are waiting; try again later", code="overloaded")
     return None
-
-
-def _lost(replica_id: str, more: str) -> ApiError:
-    return ApiError(
-        502,
-        f"replica {replica_id} was lost while it answered, {more}; try again",
-        type="server_error",
-    )

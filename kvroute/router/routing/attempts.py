@@ -55,6 +55,7 @@ class RequestContext:
     at_s: float  # when its prompts were ready to be dispatched, on the clock of the attempts
     request_id: str = ""  # as the client knows it; a dispatch's id is longer
     choices: int = 1  # for each prompt
+    prompts: int = 1  # of the call
     namespace: str = ""  # its cache_salt; empty: it shares cached blocks with all others
     lora: str = ""  # LoRA adapter to use; empty: the model itself
     named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with

@@ -150,6 +150,7 @@ class ModelRouter:
             time.monotonic(),
             request_id,
             choices=body.n,
+            prompts=len(prompts),
             namespace=body.cache_salt,
             lora=self.adapter(body.model) or "",
             named_tokens=self.prefixes.named_tokens(prefix),
@@ -169,10 +170,14 @@ class ModelRouter:
     async def explain(self, body: PrefixedRequest) -> list[dict[str, Any]]:
         """Where each prompt of a call would go now, and why; nothing is generated."""
         prompts = await self._tokenise(body, await self.prefixes.named_by(body))
-        running, now_s = self._liveness.trusted(), time.monotonic()
         salt, lora = body.cache_salt, self.adapter(body.model) or ""
-        placements = [self._fleet.place(each, salt, running, now_s, lora) for each in prompts]
-        return [receipt(each, policy=self.settings.policy) for each in placements]
+        receipts = []
+        for prompt in prompts:
+            running, now_s = self._liveness.trusted(), time.monotonic()
+            placement = self._fleet.place(prompt, salt, running, now_s, lora)
+            receipts.append(receipt(placement, policy=self.settings.policy))
+            await asyncio.sleep(0)  # other requests come first
+        return receipts
 
     def refused(self, error: Exception) -> None:
         """A client got this error instead of a response."""
