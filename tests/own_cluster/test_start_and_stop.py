@@ -7,7 +7,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from kvroute.local.guard import HEAD_SERVICE
+from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.ports import why_not
 from tests.support.serving import READY, assert_gone, launched, start_cluster
 

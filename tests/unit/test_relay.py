@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvroute.replica.relay import LEAST_TOKENS, WAITING_TOKENS, SlowReaderError,
 ENDLESS = 1 << 30
 
 
-def request(max_tokens: int = ENDLESS, *, prompts: int = 1, **sampling: int) -> GenerateRequest:
+def request(max_tokens: int = ENDLESS, *, prompts: int = 1, **sampling: Any) -> GenerateRequest:
     prompt = np.zeros(1, np.uint32)
     return GenerateRequest("r", prompt, Sampling(max_tokens, **sampling), prompts=prompts)
 
@@ -63,7 +64,8 @@ async def test_a_client_that_reads_nothing_costs_no_more(
 @given(st.lists(st.integers(0, 3), max_size=50), st.integers(0, 50))
 def test_who_reads_gets_every_chunk_in_order(pauses: list[int], tokens: int) -> None:
     async def read() -> list[int]:
-        got, engine, reads = [], Engine(tokens), iter(pauses)
+        got: list[int] = []
+        engine, reads = Engine(tokens), iter(pauses)
         async for chunk in bounded(request(), engine.generate()):
             got += chunk.token_ids
             for _ in range(next(reads, 0)):
