@@ -32,7 +32,9 @@ def guarded(work: Callable[[], int]) -> int:
         os._exit(_run(work))
     _pass_signals_on(child)
     try:
-        _, status = os.waitpid(child, 0)
+        ended, status = os.wait()
+        while ended != child:  # an orphan that became this process's
+            ended, status = os.wait()
     finally:
         end_descendants(grace_s=GRACE_S)
     exit_code = os.waitstatus_to_exitcode(status)

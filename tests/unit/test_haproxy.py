@@ -1,11 +1,12 @@
 """Serve's own configuration of HAProxy, without what it opens to everybody."""
 
 import json
+import re
 
 import pytest
 from ray.serve._private import haproxy_templates
 
-from kvroute.local.haproxy import error_page, hardened
+from kvroute.local.haproxy import error_page, hardened, knows_routers, without_listeners
 
 TEMPLATE = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
 
@@ -34,6 +35,14 @@ def test_what_serve_opens_is_closed(config: str, open_line: str, closed_line: st
 def test_a_head_must_come_in_time_and_all_else_stays(config: str) -> None:
     assert "defaults\n    timeout http-request 30s\n    mode http" in config
     assert len(config.splitlines()) == len(TEMPLATE.splitlines()) + 1
+
+
+def test_one_that_knows_no_router_listens_nowhere_beside_its_stand_in(config: str) -> None:
+    assert re.search(r"\n +bind ", config)
+    assert not re.search(r"\n +bind ", without_listeners(config))
+    assert "stats socket" in without_listeners(config)
+    assert not knows_routers("backend a\n    option x\n")
+    assert knows_routers("backend a\n    server b 127.0.0.1:1\n")
 
 
 def test_the_page_for_errors_is_one_that_clients_can_read() -> None:
