@@ -4,7 +4,8 @@ Serve's configuration lets the kernel splice requests. HAProxy 2.8 then ignores 
 client that sent its body separately from its headers, as most do: its request runs to the end,
 unless the response is a stream. It also opens HAProxy's metrics to the world and its admin socket
 to every user, waits for a request's headers as long as for an answer, and has a page for errors
-that no OpenAI client can read.
+that no OpenAI client can read. And a router cannot refuse thousands of requests in time that come
+at once: this takes HAProxy a millisecond.
 """
 
 import json
@@ -19,12 +20,17 @@ from kvroute.process.exposition import METRICS_HOST
 NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 NO_SPLICING = "-dS"
 HEADERS_S = 30  # for the whole head of a request
+MOST_REQUESTS = "KVROUTE_MAX_REQUESTS"  # the setting of routers, where it is not the default
+DEFAULT_MOST_REQUESTS = 2000
+BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)
+ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
 UNREACHABLE = {
     "message": "no router of this cluster can be reached; try again",
     "type": "server_error",
     "param": None,
     "code": None,
 }
+REFUSAL = {"type": "rate_limit_error", "param": None, "code": "overloaded"}
 
 
 def main() -> None:
@@ -59,8 +65,19 @@ def hardened(config: str, *, metrics_host: str, error_page: str) -> str:
     return config
 
 
+def refusing(config: str, *, most_requests: int) -> str:
+    """With a 429 for POST requests beyond what all routers together take."""
+    limit = most_requests * len(ROUTER.findall(config))
+    refusal = REFUSAL | {"message": f"{limit} requests are under way, the most that are taken"}
+    rule = (
+        "    http-request return status 429 content-type application/json hdr retry-after 1 "
+        f"string '{json.dumps({'error': refusal})}' if METH_POST {{ be_conn(%s) ge {limit} }}\n"
+    )
+    return BACKEND.sub(lambda found: rule % found[1] + found[0], config)
+
+
 def knows_routers(config: str) -> bool:
-    return re.search(r"^\s+server ", config, flags=re.MULTILINE) is not None
+    return ROUTER.search(config) is not None
 
 
 def without_listeners(config: str) -> str:
@@ -84,7 +101,9 @@ def _hardened(path: Path) -> str:
     page = path.with_name("unreachable.http")
     page.write_text(error_page(), newline="")
     host = os.environ.get(METRICS_HOST, "")
-    return hardened(path.read_text(), metrics_host=host, error_page=str(page))
+    config = hardened(path.read_text(), metrics_host=host, error_page=str(page))
+    limit = int(os.environ.get(MOST_REQUESTS) or DEFAULT_MOST_REQUESTS)
+    return refusing(config, most_requests=limit)
 
 
 def _write(path: Path, config: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvroute.deployments import APPLICATION, last_line, model_of, plain
 from kvroute.local.embedded_redis import REDIS_SERVER
+from kvroute.local.haproxy import MOST_REQUESTS
 from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
@@ -77,7 +78,7 @@ def gpu_count() -> int:
 
 
 def _start(settings: ServeSettings, folder: Path) -> None:
-    _prepare_environment(settings.host, folder)
+    _prepare_environment(settings.host, folder, max_requests=settings.max_requests)
     _keep_token_private()
     import ray
     from ray import serve
@@ -158,7 +159,7 @@ def _reason(status: Any) -> str:
     return plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
 
 
-def _prepare_environment(host: str, folder: Path) -> None:
+def _prepare_environment(host: str, folder: Path, *, max_requests: int) -> None:
     """Ray reads these when it is imported; its processes inherit them."""
     os.environ |= serve_environment() | {
         # HAProxy's ports and files have fixed defaults, which would conflict between two clusters.
@@ -167,6 +168,7 @@ def _prepare_environment(host: str, folder: Path) -> None:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+        MOST_REQUESTS: str(max_requests),
         METRICS_HOST: "" if host in EVERY_ADDRESS else host,
         "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),

@@ -75,7 +75,7 @@ def test_a_shell_reads_the_environment_that_kvroute_serve_sets() -> None:
 
 def test_no_variable_of_rays_is_set_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", {})
-    _prepare_environment("127.0.0.1", tmp_path)
+    _prepare_environment("127.0.0.1", tmp_path, max_requests=7)
     assert serve_environment().items() <= os.environ.items()
     assert not serve_environment().keys() & set(re.findall(r"\bRAY_\w+(?==)", NODE_SCRIPT))
 

@@ -6,7 +6,15 @@ import re
 import pytest
 from ray.serve._private import haproxy_templates
 
-from kvroute.local.haproxy import error_page, hardened, knows_routers, without_listeners
+from kvroute.local.haproxy import (
+    DEFAULT_MOST_REQUESTS,
+    error_page,
+    hardened,
+    knows_routers,
+    refusing,
+    without_listeners,
+)
+from kvroute.settings.serve import ServeSettings
 
 TEMPLATE = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
 
@@ -42,7 +50,22 @@ def test_one_that_knows_no_router_listens_nowhere_beside_its_stand_in(config: st
     assert not re.search(r"\n +bind ", without_listeners(config))
     assert "stats socket" in without_listeners(config)
     assert not knows_routers("backend a\n    option x\n")
-    assert knows_routers("backend a\n    server b 127.0.0.1:1\n")
+    assert knows_routers("backend a\n    server b 127.0.0.1:1 check\n")
+
+
+def test_more_requests_than_all_routers_take_are_refused() -> None:
+    config = """
+    use_backend http-a if is_http-a
+backend http-a
+    server one 127.0.0.1:1 check observe layer4
+    server two 127.0.0.1:2 check observe layer4
+    server last 127.0.0.1:3 check backup
+"""
+    (rule,) = set(refusing(config, most_requests=7).splitlines()) - {*config.splitlines()}
+    assert rule.endswith("if METH_POST { be_conn(http-a) ge 14 }")
+    error = json.loads(rule.split("'")[1])["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    assert ServeSettings.model_fields["max_requests"].default == DEFAULT_MOST_REQUESTS
 
 
 def test_the_page_for_errors_is_one_that_clients_can_read() -> None:

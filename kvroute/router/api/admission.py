@@ -1,5 +1,6 @@
 """A router takes so many requests at a time; more are refused at once, and told to come again."""
 
+import asyncio
 from collections.abc import Callable
 
 from starlette.responses import Response
@@ -10,7 +11,8 @@ from kvroute.router.api.errors import ApiError, response
 
 class Admission:
     """Counts POST requests from their head to the last byte of their response. GET requests always
-    pass: whoever asks for a router's health is answered under any load.
+    pass: whoever asks for a router's health is answered under any load. Requests that come together
+    begin one by one, so nobody else waits for all of them.
 
     refused: called with each refusal.
     """
@@ -20,6 +22,7 @@ class Admission:
         self._limit = limit
         self._refused = refused
         self._open = 0  # requests
+        self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -30,6 +33,8 @@ class Admission:
             return
         self._open += 1
         try:
+            async with self._turn:
+                await asyncio.sleep(0)  # what else is due comes first
             await self._app(scope, receive, send)
         finally:
             self._open -= 1
