@@ -66,8 +66,9 @@ def hardened(config: str, *, metrics_host: str, error_page: str) -> str:
 
 
 def refusing(config: str, *, most_requests: int) -> str:
-    """With a 429 for POST requests beyond what all routers together take."""
-    limit = most_requests * len(ROUTER.findall(config))
+    """With a 429 for POST requests beyond what all routers together take. Before it knows any,
+    Serve's own proxy passes them on."""
+    limit = most_requests * (len(ROUTER.findall(config)) or 1)
     refusal = REFUSAL | {"message": f"{limit} requests are under way, the most that are taken"}
     rule = (
         "    http-request return status 429 content-type application/json hdr retry-after 1 "

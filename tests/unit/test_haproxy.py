@@ -63,6 +63,8 @@ backend http-a
 """
     (rule,) = set(refusing(config, most_requests=7).splitlines()) - {*config.splitlines()}
     assert rule.endswith("if METH_POST { be_conn(http-a) ge 14 }")
+    of_none = config.replace("check observe layer4", "check backup")
+    assert "be_conn(http-a) ge 7 }" in refusing(of_none, most_requests=7)
     error = json.loads(rule.split("'")[1])["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
     assert ServeSettings.model_fields["max_requests"].default == DEFAULT_MOST_REQUESTS
