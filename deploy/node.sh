@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 ray_port=6379
 redis_port=6380
 dashboard=http://127.0.0.1:8265
-files=~/.kvroute # what Ray's head service knows, and what becomes of it
+files=~/.kvroute-head # what Ray's head service knows, and what becomes of it
 
 # Ray reads these variables on every node, only at its start.
 environment=$(python -m kvroute.settings.serve_environment)

@@ -99,8 +99,11 @@ class Generation:
             _lose(self._losses, current.replica_id, current.attempt, error)
             return await self._resume(error)
         except Exception as error:
-            current.attempt.end("failed")
-            raise _refusal(error) or error from error
+            refusal = _refusal(error)
+            current.attempt.end(_outcome(error, refusal))
+            if refusal:
+                raise refusal from error
+            raise
         if chunk is not None:
             current.attempt.receive(chunk, time.monotonic())
         return chunk
