@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 
 from kvroute.contract.generation import Chunk, GenerateRequest
 
-WAITING_TOKENS = 65_536  # of one client's call, with the alternatives of its logprobs: some 20 MB
+WAITING_TOKENS = 262_144  # of one client's call, with the alternatives of its logprobs: some 50 MB
 LEAST_TOKENS = 1024  # for each of its prompts, however many there are
 
 

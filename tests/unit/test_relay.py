@@ -14,6 +14,7 @@ from kvroute.contract.generation import Chunk, GenerateRequest, Sampling
 from kvroute.replica.relay import LEAST_TOKENS, WAITING_TOKENS, SlowReaderError, bounded
 
 ENDLESS = 1 << 30
+STEP = 64  # tokens in a chunk
 
 
 def request(max_tokens: int = ENDLESS, *, prompts: int = 1, **sampling: Any) -> GenerateRequest:
@@ -22,19 +23,20 @@ def request(max_tokens: int = ENDLESS, *, prompts: int = 1, **sampling: Any) -> 
 
 
 class Engine:
-    """Generates tokens one by one."""
+    """Generates tokens, so many in a chunk."""
 
-    def __init__(self, tokens: int = ENDLESS) -> None:
+    def __init__(self, tokens: int = ENDLESS, *, step: int = 1) -> None:
         self.generated = 0
         self.has_ended = False
         self._tokens = tokens
+        self._step = step
 
     async def generate(self) -> AsyncGenerator[Chunk]:
         try:
-            for number in range(self._tokens):
+            for number in range(0, self._tokens, self._step):
                 await asyncio.sleep(0)
-                self.generated += 1
-                yield Chunk(0, "", (number,), 0)
+                self.generated += self._step
+                yield Chunk(0, "", tuple(range(number, number + self._step)), 0)
         finally:
             self.has_ended = True
 
@@ -51,12 +53,12 @@ class Engine:
 async def test_a_client_that_reads_nothing_costs_no_more(
     sampling: dict[str, int], prompts: int, limit: int
 ) -> None:
-    engine = Engine()
+    engine = Engine(step=STEP)
     async with aclosing(bounded(request(prompts=prompts, **sampling), engine.generate())) as chunks:
         await anext(chunks)
         while not engine.has_ended:
             await asyncio.sleep(0)
-        assert engine.generated <= limit + 2
+        assert limit < engine.generated <= limit + 2 * STEP
         with pytest.raises(SlowReaderError, match="has not read"):
             [chunk async for chunk in chunks]
 
