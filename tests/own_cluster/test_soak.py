@@ -24,7 +24,7 @@ VOCABULARY = 10_000  # token ids in a prompt
 BLOCK = 4  # tokens
 PROMPT = 500  # blocks
 CAPACITY = 4000  # blocks of one replica
-WARM_UP, ROUNDS = 2, 2
+WARM_UP, ROUNDS = 3, 3
 BLOCKS_A_ROUND = 60_000  # that the fleet computes and evicts again between two killings
 GROWTH_BYTES = 8_000_000  # of one process
 
