@@ -5,7 +5,7 @@ client that sent its body separately from its headers, as most do: its request r
 unless the response is a stream. It also opens HAProxy's metrics to the world and its admin socket
 to every user, waits for a request's headers as long as for an answer, and has a page for errors
 that no OpenAI client can read. And a router cannot refuse thousands of requests in time that come
-at once: this takes HAProxy a millisecond.
+at once, but HAProxy can.
 """
 
 import json

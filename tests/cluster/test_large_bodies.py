@@ -17,7 +17,8 @@ from tests.support.serving import Cluster
 pytestmark = pytest.mark.timeout(240)
 
 SENT_AT_ONCE = 8
-LONGEST_WAIT_S = 3.0  # far above what a busy computer causes, and far below what they once took
+LONGEST_WAIT_S = 1.0  # far above what a busy computer causes, and far below what they once took
+BUSY_WAIT_S = 3.0  # beside thousands of prompts that are all answered
 GROWTH = 12  # bytes of a router for each byte of the bodies that are sent at once
 HELD_BYTES = 100e6  # that a router may take whatever the size
 
@@ -31,8 +32,9 @@ def user(content: str) -> dict[str, str]:
 
 
 WORDS = "some words and more of them "
+ANSWERED = "hundreds of prompts"
 BODIES = {
-    "hundreds of prompts": ("completions", body(prompt=[WORDS] * 500)),
+    ANSWERED: ("completions", body(prompt=[WORDS] * 500)),
     "a thousand long prompts": ("route", body(prompt=[WORDS * 100] * 1000)),
     "half a million messages": ("chat/completions", body(messages=[user("")] * 500_000)),
     "eight thousand messages": ("chat/completions", body(messages=[user(WORDS)] * 8000)),
@@ -85,7 +87,8 @@ async def test_no_body_holds_up_others(cluster: Cluster, name: str) -> None:
         async with pulse(cluster.url) as waits:
             sending = [client.post(f"/v1/{path}", content=content) for _ in range(SENT_AT_ONCE)]
             answers = await asyncio.gather(*sending)
-        assert max(waits) < LONGEST_WAIT_S, sorted(waits)[-5:]
+        longest_s = BUSY_WAIT_S if name == ANSWERED else LONGEST_WAIT_S
+        assert max(waits) < longest_s, sorted(waits)[-5:]
     statuses = {answer.status_code for answer in answers}
     assert statuses <= {200, 400, 404, 413}, [answer.text[:300] for answer in answers]
     assert all(answer.json().get("error", {"message": ""})["message"] < "~" for answer in answers)

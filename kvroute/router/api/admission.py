@@ -1,12 +1,12 @@
 """A router takes so many requests at a time; more are refused at once, and told to come again."""
 
-import asyncio
 from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.api.turns import Turns
 
 
 class Admission:
@@ -22,7 +22,7 @@ class Admission:
         self._limit = limit
         self._refused = refused
         self._open = 0  # requests
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -33,8 +33,7 @@ class Admission:
             return
         self._open += 1
         try:
-            async with self._turn:
-                await asyncio.sleep(0)  # what else is due comes first
+            await self._turns.next()
             await self._app(scope, receive, send)
         finally:
             self._open -= 1

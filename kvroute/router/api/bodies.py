@@ -17,6 +17,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parse_process import ParseProcess
 from kvroute.router.api.parsing import parse, parse_either
 from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
+from kvroute.router.api.turns import Turns
 
 INLINE_BYTES = 128 << 10  # about 20 ms of parsing at worst, 1 ms as a rule
 SMALL_BYTES = 8 << 10  # parsed at once: most bodies, in less than 1 ms
@@ -34,7 +35,7 @@ class Bodies:
         self._limit = limit_mb << 20  # bytes
         self._held = 0  # bytes of unparsed bodies
         self._process = ParseProcess()
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
 
     async def parsed(self, model: type[Model], request: Request) -> Model:
         """The request's body as that model."""
@@ -56,9 +57,8 @@ class Bodies:
                 return await self._process.run(parse, body)
             if len(body) <= SMALL_BYTES:
                 return parse(bytes(body))
-            async with self._turn:  # between two of them, the loop does what else is due
-                await asyncio.sleep(0)
-                return parse(bytes(body))
+            await self._turns.next()
+            return parse(bytes(body))
         finally:
             self._held -= len(body)
 

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.request_id import dispatch_id
+from kvroute.router.api.turns import Turns
 from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.dispatch.plans import PLANS, DispatchPlan
@@ -130,7 +131,7 @@ class Dispatcher:
         self.liveness = liveness
         self._generate = handle.options(stream=True).generate
         self._fleet = fleet
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._beginning = asyncio.Semaphore(BEGINNING)
 
     async def begin(
@@ -156,8 +157,7 @@ class Dispatcher:
         """The same for a further prompt of a call. Calls with many prompts take turns, and requests
         with one prompt do not wait for them."""
         async with self._beginning:
-            async with self._turn:
-                await asyncio.sleep(0)  # what else is due comes first
+            await self._turns.next()
             return await self.begin(token_ids, sampling, context)
 
     async def start(
