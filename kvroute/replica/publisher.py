@@ -159,6 +159,7 @@ class Publisher:
         if self._was_registered:
             await self._index.leave(self._replica_id, self._writer_state.incarnation)
         self._writer_state = WriterState(self._replica_id, uuid.uuid4().hex[:12])
+        self._plan_renewal()
         self._writer_state = await self._index.register(
             self._replica_id,
             self._writer_state.incarnation,
@@ -171,7 +172,7 @@ class Publisher:
         self._outage.end()
         self._was_registered = True
         self.registrations += 1
-        self._plan_renewal()
+        self._written_s = time.monotonic()
         self._changes = Changes(added=set(self._table.held()))
         self._is_registered = True
         self._changed.set()
@@ -216,14 +217,15 @@ class Publisher:
     async def _renew_if_due(self) -> None:
         if asyncio.get_running_loop().time() < self._renewal_s:
             return
+        self._plan_renewal()
         await self._index.renew(
             self._writer_state, load=self._load(), pins=self._pins(), lease_s=self._lease_s
         )
-        self._plan_renewal()
+        self._written_s = time.monotonic()
 
     def _plan_renewal(self) -> None:
+        """Before the write: a call of `renew_soon` during the write plans another one."""
         self._renewal_s = asyncio.get_running_loop().time() + self._lease_s / 3
-        self._written_s = time.monotonic()
 
     async def _write(self, changes: Changes) -> None:
         # Removals first: if a batch is interrupted, the index has too few blocks, not too many.

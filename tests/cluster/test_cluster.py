@@ -19,6 +19,7 @@ import requests
 from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.router.routing.feed import POLL_S
 from tests.support.clients import async_openai_client, openai_client
 from tests.support.serving import KVROUTE, Cluster
 from tests.support.workloads import (
@@ -314,7 +315,8 @@ def test_without_redis_requests_go_on_and_still_find_their_caches(
 ) -> None:
     """The last test of this cluster: its Redis does not come back."""
     until(lambda: ask(pairs_client, user(people_table())).expected_tokens > 1000)
-    running = pids(pair)
+    running = pids(pair)  # as Redis has them; the router reads them once in POLL_S
+    time.sleep(3 * POLL_S)
     (redis,) = pair.named("redis-server")
     redis.kill()
     answers = [ask(pairs_client, user(f"{people_table()} {number}")) for number in range(10)]

@@ -12,7 +12,7 @@ import pytest
 from kvroute.local.haproxy_standin import LEAST_S, SUFFIX
 from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.ports import why_not
-from tests.support.serving import READY, Cluster, assert_gone, launched, start_cluster
+from tests.support.serving import READY, Cluster, assert_gone, launched, name_of, start_cluster
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:
@@ -32,7 +32,7 @@ def test_a_signal_during_the_start_leaves_no_process(number: signal.Signals) -> 
 def test_a_cluster_that_loses_rays_head_service_says_so_and_ends_all_that_it_started() -> None:
     with launched("--engine", "simulated", "--replicas", "1") as cluster:
         cluster.wait_for(READY, deadline_s=120)
-        (head,) = (each for each in cluster.processes() if each.name() == HEAD_SERVICE)
+        (head,) = (each for each in cluster.processes() if name_of(each) == HEAD_SERVICE)
         head.kill()
         assert cluster.process.wait(20) == 1
         assert f"{HEAD_SERVICE} has ended" in cluster.output()

@@ -48,7 +48,7 @@ class Cluster:
     def named(self, name: str) -> list[psutil.Process]:
         """The processes of that name below the command, also those that hide their environment."""
         started = psutil.Process(self.process.pid).children(recursive=True)
-        return [each for each in started if each.name() == name]
+        return [each for each in started if name_of(each) == name]
 
     def wait_for(self, text: str, *, deadline_s: float) -> None:
         """Fails with all of the output when the text is not printed in time."""
@@ -135,6 +135,13 @@ def _kill(cluster: Cluster) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     cluster.process.wait()
+
+
+def name_of(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""  # ended meanwhile
 
 
 def _mark_of(process: psutil.Process) -> str | None:

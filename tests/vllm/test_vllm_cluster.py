@@ -19,7 +19,7 @@ from kvroute.local.processes import is_alive
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
 from tests.support.collector import Collector, Span, collecting
-from tests.support.serving import COMMAND, Cluster, doctor, start_cluster
+from tests.support.serving import COMMAND, Cluster, doctor, name_of, start_cluster
 from tests.support.waiting import until
 from tests.support.workloads import (
     BLOCK,
@@ -263,7 +263,7 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
 
 def engine_of(replica: psutil.Process) -> psutil.Process:
     """Fails with the names of its children when none of them is vLLM's engine."""
-    children = {each.name(): each for each in replica.children()}
+    children = {name_of(each): each for each in replica.children()}
     engines = [name for name in children if ENGINE_CORE in name]
     assert len(engines) == 1, [*children]
     return children[engines[0]]

@@ -1,0 +1,74 @@
+"""A replica's load and pins reach its record soon, also when they change during a write."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from kvroute.contract.records import Pins, Warm
+from kvroute.replica.block_table import BlockTable
+from kvroute.replica.publisher import Publisher
+from kvroute.store.index import Index, WriterState
+from tests.support.records import DESCRIPTION, LOAD
+
+LEASE_S = 60.0  # renewed by itself only long after what is tested
+
+
+class Slow(Index):
+    """Its writes of records wait until they may go on."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, "m")
+        self.goes_on = asyncio.Event()
+        self.begun = asyncio.Queue[str]()
+
+    async def register(self, *args: Any, **options: Any) -> WriterState:
+        await self._begin("register")
+        return await super().register(*args, **options)
+
+    async def renew(self, *args: Any, **options: Any) -> None:
+        await self._begin("renew")
+        await super().renew(*args, **options)
+
+    async def _begin(self, name: str) -> None:
+        self.begun.put_nowait(name)
+        await self.goes_on.wait()
+
+
+@pytest.mark.parametrize("write", ["register", "renew"])
+async def test_a_change_during_a_write_is_written_after_it(empty_redis: Redis, write: str) -> None:
+    index, pins = Slow(empty_redis), dict[str, Warm]()
+    publisher = publisher_of(index, pins)
+    running = asyncio.create_task(publisher.run())
+    if write == "renew":
+        index.goes_on.set()
+        assert await index.begun.get() == "register"
+        await until_written(index, {})
+        index.goes_on.clear()
+        publisher.renew_soon()
+    assert await index.begun.get() == write
+    pins["x@1"] = Warm(10, is_pinned=True)
+    publisher.renew_soon()
+    index.goes_on.set()
+    await until_written(index, pins)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def publisher_of(index: Index, pins: Pins) -> Publisher:
+    return Publisher(
+        index,
+        BlockTable(model="m", revision="", block_size=4),
+        replica_id="a",
+        description=DESCRIPTION,
+        load=lambda: LOAD,
+        pins=lambda: dict(pins),
+        lease_s=LEASE_S,
+    )
+
+
+async def until_written(index: Index, pins: Pins) -> None:
+    async with asyncio.timeout(10):
+        while (record := await index.record("a")) is None or record.pins != pins:
+            await asyncio.sleep(0.01)
