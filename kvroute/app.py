@@ -11,13 +11,12 @@ from kvroute import autoscaling
 from kvroute.deployments import deployment
 from kvroute.process.logs import logging_config
 from kvroute.replica.deployment import Replica
-from kvroute.router.dispatch.request_router import CacheAwareRequestRouter
+from kvroute.router.dispatch.request_router import KnownReplicas
 from kvroute.router.ingress import Router
 from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load
 
-REQUESTS_EACH = 1024  # running and waiting at one replica before it rejects more
-REQUESTS_WAITING = 4096  # in one router for a replica with room, before it returns 429
+REQUESTS_AT_ROUTER = 4096  # more than any router takes; it refuses by itself
 HEALTH_PERIOD_S = 2.0
 DRAIN_CHECK_INTERVAL_S = 0.5  # between checks whether running requests are finished
 GROW_DELAY_S = 5.0  # how long there must be too few replicas before one is added
@@ -34,7 +33,7 @@ def application(settings: ServeSettings, each: Sequence[ModelSettings]) -> Appli
     """Routers, bound to the replicas of each model."""
     router = Router.options(  # type: ignore[attr-defined]
         num_replicas=settings.routers,
-        max_ongoing_requests=REQUESTS_WAITING,
+        max_ongoing_requests=REQUESTS_AT_ROUTER,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_CHECK_INTERVAL_S,
@@ -61,16 +60,14 @@ def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Appli
     """The replicas of one model."""
     replica = Replica.options(  # type: ignore[attr-defined]
         name=name,
-        max_ongoing_requests=REQUESTS_EACH,
-        max_queued_requests=REQUESTS_WAITING,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_CHECK_INTERVAL_S,
         logging_config=logging_config(settings.log_format),
         ray_actor_options=_resources(model),
         request_router_config=RequestRouterConfig(
-            request_router_class=CacheAwareRequestRouter,
-            request_routing_stats_period_s=60.0,  # unused: kvroute's statistics are in the index
+            request_router_class=KnownReplicas,
+            request_routing_stats_period_s=3600.0,  # routers ask for them when they need them
         ),
         **_size(model),
     )

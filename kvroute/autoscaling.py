@@ -28,6 +28,7 @@ class Report:
     wait_s: float  # wait of a new request on this replica
     service_s: float  # time that one request delays the others
     occupancy: float  # 0 to 1
+    refusing: float = 0.0  # share of the samples in which it refused requests, for want of room
 
 
 def desired_replicas(
@@ -75,12 +76,13 @@ class WaitPolicy:
         self._target_wait_s = target_wait_s
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        reports = _reports(ctx.raw_metrics or {})
         target = desired_replicas(
-            _reports(ctx.raw_metrics or {}),
+            reports,
             running=ctx.current_num_replicas,
             target=ctx.target_num_replicas,
             target_wait_s=self._target_wait_s,
-            has_queue=_has_queue(ctx),
+            has_queue=_has_queue(ctx, reports),
         )
         return target, {}
 
@@ -96,15 +98,16 @@ def _reports(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Report]
             wait_s=mean("wait_s", replica, WAIT_SAMPLES),
             service_s=mean("service_s", replica, WAIT_SAMPLES),
             occupancy=mean("occupancy", replica),
+            refusing=mean("refusing", replica),
         )
         for replica, samples in metrics.get("wait_s", {}).items()
         if samples
     ]
 
 
-def _has_queue(ctx: AutoscalingContext) -> bool:
-    """Requests wait in the routers because every replica rejects them: over a minute, more than one
-    per replica. Requests that waited before the last growth are ignored."""
+def _has_queue(ctx: AutoscalingContext, reports: Sequence[Report]) -> bool:
+    """Requests wait in the routers because every replica refuses them, for most of a minute.
+    Refusals before the last growth are ignored."""
     grown_s: float = ctx.current_time - (ctx.last_scale_up_time or 0.0)
-    queued: float = ctx.total_queued_requests
-    return grown_s > LOOK_BACK_S and queued > ctx.current_num_replicas
+    are_full = bool(reports) and all(report.refusing > 0.5 for report in reports)
+    return grown_s > LOOK_BACK_S and are_full

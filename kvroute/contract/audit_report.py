@@ -30,10 +30,6 @@ class Comparison(Struct, frozen=True):
         return self.missing + self.surplus
 
 
-class AuditRequest(Struct, frozen=True):
-    request_id: str
-
-
 class ReplicaAudit(Struct, frozen=True):
     """One replica's blocks according to itself and to the index, after its change `seq`."""
 

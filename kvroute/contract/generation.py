@@ -1,9 +1,10 @@
-"""A request and the chunks of its response, as a router and a replica exchange them."""
+"""A request and the chunks of its response."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 TokenIds = NDArray[np.uint32]
@@ -48,7 +49,6 @@ class GenerateRequest:
     trace: TraceContext | None = None  # the parent span; None: not traced
     lora: str = ""  # name of the LoRA adapter; empty: the base model
     pin: str = ""  # the prompt's full blocks stay in the KV cache under this name
-    prompts: int = 1  # in the client's call, which this is one of
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
 
     @property
@@ -65,21 +65,18 @@ class GenerateRequest:
         return replace(self, token_ids=token_ids, answered=self.answered + len(delivered))
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(Struct, frozen=True, array_like=True, gc=False):
     token: str
     token_id: int
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True, array_like=True):
     chosen: Alternative
     top: tuple[Alternative, ...] = ()  # likeliest first
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True, array_like=True):
     """The next tokens of one choice; under load a chunk has several tokens."""
 
     index: int  # which of the n choices
@@ -88,6 +85,21 @@ class Chunk:
     cached_tokens: int  # prompt tokens served from the KV cache; the same in all chunks
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # "stop" | "length" on a choice's last chunk
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk with the content of all; they are of one choice."""
+    if len(chunks) == 1:
+        return chunks[0]
+    last = chunks[-1]
+    return Chunk(
+        last.index,
+        "".join([chunk.text for chunk in chunks]),
+        tuple([id_ for chunk in chunks for id_ in chunk.token_ids]),
+        last.cached_tokens,
+        tuple([each for chunk in chunks for each in chunk.logprobs]),
+        last.finish_reason,
+    )
 
 
 class EngineDeadError(RuntimeError):

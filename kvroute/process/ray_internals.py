@@ -7,7 +7,7 @@ private API for replicas is used in draining.py.
 from typing import Any
 
 from ray.serve._private import constants
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import RequestRouter, RunningReplica
 
 HAPROXY_IS_ON: bool = constants.RAY_SERVE_ENABLE_HA_PROXY
 IS_THROUGHPUT_OPTIMIZED: bool = constants.RAY_SERVE_THROUGHPUT_OPTIMIZED
@@ -17,39 +17,19 @@ DIRECT_PORTS = range(  # on which a router serves HAProxy
 )
 
 
-class OneByOneRequestRouter(RequestRouter):
-    """Serve's request router without Serve's loop: `choose_replica` is called for each request.
-
-    Serve's loop (call `choose_replicas`, probe queues, match requests to replicas) hangs a client
-    when the choice raises, busy-waits when every replica is full, and livelocks when one request
-    fans out. This class overrides the step around the loop, as Ray's own capacity router does.
-    """
-
-    @property
-    def deployment_name(self) -> str:
-        return str(self._deployment_id.name)
-
-    async def choose_replica(self, request: Any, *, is_retry: bool) -> RunningReplica:
-        """The replica for this request. `is_retry`: the previous one refused it or died before it
-        began. An exception reaches the caller."""
-        raise NotImplementedError
-
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        raise NotImplementedError("Serve's own loop is not used")
-
-    async def _choose_replica_for_request(
-        self, pending_request: PendingRequest, *, is_retry: bool = False
-    ) -> RunningReplica:
-        return await self.choose_replica(pending_request.args[0], is_retry=is_retry)
+def deployment_name(router: RequestRouter) -> str:
+    """Of the deployment whose replicas it knows."""
+    return str(router._deployment_id.name)
 
 
 def actor_of(replica: RunningReplica) -> Any:
     """Ray's handle of the replica's process."""
     return replica._actor_handle
+
+
+async def routing_stats(replica: RunningReplica) -> Any:
+    """What the replica's `record_routing_stats` returns now. RayError when it cannot be asked."""
+    return await actor_of(replica).record_routing_stats.remote()
 
 
 def deployment_details(application: str, deployment: str) -> dict[str, Any]:

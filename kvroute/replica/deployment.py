@@ -5,14 +5,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import psutil
 import ray
 from ray import serve
 
-from kvroute.contract.audit_report import AuditRequest, encode_audit
+from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.identity import identify
 from kvroute.contract.records import Description, Whereabouts
@@ -26,17 +26,20 @@ from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engines import start_engine
 from kvroute.replica.publisher import Publisher
-from kvroute.replica.relay import bounded
 from kvroute.replica.warmer import Warmer
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
+from kvroute.wire.address import Address
+from kvroute.wire.server import Server
+from kvroute.wire.structs import request_in
 
 log = logging.getLogger("kvroute.replica")
 
 CHECK_INTERVAL_S = 0.5  # between checks of the engine
 AUDIT_S = 10.0  # the timeout of an audit; it waits for the engine's step and for Redis
+MOST_REQUESTS = 1024  # running and waiting here before further ones are refused
 
 
 @serve.deployment
@@ -50,7 +53,7 @@ class Replica:
         self._tracing = start_tracing("kvroute-replica", self.id)
         self._engine = await start_engine(self._settings)
         engine, traces = self._engine, self._tracing
-        self._generate = traces.traced(engine.generate) if traces else engine.generate
+        self._run = traces.traced(engine.generate) if traces else engine.generate
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
         self._index = Index(
@@ -71,14 +74,23 @@ class Replica:
         ]
         await self._warmer.start(self._settings.declared)
         self._tasks.append(asyncio.create_task(self._warmer.run(), name="warmer"))
+        methods = {"audit": self._audit, "canary": self._canary}
+        self._server = Server(self._generate, methods, most=MOST_REQUESTS)
+        self._refusals = 0  # at the last report
+        await self._server.start(ray.util.get_node_ip_address(), self._settings.ports)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """The engine's chunks; a caller that disconnects aborts the request."""
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Routers ask for it, through Serve's process: where their connections go."""
+        host, server = ray.util.get_node_ip_address(), self._server
+        return Address(host, server.port, server.secret).as_stats()
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The engine's chunks; closing the generator aborts the request."""
         is_first = True
         new_tokens = len(request.token_ids) - request.expected_tokens
         self._backlog.arrived(request.request_id, new_tokens, time.monotonic())
         try:
-            async with contextlib.aclosing(bounded(request, self._generate(request))) as chunks:
+            async with contextlib.aclosing(self._run(request)) as chunks:
                 async for chunk in chunks:
                     if is_first:
                         self._begun(request)
@@ -88,11 +100,13 @@ class Replica:
         finally:
             self._backlog.gone(request.request_id, time.monotonic())
 
-    async def canary(self, request: GenerateRequest) -> None:
+    async def _canary(self, begin: bytes) -> bytes:
         """Runs the request without counting it in metrics: no client sent it."""
+        request = request_in(begin)
         async with contextlib.aclosing(self._engine.generate(request)) as chunks:
             async for _ in chunks:
                 pass
+        return b""
 
     def _begun(self, request: GenerateRequest) -> None:
         """The request has its first token."""
@@ -100,7 +114,7 @@ class Replica:
         if request.lora:
             self._publisher.renew_soon()  # the list of loaded adapters may have changed
 
-    async def audit(self, request: AuditRequest) -> bytes:
+    async def _audit(self, _: bytes) -> bytes:
         """Compares the engine's blocks with the replica's table and with the index: an encoded
         ReplicaAudit. Raises TimeoutError when the engine or Redis does not respond."""
         async with asyncio.timeout(AUDIT_S):
@@ -109,10 +123,12 @@ class Replica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The input of kvroute/autoscaling.py; Serve reads it when autoscaling is on."""
         engine, load, now_s = self._engine, self._engine.load(), time.monotonic()
+        refused, self._refusals = self._server.refusals - self._refusals, self._server.refusals
         pinned_blocks = sum(engine.pins.values())  # ignored: every replica needs its own
         return {
             "wait_s": self._backlog.wait_s(now_s),
             "service_s": self._backlog.service_s(),
+            "refusing": float(refused > 0),
             "occupancy": occupancy(
                 busy_share=self._backlog.busy_share(now_s),
                 running=load.running,
@@ -130,7 +146,10 @@ class Replica:
                 task.result()  # without this task the index would stay wrong
 
     async def __del__(self) -> None:
-        """Serve's shutdown hook, called after requests have finished or timed out."""
+        """Serve's shutdown hook; it waits until all requests have finished, or Serve kills it."""
+        self._server.stop()
+        await self._server.idle()
+        await self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -194,6 +213,7 @@ class Replica:
         async with asyncio.TaskGroup() as tasks:
             publishing = tasks.create_task(self._publisher.run(), name="publisher")
             await draining()
+            self._server.stop()
             publishing.cancel()
         await self._publisher.leave()
 

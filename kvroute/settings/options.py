@@ -124,6 +124,16 @@ class ReplicaOptions(CommonOptions):
             "built-in model on CPUs without bfloat16.",
         ),
     ] = "auto"
+    replica_ports: Annotated[
+        str,
+        AfterValidator(parsers.checked_ports),
+        Option(
+            REPLICAS,
+            "Ports of which each replica takes a free one, for the routers' connections.",
+            example="20000-20999",
+            default="any",
+        ),
+    ] = ""
     max_model_len: Annotated[
         int | None,
         Positive,

@@ -65,3 +65,24 @@ def _pair(text: str) -> tuple[str, Any]:
 
 def _no_engine_arg() -> PydanticCustomError:
     return PydanticCustomError("engine_args", "expected a JSON object or name=value")
+
+
+def checked_ports(given: str) -> str:
+    """FIRST-LAST, one port, or nothing."""
+    try:
+        ports(given)
+    except ValueError:
+        raise PydanticCustomError(
+            "ports", "expected FIRST-LAST of 1 to 65535, such as 20000-20999"
+        ) from None
+    return given
+
+
+def ports(given: str) -> range:
+    """The ports of FIRST-LAST or of one number; port 0, which is any, of nothing. ValueError for
+    anything else."""
+    first, _, last = (given or "0").partition("-")
+    found = range(int(first), int(last or first) + 1)
+    if not found or (given and not 1 <= found[0] <= found[-1] <= 65535):
+        raise ValueError(given)
+    return found

@@ -1,5 +1,6 @@
 """The settings that a replica receives at its start; all replicas of a model have the same."""
 
+from kvroute.settings import parsers
 from kvroute.settings.decided import Decided
 from kvroute.settings.options import ReplicaOptions
 
@@ -14,3 +15,8 @@ class ReplicaSettings(Decided, ReplicaOptions):
     def kept_loras(self) -> int:
         """How many LoRA adapters an engine keeps in memory."""
         return max(self.max_loras, self.max_cpu_loras)
+
+    @property
+    def ports(self) -> range:
+        """Of which one is taken for the routers' connections."""
+        return parsers.ports(self.replica_ports)

@@ -5,10 +5,16 @@ import math
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvroute.contract.adapters import LOAD_S, Residents
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenLogprob
+from kvroute.contract.generation import (
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+    TokenLogprob,
+    joined,
+)
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
@@ -393,7 +399,7 @@ class SimulatedEngine(Engine):
         )
         is_due = len(choice.unsent) == self.config.stream_interval
         if is_due or choice.generated == 1 or finish_reason:
-            job.chunks.put_nowait(_joined(choice.unsent))
+            job.chunks.put_nowait(joined(choice.unsent))
             choice.unsent = []
         if choice.index == 0 and choice.generated == 1:
             self._queue_siblings(job)
@@ -431,18 +437,6 @@ class SimulatedEngine(Engine):
         """Queues the job's other choices at the front; they find its prompt in the cache."""
         indexes = range(1, job.request.sampling.n)
         self._waiting.extendleft(self._choice(job, index) for index in reversed(indexes))
-
-
-def _joined(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk with the content of all."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return replace(
-        chunks[-1],
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(id_ for chunk in chunks for id_ in chunk.token_ids),
-        logprobs=tuple(each for chunk in chunks for each in chunk.logprobs),
-    )
 
 
 class _Pace:

@@ -6,26 +6,29 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.request_id import dispatch_id
 from kvroute.router.api.turns import Turns
+from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
-from kvroute.router.dispatch.plans import PLANS, DispatchPlan
 from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.routing.fleet import Fleet
+from kvroute.wire.link import LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")
 
 BEGINNING = 256  # prompts of calls with several that may wait for their first token at a time
 RECOVERY_S = 60.0  # the longest wait for a replica while there is none
 POLL_S = 0.1
-LOST = (RayActorError, EngineDeadError, HungError)  # the replica, or its engine, is dead
+TRIES = 8  # replicas that are asked before a request waits for one with room ...
+FIRST_PAUSE_S = 0.025  # ... for so long; doubles each time
+LONGEST_PAUSE_S = 0.5
+WAITING = 4096  # requests that may wait for a replica with room; further ones get a 429
+WAITING_TOKENS = 262_144  # of one call, with their logprobs' alternatives: for a slow client
+LEAST_TOKENS = 1024  # of each of its prompts, however many there are
+LOST = (LostError, EngineDeadError, HungError)  # the replica, or its engine, is dead
 
 
 @dataclass(slots=True)
@@ -33,10 +36,9 @@ class ReplicaStream:
     """One replica's stream of chunks, after the first chunk has arrived."""
 
     replica_id: str
-    plan: DispatchPlan
     placement: Placement
     first: Chunk
-    rest: DeploymentResponseGenerator
+    rest: Stream
     attempt: Attempt
 
     def close(self) -> None:
@@ -92,7 +94,7 @@ class Generation:
         """The next chunk, from whichever replica; None after the last one."""
         current = self._current
         try:
-            chunk = await self._dispatcher.liveness.next(current.rest, current.plan)
+            chunk = await current.rest.next()
         except LOST as error:
             if not current.attempt.unfinished:
                 return None
@@ -100,9 +102,8 @@ class Generation:
             _lose(self._losses, current.replica_id, current.attempt, error)
             return await self._resume(error)
         except Exception as error:
-            refusal = _refusal(error)
-            current.attempt.end(_outcome(error, refusal))
-            if refusal:
+            current.attempt.end(_outcome(error))
+            if refusal := _refusal(error):
                 raise refusal from error
             raise
         if chunk is not None:
@@ -127,10 +128,11 @@ class Generation:
 class Dispatcher:
     """Sends each prompt to a replica in the order of the fleet's ranking."""
 
-    def __init__(self, handle: DeploymentHandle, fleet: Fleet, liveness: Liveness) -> None:
-        self.liveness = liveness
-        self._generate = handle.options(stream=True).generate
+    def __init__(self, links: Links, fleet: Fleet, liveness: Liveness) -> None:
+        self._links = links
         self._fleet = fleet
+        self._liveness = liveness
+        self._waiting = 0  # requests, for a replica with room
         self._turns = Turns()
         self._beginning = asyncio.Semaphore(BEGINNING)
 
@@ -145,7 +147,6 @@ class Dispatcher:
             sampling,
             context.namespace,
             lora=context.lora,
-            prompts=context.prompts,
         )
         losses = Losses()
         current = await self.start(request, context, losses)
@@ -165,6 +166,7 @@ class Dispatcher:
     ) -> ReplicaStream:
         """A stream with its first chunk; replicas that die meanwhile are added to `losses`.
         ApiError as above, and when too many replicas die."""
+        pause_s = FIRST_PAUSE_S
         while True:
             losses.check()
             running = await self._running(losses.replica_ids)
@@ -173,18 +175,32 @@ class Dispatcher:
                 request.token_ids, request.namespace, running, now_s, request.lora
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
-            current = await self._try(request, context, placement, losses)
-            if current is not None:
-                return current
+            try:
+                return await self._try(request, context, placement, losses)
+            except RefusedError:
+                await self._wait(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            except LOST:
+                continue
 
     async def _running(self, lost: Sequence[str]) -> list[str]:
         """The replicas that may get a request; waits for one if there is none."""
         deadline = time.monotonic() + RECOVERY_S
-        while not (running := [id_ for id_ in self.liveness.trusted() if id_ not in lost]):
+        while not (running := [id_ for id_ in self._liveness.trusted() if id_ not in lost]):
             if time.monotonic() >= deadline:
                 raise ApiError(503, "no replica is ready; try again", type="server_error")
             await asyncio.sleep(POLL_S)
         return running
+
+    async def _wait(self, pause_s: float) -> None:
+        """For a replica with room. ApiError when too many requests wait."""
+        if self._waiting >= WAITING:
+            raise ApiError(429, "too many requests are waiting; try again later", code="overloaded")
+        self._waiting += 1
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            self._waiting -= 1
 
     async def _try(
         self,
@@ -192,45 +208,52 @@ class Dispatcher:
         context: RequestContext,
         placement: Placement,
         losses: Losses,
-    ) -> ReplicaStream | None:
-        """None when the replica was lost before its first chunk."""
-        best = placement.ranking[0].replica_id
-        ranking = [candidate.replica_id for candidate in placement.ranking]
-        plan = PLANS[request.request_id] = DispatchPlan(ranking, losses.replica_ids)
+    ) -> ReplicaStream:
+        """A stream from the first replica in the ranking that has room. RefusedError: none of the
+        best has. One of LOST: a replica was lost before its first chunk."""
         sent_s = time.monotonic()
-        attempt = self._fleet.sent(placement, best, request.request_id, sent_s, context)
-        stream = self._send(request, attempt)
+        for candidate in placement.ranking[:TRIES]:
+            replica_id = candidate.replica_id
+            attempt = self._fleet.sent(placement, replica_id, request.request_id, sent_s, context)
+            try:
+                return await self._begin(request, placement, attempt)
+            except RefusedError as error:
+                log.info("replica %s refused a request: %s", replica_id, error)
+            except LOST as error:
+                log.info("replica %s was lost before its first token: %s", replica_id, error)
+                _lose(losses, replica_id, attempt, error)
+                raise
+        raise RefusedError("every replica")
+
+    async def _begin(
+        self, request: GenerateRequest, placement: Placement, attempt: Attempt
+    ) -> ReplicaStream:
+        """The attempt's replica has the request and has sent its first chunk."""
+        expected_tokens = attempt.dispatch.prompt_tokens - attempt.dispatch.new_tokens
+        request = replace(request, expected_tokens=expected_tokens, trace=attempt.trace)
+        stream = None
         try:
-            first: Chunk | None = await self.liveness.next(stream, plan)
-        except LOST as error:
-            log.info("replica %s was lost before its first token: %s", plan.chosen, error)
-            attempt.end("failed")
-            stream.cancel()
-            _lose(losses, plan.chosen or best, attempt, error)
-            return None
+            stream = self._links.open(
+                attempt.replica_id, request, most_waiting=_most_waiting(request, attempt.context)
+            )
+            first = await stream.next()
         except BaseException as error:
-            refusal = _refusal(error)
-            attempt.end(_outcome(error, refusal))
-            stream.cancel()
-            if refusal:
+            attempt.end(_outcome(error))
+            if stream is not None:
+                stream.cancel()
+            if refusal := _refusal(error):
                 raise refusal from error
             raise
         assert first is not None, "an engine's stream has at least its end"
-        replica_id = plan.chosen or best
-        if replica_id != best:  # that one was full, or gone; a later one in the ranking took it
-            attempt.end("moved")
-            attempt = self._fleet.sent(placement, replica_id, request.request_id, sent_s, context)
         attempt.receive(first, time.monotonic())
-        return ReplicaStream(replica_id, plan, placement, first, stream, attempt)
+        return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
-    def _send(self, request: GenerateRequest, attempt: Attempt) -> DeploymentResponseGenerator:
-        expected_tokens = attempt.dispatch.prompt_tokens - attempt.dispatch.new_tokens
-        request = replace(request, expected_tokens=expected_tokens, trace=attempt.trace)
-        try:
-            return self._generate.remote(request)
-        except BaseException:
-            attempt.end("failed")
-            raise
+
+def _most_waiting(request: GenerateRequest, context: RequestContext) -> int:
+    """Tokens, and alternatives, that may wait for a client that reads slowly: some 50 MB of one
+    call."""
+    alternatives = 0 if request.sampling.logprobs is None else 1 + request.sampling.logprobs
+    return max(LEAST_TOKENS * (1 + alternatives), WAITING_TOKENS // context.prompts)
 
 
 def _lose(losses: Losses, replica_id: str, attempt: Attempt, error: Exception) -> None:
@@ -242,16 +265,17 @@ def _lose(losses: Losses, replica_id: str, attempt: Attempt, error: Exception) -
     )
 
 
-def _outcome(error: BaseException, refusal: ApiError | None) -> Outcome:
-    if isinstance(error, asyncio.CancelledError):
-        return "cancelled"
-    return "refused" if refusal else "failed"
+def _outcome(error: BaseException) -> Outcome:
+    match error:
+        case asyncio.CancelledError():
+            return "cancelled"
+        case RefusedError():
+            return "moved"
+        case ValueError():
+            return "refused"
+    return "failed"
 
 
 def _refusal(error: BaseException) -> ApiError | None:
     """The error for the client, if the client can do something about it; else None."""
-    if isinstance(error, ValueError):  # from the engine; Ray wraps it in its traceback
-        return invalid(None, str(getattr(error, "cause", error)))
-    if isinstance(error, BackPressureError):
-        return ApiError(429, "too many requests are waiting; try again later", code="overloaded")
-    return None
+    return invalid(None, str(error)) if isinstance(error, ValueError) else None

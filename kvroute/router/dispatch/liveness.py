@@ -1,17 +1,18 @@
 """A hung replica is declared dead: requests that wait for it fail over, and Serve replaces it.
 
 Silence only makes a replica suspect. It is declared dead when it does not answer a probe either, so
-a busy replica is never declared dead, however slow it is.
+a busy replica is never declared dead, however slow it is. A replica whose connection ends needs no
+such evidence: its requests fail over at once.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 from ray.exceptions import RayError
 
-from kvroute.router.dispatch.plans import DispatchPlan, Replicas
+from kvroute.router.dispatch.links import Links
+from kvroute.router.dispatch.replicas import Replicas
 from kvroute.router.routing.fleet import Fleet
 
 log = logging.getLogger("kvroute.liveness")
@@ -19,8 +20,6 @@ log = logging.getLogger("kvroute.liveness")
 CHECK_INTERVAL_S = 0.25
 PROBE_CHECKS = 6  # checks without a sign of life; then the replica is probed
 SUSPECT_CHECKS = 8  # then the replica gets no new requests
-
-T = TypeVar("T")
 
 
 class HungError(Exception):
@@ -32,38 +31,28 @@ class Liveness:
     router that was itself stopped must not blame the replicas when it continues."""
 
     def __init__(
-        self, replicas: Callable[[], Replicas], fleet: Fleet, *, hang_timeout_s: float
+        self,
+        replicas: Callable[[], Replicas],
+        links: Links,
+        fleet: Fleet,
+        *,
+        hang_timeout_s: float,
     ) -> None:
         self._replicas = replicas
+        self._links = links
         self._fleet = fleet
         self._dead_checks = max(SUSPECT_CHECKS, round(hang_timeout_s / CHECK_INTERVAL_S))
         self._quiet: dict[str, int] = {}  # replica id -> checks without a sign of life
+        self._heard: dict[str, int] = {}  # replica id -> its messages at the last check
         self._probed: set[str] = set()  # ids of replicas with a probe in flight
-        self._waits: dict[asyncio.Timeout, DispatchPlan] = {}
-
-    async def next(self, stream: AsyncIterator[T], plan: DispatchPlan) -> T | None:
-        """The next item from the plan's replica, None at the end of the stream. HungError when the
-        replica is declared dead."""
-        try:
-            async with asyncio.timeout(None) as wait:
-                self._waits[wait] = plan
-                try:
-                    item = await anext(stream, None)
-                finally:
-                    del self._waits[wait]
-        except TimeoutError as error:
-            raise HungError(f"replica {plan.chosen} does not answer") from error
-        if plan.chosen is not None:
-            self._quiet[plan.chosen] = 0
-        return item
 
     def running(self) -> list[str]:
-        """The replicas that Serve would send a request to now."""
-        return list(self._replicas().ids())
+        """The replicas that can get requests now."""
+        return self._links.connected()
 
     def trusted(self) -> list[str]:
-        """The running replicas that are not suspect."""
-        return [id_ for id_ in self._replicas().ids() if self._quiet.get(id_, 0) < SUSPECT_CHECKS]
+        """Those of them that are not suspect."""
+        return [id_ for id_ in self.running() if self._quiet.get(id_, 0) < SUSPECT_CHECKS]
 
     async def run(self) -> None:
         """Checks all replicas at each interval, until cancelled."""
@@ -75,31 +64,30 @@ class Liveness:
     def check(self, tasks: asyncio.TaskGroup) -> None:
         """Probes replicas that are quiet, and kills those that have been quiet for too long."""
         replicas = self._replicas()
-        # Requests may also wait for replicas that Serve has dropped, or is draining.
-        awaited = {plan.chosen for plan in self._waits.values() if plan.chosen is not None}
-        watched = awaited.union(replicas.ids())
+        watched = self._links.busy().union(replicas.ids())
         for replica_id in self._quiet.keys() - watched:
             del self._quiet[replica_id]
+            self._heard.pop(replica_id, None)
         for replica_id in watched:
-            quiet = self._quiet.get(replica_id, 0)
-            # An idle replica with a valid lease is alive. This does not hold for a replica that was
-            # declared dead: it is idle because its requests were ended.
-            is_alive = quiet < self._dead_checks and self._fleet.is_idle(replica_id)
-            quiet = self._quiet[replica_id] = 0 if is_alive else quiet + 1
+            quiet = self._quiet[replica_id] = self._quiet_checks(replica_id)
             if quiet and quiet % self._dead_checks == 0:
-                self._declare_dead(replica_id)
+                log.warning("replica %s does not respond; killing it", replica_id)
+                # At once: Ray needs seconds to kill a hung process.
+                self._links.lose(replica_id, HungError(f"replica {replica_id} does not answer"))
                 tasks.create_task(replicas.kill(replica_id))
             elif quiet >= PROBE_CHECKS and replica_id not in self._probed:
                 self._probed.add(replica_id)
                 tasks.create_task(self._probe(replica_id))
 
-    def _declare_dead(self, replica_id: str) -> None:
-        """Ends the waits for the replica at once: Ray needs seconds to kill a hung process."""
-        log.warning("replica %s does not respond; killing it", replica_id)
-        now_s = asyncio.get_running_loop().time()
-        for wait, plan in self._waits.items():
-            if plan.chosen == replica_id and not wait.expired():
-                wait.reschedule(now_s)
+    def _quiet_checks(self, replica_id: str) -> int:
+        """Checks without a sign of life, up to this one."""
+        quiet, heard = self._quiet.get(replica_id, 0), self._links.heard(replica_id)
+        has_spoken = heard != self._heard.get(replica_id, heard)
+        self._heard[replica_id] = heard
+        # An idle replica with a valid lease is alive. This does not hold for a replica that was
+        # declared dead: it is idle because its requests were ended.
+        is_alive = has_spoken or (quiet < self._dead_checks and self._fleet.is_idle(replica_id))
+        return 0 if is_alive else quiet + 1
 
     async def _probe(self, replica_id: str) -> None:
         try:

@@ -1,6 +1,6 @@
-"""Ray Serve sends each request to the replicas in the order of our ranking.
+"""Ray Serve says which replicas it runs; requests do not go through Serve's request router.
 
-Serve ships this module by value, so state shared with the rest of the router is in plans.py.
+Serve ships this module by value, so state shared with the rest of the router is in replicas.py.
 """
 
 import asyncio
@@ -9,34 +9,39 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import ray
-from ray.serve.request_router import ReplicaID, RunningReplica
+from ray.serve.request_router import RequestRouter, RunningReplica
 
-from kvroute.process.ray_internals import OneByOneRequestRouter, actor_of
-from kvroute.router.dispatch import plans
-
-FIRST_PAUSE_S = 0.025  # when every replica refused; doubles each time
-LONGEST_PAUSE_S = 0.5
+from kvroute.process.ray_internals import actor_of, deployment_name, routing_stats
+from kvroute.router.dispatch.replicas import UnknownReplicaError, register
+from kvroute.wire.address import Address, address_in
 
 
-class CacheAwareRequestRouter(OneByOneRequestRouter):
-    """Follows each request's DispatchPlan. Implements plans.Replicas."""
+class KnownReplicas(RequestRouter):
+    """Implements replicas.Replicas."""
 
     def initialize_state(self) -> None:
         self.running: dict[str, RunningReplica] = {}
         self.known: WeakValueDictionary[str, RunningReplica] = WeakValueDictionary()
-        plans.register(self.deployment_name, self)
+        register(deployment_name(self), self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self.running = {replica.replica_id.unique_id: replica for replica in replicas}
         self.known.update(self.running)
 
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        super().on_replica_actor_died(replica_id)  # called once for each of its requests
-        self.running.pop(replica_id.unique_id, None)
+    async def choose_replicas(self, *_: Any, **__: Any) -> list[list[RunningReplica]]:
+        raise NotImplementedError("routers have their own connections to replicas")
 
     def ids(self) -> Collection[str]:
         return self.running
+
+    def hold(self, replica_id: str) -> object:
+        return self.known.get(replica_id)
+
+    async def address(self, replica_id: str) -> Address:
+        if replica := self.known.get(replica_id):
+            return address_in(await routing_stats(replica))
+        raise UnknownReplicaError(replica_id)
 
     async def probe(self, replica_id: str) -> None:
         """A separate thread in the replica's process answers, even if its event loop is blocked."""
@@ -46,20 +51,3 @@ class CacheAwareRequestRouter(OneByOneRequestRouter):
     async def kill(self, replica_id: str) -> None:
         if replica := self.known.get(replica_id):
             await asyncio.to_thread(ray.kill, actor_of(replica))  # waits until the process ends
-
-    async def choose_replica(self, request: Any, *, is_retry: bool) -> RunningReplica:
-        """The plan's next replica; waits while all of them refuse."""
-        plan = plans.PLANS.get(request.request_id) or plans.DispatchPlan(ranking=())
-        if is_retry and plan.chosen is not None:
-            plan.refused.add(plan.chosen)
-        while True:
-            plan.chosen = plan.next(self.running)
-            if plan.chosen is not None:
-                plan.handle = self.running[plan.chosen]
-                return self.running[plan.chosen]
-            await self._pause(plan)
-
-    async def _pause(self, plan: plans.DispatchPlan) -> None:
-        await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**plan.pauses))
-        plan.pauses += 1
-        plan.refused.clear()

@@ -5,15 +5,11 @@ with Redis here; blocks that changed while both were read are left out, since th
 """
 
 import asyncio
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 from kvroute.contract.audit_report import (
-    AuditRequest,
     Comparison,
     ReplicaAudit,
     decode_audit,
@@ -21,7 +17,7 @@ from kvroute.contract.audit_report import (
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
-from kvroute.router.dispatch.replica_call import UnansweredError, call_replica
+from kvroute.router.dispatch.links import Links, UnansweredError
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.mirror import Mirror
 from kvroute.store.index import FencedError, Index, Position
@@ -111,14 +107,12 @@ class Audit:
         return blocks
 
 
-def audit_reader(replicas: DeploymentHandle, unreadable: Unreadable) -> ReadAudit:
+def audit_reader(links: Links, unreadable: Unreadable) -> ReadAudit:
     """A function that reads one replica's audit; it returns None when there is no answer."""
 
     async def read_audit(replica_id: str) -> ReplicaAudit | None:
-        request = AuditRequest(uuid.uuid4().hex)
         try:
-            audit = await call_replica(replicas.audit, request, replica_id, within_s=CALL_S)
-            return decode_audit(audit)
+            return decode_audit(await links.call(replica_id, "audit", b"", within_s=CALL_S))
         except UnansweredError:
             return None
         except DECODE_ERRORS as error:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import GenerateRequest, Sampling, TokenIds
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.dispatch.replica_call import UnansweredError, call_replica
+from kvroute.router.dispatch.links import Links, UnansweredError
 from kvroute.router.routing.fleet import Fleet
 from kvroute.store.index import Index
+from kvroute.wire.structs import begin_of, encode
 
 CALL_S = 15.0  # the longest wait for a response, which includes the engine's queue
 SEEN_S = 5.0  # the longest wait for its blocks after that
@@ -137,11 +137,11 @@ class Canaries:
             return None
 
 
-def canary_sender(replicas: DeploymentHandle) -> Send:
+def canary_sender(links: Links) -> Send:
     """A function that sends to one particular replica; it raises UnansweredError."""
 
     async def send(replica_id: str, request: GenerateRequest) -> None:
-        await call_replica(replicas.canary, request, replica_id, within_s=CALL_S)
+        await links.call(replica_id, "canary", encode(begin_of(0, request)), within_s=CALL_S)
 
     return send
 

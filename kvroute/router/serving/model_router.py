@@ -20,8 +20,9 @@ from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.draining import draining
 from kvroute.router.api.schemas import PrefixedRequest
-from kvroute.router.dispatch import plans
+from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
+from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.response import respond
 from kvroute.router.observability import request_spans
@@ -77,23 +78,31 @@ class ModelRouter:
         self.settings = settings
         self._adapters = frozenset(adapter.name for adapter in settings.adapters)  # LoRA
         self._deployment = replicas.deployment_name
+        self._handle = replicas.options()  # from now on, Serve tells which replicas it runs
         self._tokenizer = tokenizer
         self._unreadable = unreadable = Unreadable()
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
         self._publisher = PeerPublisher(router_id)
         self._telemetry = Telemetry(router_id, settings, also=self._publisher)
-        running = partial(plans.running_replicas, self._deployment)
+        running = partial(serves.running_replicas, self._deployment)
         self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
         self._feed = Feed(self._index, self._fleet)
         self._subscriber = PeerSubscriber(self._fleet, own=router_id)
-        self._liveness = _liveness(settings, self._deployment, self._fleet)
-        self._dispatcher = Dispatcher(replicas, self._fleet, self._liveness)
+        known = partial(serves.replicas, self._deployment)
+        self._links = Links(known)
+        self._liveness = Liveness(
+            known, self._links, self._fleet, hang_timeout_s=settings.hang_timeout_s
+        )
+        self._dispatcher = Dispatcher(self._links, self._fleet, self._liveness)
         store = Prefixes(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self.prefixes = PrefixService(settings, store, self._index, self._fleet, tokenizer)
-        read_audit = audit_reader(replicas, unreadable)
+        read_audit = audit_reader(self._links, unreadable)
         self._audit = Audit(self._index, self._feed, self._fleet.mirror, read_audit)
-        self._canaries = _canaries(settings, self._index, self._fleet, replicas)
+        self._canaries = Canaries(
+            *(self._index, self._fleet, canary_sender(self._links), running),
+            block_size=settings.block_size,
+        )
         self.live = self._live() if settings.ui else None  # None: it is off
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -111,6 +120,7 @@ class ModelRouter:
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index))
         self._run("peer subscriber", self._subscriber.run(self._index))
+        self._run("links", self._links.run())
         self._run("liveness", self._liveness.run())
         self._run("neighbours", self._neighbours.run())
         for name, work in (self.prefixes.tasks() | self._telemetry.tasks()).items():
@@ -332,15 +342,3 @@ def _fleet(
         ranking=RANKINGS[settings.policy](),
         running=running,
     )
-
-
-def _liveness(settings: RouterSettings, deployment: str, fleet: Fleet) -> Liveness:
-    replicas = partial(plans.replicas, deployment)
-    return Liveness(replicas, fleet, hang_timeout_s=settings.hang_timeout_s)
-
-
-def _canaries(
-    settings: RouterSettings, index: Index, fleet: Fleet, replicas: DeploymentHandle
-) -> Canaries:
-    running = partial(plans.running_replicas, replicas.deployment_name)
-    return Canaries(index, fleet, canary_sender(replicas), running, block_size=settings.block_size)

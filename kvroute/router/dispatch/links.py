@@ -1,0 +1,131 @@
+"""This router's connections: one to each replica that Ray Serve runs."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+
+from kvroute.contract.generation import EngineDeadError, GenerateRequest
+from kvroute.router.dispatch.replicas import Replicas, UnknownReplicaError
+from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
+
+log = logging.getLogger("kvroute.links")
+
+CHECK_INTERVAL_S = 0.1  # between comparisons with what Serve runs
+CONNECT_S = 5.0  # the longest wait for an address, and for a connection
+FIRST_PAUSE_S = 0.1  # between two attempts to connect; doubles each time
+LONGEST_PAUSE_S = 2.0
+
+
+class UnansweredError(Exception):
+    """The replica did not answer; the message is the reason."""
+
+
+class Links:
+    """Connects to replicas as they come, and again when a connection ends."""
+
+    def __init__(self, replicas: Callable[[], Replicas]) -> None:
+        self.losses = 0  # connections that ended while Serve ran the replica
+        self.failures: dict[str, str] = {}  # replica id -> why there is no connection
+        self._replicas = replicas
+        self._links: dict[str, Link] = {}  # those that are ready
+        self._kept: dict[str, asyncio.Task[None]] = {}
+
+    def connected(self) -> list[str]:
+        """The replicas that Serve runs and that can get requests now."""
+        return [id_ for id_ in self._replicas().ids() if id_ in self._links]
+
+    def busy(self) -> set[str]:
+        """The replicas that run requests of this router; Serve may have dropped them."""
+        return {id_ for id_, link in self._links.items() if link.streams}
+
+    def heard(self, replica_id: str) -> int:
+        """How many messages have come from it."""
+        link = self._links.get(replica_id)
+        return link.heard if link else 0
+
+    def open(self, replica_id: str, request: GenerateRequest, *, most_waiting: int) -> Stream:
+        """Raises LostError or RefusedError."""
+        if link := self._links.get(replica_id):
+            return link.open(request, most_waiting=most_waiting)
+        raise LostError("there is no connection")
+
+    async def call(self, replica_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
+        """The replica's answer to one question. Raises UnansweredError."""
+        if (link := self._links.get(replica_id)) is None:
+            reason = self.failures.get(replica_id, "Serve does not run it")
+            raise UnansweredError(f"there is no connection: {reason}")
+        try:
+            async with asyncio.timeout(within_s):
+                return await link.call(method, body)
+        except TimeoutError:
+            raise UnansweredError(f"it is silent for {within_s:g} s") from None
+        except (LostError, RefusedError, FailedError, EngineDeadError, ValueError) as error:
+            raise UnansweredError(str(error)) from error
+
+    def lose(self, replica_id: str, error: Exception) -> None:
+        """Ends the connection and all requests on it."""
+        if link := self._links.get(replica_id):
+            link.lose(error)
+
+    async def run(self) -> None:
+        """Keeps connections until cancelled; then all end."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    self._compare(tasks)
+                    await asyncio.sleep(CHECK_INTERVAL_S)
+        finally:
+            for link in [*self._links.values()]:
+                link.lose(LostError("this router ends"))
+
+    def _compare(self, tasks: asyncio.TaskGroup) -> None:
+        running = self._replicas().ids()
+        for replica_id in running:
+            if replica_id not in self._kept:
+                keeping = tasks.create_task(self._keep(replica_id), name=f"link {replica_id}")
+                self._kept[replica_id] = keeping
+        for replica_id in self._kept.keys() - running:
+            link = self._links.get(replica_id)
+            if link is None or not link.streams:  # a replica that stops finishes what it runs
+                self._kept.pop(replica_id).cancel()
+
+    async def _keep(self, replica_id: str) -> None:
+        """Stays connected to the replica until cancelled."""
+        held = self._replicas().hold(replica_id)
+        pause_s = FIRST_PAUSE_S
+        try:
+            while True:
+                if await self._connect(replica_id):
+                    pause_s = FIRST_PAUSE_S
+                await asyncio.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        finally:
+            del held
+            self.failures.pop(replica_id, None)
+            if link := self._links.pop(replica_id, None):
+                link.lose(LostError("the replica has left"))
+
+    async def _connect(self, replica_id: str) -> bool:
+        """Returns when the connection has ended, with True, or could not be made."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                address = await self._replicas().address(replica_id)
+            link = await connect(
+                replica_id, address.host, address.port, address.secret, within_s=CONNECT_S
+            )
+        except (RayError, UnknownReplicaError, LostError, TimeoutError, ValueError) as error:
+            self._note(replica_id, str(error) or f"silence for {CONNECT_S:g} s")
+            return False
+        self.failures.pop(replica_id, None)
+        self._links[replica_id] = link
+        await link.closed.wait()
+        del self._links[replica_id]
+        self.losses += 1
+        return True
+
+    def _note(self, replica_id: str, reason: str) -> None:
+        if self.failures.get(replica_id) != reason:
+            log.warning("no connection to replica %s: %s", replica_id, reason)
+        self.failures[replica_id] = reason

@@ -1,0 +1,73 @@
+"""What Ray Serve knows about the replicas of each deployment, for the rest of this process.
+
+This is a separate module because Serve ships the request router's module by value: state kept there
+would exist twice.
+"""
+
+from collections.abc import Collection
+from typing import Protocol
+
+from kvroute.wire.address import Address
+
+
+class Replicas(Protocol):
+    """What Serve knows about the replicas of one deployment, and can do with them."""
+
+    def ids(self) -> Collection[str]:
+        """The replicas that Serve would send a request to now."""
+        ...
+
+    def hold(self, replica_id: str) -> object:
+        """While the result is held, the replica stays reachable for the methods below."""
+        ...
+
+    async def address(self, replica_id: str) -> Address:
+        """Asked of the replica itself. RayError or UnknownReplicaError when it cannot be asked;
+        ValueError when the answer cannot be read."""
+        ...
+
+    async def probe(self, replica_id: str) -> None:
+        """Returns when the replica's process has answered. RayError when it cannot be reached."""
+        ...
+
+    async def kill(self, replica_id: str) -> None:
+        """Kills it at once, even when it hangs; Serve starts another one as replacement."""
+        ...
+
+
+class UnknownReplicaError(Exception):
+    """Serve does not run this replica."""
+
+
+class _NoReplicas:
+    """Used until Serve's request router has registered."""
+
+    def ids(self) -> Collection[str]:
+        return ()
+
+    def hold(self, replica_id: str) -> object:
+        return None
+
+    async def address(self, replica_id: str) -> Address:
+        raise UnknownReplicaError(replica_id)
+
+    async def probe(self, replica_id: str) -> None: ...
+
+    async def kill(self, replica_id: str) -> None: ...
+
+
+_replicas: dict[str, Replicas] = {}  # by deployment
+
+
+def register(deployment: str, replicas: Replicas) -> None:
+    """Registers Serve's request router of that deployment."""
+    _replicas[deployment] = replicas
+
+
+def replicas(deployment: str) -> Replicas:
+    return _replicas.get(deployment) or _NoReplicas()
+
+
+def running_replicas(deployment: str) -> list[str]:
+    """Ids of the deployment's replicas that Serve would send a request to now."""
+    return list(replicas(deployment).ids())

@@ -1,0 +1,1 @@
+"""One connection between each router and each replica carries requests and answers."""

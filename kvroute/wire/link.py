@@ -1,0 +1,254 @@
+"""A router's end: one connection to one replica, and the streams on it."""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, joined
+from kvroute.wire import structs
+from kvroute.wire.connection import Connection, is_proof, proof
+from kvroute.wire.framing import Kind
+from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, encode
+
+MOST_UNSENT = 64_000_000  # bytes for a replica that does not read; then it gets no more
+
+
+class LostError(Exception):
+    """The connection to the replica has ended."""
+
+
+class RefusedError(Exception):
+    """The replica has no room, or is to stop."""
+
+
+class FailedError(Exception):
+    """The replica failed to run the request."""
+
+
+class SlowReaderError(ValueError):
+    """Too much waits for the client; the request has ended."""
+
+
+class Stream:
+    """One request's chunks. What comes while nobody waits for it is joined.
+
+    most: tokens, and the alternatives of their logprobs, that may wait.
+    """
+
+    __slots__ = ("_chunks", "_end", "_link", "_most", "_number", "_waiter", "_waiting")
+
+    def __init__(self, link: "Link", number: int, most: int) -> None:
+        self._link = link
+        self._number = number
+        self._most = most
+        self._chunks: deque[Chunk] = deque()
+        self._waiting = 0
+        self._end: Exception | None = None  # after these chunks
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> Chunk | None:
+        """All that has come for one choice as one chunk; None after the last one. LostError,
+        EngineDeadError: another replica can go on. RefusedError, before the first chunk: another
+        one may have room. ValueError: the request can never run. FailedError."""
+        while not self._chunks:
+            if self._end is not None:
+                if isinstance(self._end, _Done):
+                    return None
+                raise self._end
+            self._waiter = self._link.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._waiting = 0
+        if len(self._chunks) == 1:
+            return self._chunks.popleft()
+        index = self._chunks[0].index
+        chunks = [chunk for chunk in self._chunks if chunk.index == index]
+        self._chunks = deque(chunk for chunk in self._chunks if chunk.index != index)
+        return joined(chunks)
+
+    def cancel(self) -> None:
+        """Ends the request at the replica, unless it has ended."""
+        if self._end is None:
+            self._end = _Done()
+            self._link.cancel(self._number)
+
+    def push(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._waiting += len(chunk.token_ids) + sum(1 + len(each.top) for each in chunk.logprobs)
+        if self._waiting > self._most:
+            self._chunks.clear()
+            self._link.cancel(self._number)
+            self.end(
+                SlowReaderError(
+                    f"the client has not read {self._waiting} tokens; read faster, "
+                    "or ask for fewer choices or logprobs"
+                )
+            )
+        self._wake()
+
+    def end(self, error: Exception) -> None:
+        if self._end is None:
+            self._end = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Done(Exception):  # noqa: N818  # the end of a stream, not an error
+    pass
+
+
+class Link(Connection):
+    """The connection to one replica. `ready` is done when both ends have proven themselves, and
+    has a LostError if they never do."""
+
+    def __init__(self, replica_id: str, secret: bytes) -> None:
+        super().__init__()
+        self.replica_id = replica_id
+        self.loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self.loop.create_future()
+        self.closed = asyncio.Event()
+        self._secret = secret
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._numbers = count()
+        self._streams: dict[int, Stream] = {}
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._receive: dict[int, Callable[[bytes], None]] = {
+            Kind.CHALLENGE: self._prove,
+            Kind.WELCOME: self._welcome,
+            Kind.DELTAS: self._deltas,
+            Kind.REPLY: self._reply,
+        }
+
+    def __str__(self) -> str:
+        return f"the connection to replica {self.replica_id}"
+
+    @property
+    def streams(self) -> int:
+        """How many are open."""
+        return len(self._streams) + len(self._calls)
+
+    def open(self, request: GenerateRequest, *, most_waiting: int) -> Stream:
+        """Sends the request. Raises LostError, or RefusedError when the replica does not read."""
+        stream = Stream(self, next(self._numbers), most_waiting)
+        begin = structs.begin_of(stream._number, request)
+        self._send(Kind.BEGIN, encode(begin))
+        self._streams[stream._number] = stream
+        return stream
+
+    async def call(self, method: str, body: bytes = b"") -> bytes:
+        """The replica's answer to one question. Raises what Stream.next does."""
+        number = next(self._numbers)
+        answer: asyncio.Future[bytes] = self.loop.create_future()
+        self._send(Kind.CALL, encode(structs.Call(number, method, body)))
+        self._calls[number] = answer
+        try:
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+            if answer.cancelled():
+                self.send(Kind.CANCEL, encode(structs.Cancel(number)))
+
+    def cancel(self, number: int) -> None:
+        if self._streams.pop(number, None):
+            self.send(Kind.CANCEL, encode(structs.Cancel(number)))
+
+    def lose(self, error: Exception) -> None:
+        """Ends the connection and everything on it, with this error."""
+        for stream in self._streams.values():
+            stream.end(error)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._streams.clear()
+        self._calls.clear()
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # whoever waits for it gets it; nobody has to
+        if self.transport is not None:
+            self.transport.abort()
+        self.closed.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lose(LostError(f"the connection has ended{f': {error}' if error else ''}"))
+
+    def received(self, kind: int, payload: bytes) -> None:
+        if receive := self._receive.get(kind):
+            receive(payload)
+
+    def _send(self, kind: Kind, payload: bytes) -> None:
+        if self.transport is None or self.closed.is_set() or self.transport.is_closing():
+            raise LostError("there is no connection")
+        if self.transport.get_write_buffer_size() > MOST_UNSENT:
+            raise RefusedError("the replica does not read")
+        self.send(kind, payload)
+
+    def _prove(self, payload: bytes) -> None:
+        challenge = structs.decode_challenge(payload)
+        if challenge.version != VERSION:
+            self.lose(LostError(f"it speaks version {challenge.version}, this router {VERSION}"))
+            return
+        own = proof(self._secret, b"router", challenge.nonce)
+        self.send(Kind.PROOF, encode(structs.Proof(VERSION, own, self._nonce)))
+
+    def _welcome(self, payload: bytes) -> None:
+        given = structs.decode_welcome(payload).proof
+        if not is_proof(given, self._secret, b"replica", self._nonce):
+            self.lose(LostError("whoever listens there does not know the secret"))
+        elif not self.ready.done():
+            self.ready.set_result(None)
+
+    def _deltas(self, payload: bytes) -> None:
+        deltas = structs.decode_deltas(payload)
+        streams = self._streams
+        for number, chunk in deltas.chunks:
+            if stream := streams.get(number):
+                stream.push(chunk)
+        for ended in deltas.ended:
+            self._ended(ended)
+
+    def _ended(self, ended: Ended) -> None:
+        error = _error(ended)
+        if stream := self._streams.pop(ended.stream, None):
+            stream.end(error)
+        elif (answer := self._calls.get(ended.stream)) and not answer.done():
+            answer.set_exception(error)
+
+    def _reply(self, payload: bytes) -> None:
+        reply = structs.decode_reply(payload)
+        if (answer := self._calls.get(reply.stream)) and not answer.done():
+            answer.set_result(reply.body)
+
+
+async def connect(replica_id: str, host: str, port: int, secret: bytes, *, within_s: float) -> Link:
+    """A link that is ready. Raises LostError."""
+    link = Link(replica_id, secret)
+    try:
+        async with asyncio.timeout(within_s):
+            await link.loop.create_connection(lambda: link, host, port)
+            await link.ready
+    except (OSError, TimeoutError) as error:
+        why = str(error) or f"silence for {within_s:g} s"
+        link.lose(LostError(why))
+        raise LostError(f"{host}:{port}: {why}") from error
+    return link
+
+
+def _error(ended: Ended) -> Exception:
+    match ended.outcome:
+        case "done":
+            return _Done()
+        case "refused":
+            return RefusedError(ended.message)
+        case "invalid":
+            return ValueError(ended.message)
+        case "dead":
+            return EngineDeadError(ended.message)
+        case "failed":
+            return FailedError(ended.message)

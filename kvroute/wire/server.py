@@ -1,0 +1,249 @@
+"""A replica's end: runs what routers begin, and sends each of them one frame for an engine step."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.wire import structs
+from kvroute.wire.connection import Connection, is_proof, proof
+from kvroute.wire.framing import LARGEST_MESSAGE, Kind
+from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, Outcome, encode
+
+log = logging.getLogger("kvroute.wire")
+
+PROOF_S = 5.0  # the longest wait for a router's proof
+LARGEST_UNPROVEN = 1024  # bytes of a message from somebody who has proven nothing
+MOST_UNPROVEN = 256  # connections of such
+MOST_UNSENT = 4_000_000  # tokens and alternatives for a router that does not read
+
+Generate = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
+Method = Callable[[bytes], Awaitable[bytes]]
+
+
+class PortsTakenError(OSError):
+    """No port of the range is free."""
+
+
+class Server:
+    """Serves one replica's engine to routers that know the secret.
+
+    most: requests at a time; further ones are refused.
+    """
+
+    def __init__(self, generate: Generate, methods: Mapping[str, Method], *, most: int) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.generate = generate
+        self.methods = methods
+        self.port = 0
+        self.running = 0  # requests
+        self.refusals = 0  # since the start
+        self.peers = set["Peer"]()
+        self._most = most
+        self._is_stopping = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, ports: Sequence[int] = (0,)) -> None:
+        """Listens on the first free port. Raises PortsTakenError."""
+        loop = asyncio.get_running_loop()
+        for port in ports:
+            try:
+                self._server = await loop.create_server(lambda: Peer(self), host, port)
+            except OSError as error:
+                taken = error
+                continue
+            self.port = self._server.sockets[0].getsockname()[1]
+            return
+        raise PortsTakenError(
+            f"no port of {ports[0]}-{ports[-1]} is free on {host}: {taken}; give a wider range"
+        )
+
+    def refusal(self) -> str:
+        """Why a request cannot begin now; empty: it can."""
+        if self._is_stopping:
+            return "the replica is to stop"
+        return f"the replica has {self.running} requests" if self.running >= self._most else ""
+
+    def stop(self) -> None:
+        """From now on all requests are refused; those that run go on."""
+        self._is_stopping = True
+
+    async def idle(self) -> None:
+        """Returns when no request runs."""
+        await self._is_idle.wait()
+
+    async def close(self) -> None:
+        """Ends everything."""
+        if self._server is not None:
+            self._server.close()
+        tasks = [task for peer in self.peers for task in peer.close()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def began(self) -> None:
+        self.running += 1
+        self._is_idle.clear()
+
+    def ended(self) -> None:
+        self.running -= 1
+        if not self.running:
+            self._is_idle.set()
+
+
+class Peer(Connection):
+    """The connection to one router."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server = server
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._is_proven = False
+        self._reader.largest = LARGEST_UNPROVEN
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by stream
+        self._chunks: list[tuple[int, Chunk]] = []  # to be sent
+        self._ended: list[Ended] = []
+        self._unsent = 0  # tokens and alternatives in _chunks
+        self._is_flush_due = False
+        self._loop = asyncio.get_running_loop()
+
+    def __str__(self) -> str:
+        peer = self.transport and self.transport.get_extra_info("peername")
+        return f"the connection from router {peer}"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.peers.add(self)
+        if sum(not peer._is_proven for peer in self._server.peers) > MOST_UNPROVEN:
+            self.abort(f"{MOST_UNPROVEN} others have proven nothing")
+            return
+        self.send(Kind.CHALLENGE, encode(structs.Challenge(VERSION, self._nonce)))
+        self._loop.call_later(PROOF_S, self._expect_proof)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.peers.discard(self)
+        self.close()
+
+    def close(self) -> list[asyncio.Task[None]]:
+        """Ends all that it runs; returns what is still about to end."""
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        if self.transport is not None:
+            self.transport.close()
+        return tasks
+
+    def received(self, kind: int, payload: bytes) -> None:
+        if not self._is_proven:
+            self._prove(kind, payload)
+            return
+        match kind:
+            case Kind.BEGIN:
+                self._begin(payload)
+            case Kind.CANCEL:
+                self._cancel(structs.decode_cancel(payload).stream)
+            case Kind.CALL:
+                call = structs.decode_call(payload)
+                self._run(call.stream, self._answer(call))
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._flush()
+
+    def _expect_proof(self) -> None:
+        if not self._is_proven and self.transport and not self.transport.is_closing():
+            self.abort(f"no proof within {PROOF_S:g} s")
+
+    def _prove(self, kind: int, payload: bytes) -> None:
+        secret = self._server.secret
+        given = structs.decode_proof(payload) if kind == Kind.PROOF else None
+        if given is None or not is_proof(given.proof, secret, b"router", self._nonce):
+            self.abort("it does not know the secret")
+            return
+        self._is_proven = True
+        self._reader.largest = LARGEST_MESSAGE
+        self.send(Kind.WELCOME, encode(structs.Welcome(proof(secret, b"replica", given.nonce))))
+
+    def _begin(self, payload: bytes) -> None:
+        begin = structs.decode_begin(payload)
+        if why := self._server.refusal():
+            self._server.refusals += 1
+            self._end(begin.stream, "refused", why)
+            return
+        self._run(begin.stream, self._stream(begin))
+
+    def _run(self, stream: int, work: "asyncio._CoroutineLike[None]") -> None:
+        """Runs it as the stream's task, which can be cancelled."""
+        task = self._tasks[stream] = self._loop.create_task(work)
+        self._server.began()
+        task.add_done_callback(lambda _: self._forget(stream))
+
+    def _forget(self, stream: int) -> None:
+        del self._tasks[stream]
+        self._server.ended()
+
+    def _cancel(self, stream: int) -> None:
+        if task := self._tasks.get(stream):
+            task.cancel()
+
+    async def _stream(self, begin: structs.Begin) -> None:
+        stream = begin.stream
+        try:
+            request = structs.request_of(begin)
+            async with aclosing(self._server.generate(request)) as chunks:
+                async for chunk in chunks:
+                    self._push(stream, chunk)
+        except Exception as error:  # any of the engine's
+            self._end(stream, *_outcome(error))
+        else:
+            self._end(stream, "done")
+
+    async def _answer(self, call: structs.Call) -> None:
+        try:
+            if (method := self._server.methods.get(call.method)) is None:
+                raise ValueError(f"this replica knows no {call.method!r}")
+            body = await method(call.body)
+        except Exception as error:  # any of the method's
+            self._end(call.stream, *_outcome(error))
+        else:
+            self.send(Kind.REPLY, encode(structs.Reply(call.stream, body)))
+
+    def _push(self, stream: int, chunk: Chunk) -> None:
+        """The chunk goes out with all others of this engine step."""
+        self._chunks.append((stream, chunk))
+        self._unsent += len(chunk.token_ids) + sum(1 + len(each.top) for each in chunk.logprobs)
+        self._flush_soon()
+
+    def _end(self, stream: int, outcome: Outcome, message: str = "") -> None:
+        self._ended.append(Ended(stream, outcome, message))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """In the loop's next round: first, all streams of the step get their chunks."""
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        if self.is_paused:
+            if self._unsent > MOST_UNSENT:
+                self._chunks, self._unsent = [], 0
+                self.abort(f"the router does not read; more than {MOST_UNSENT} tokens wait")
+            return  # what waits goes out when the router has read
+        if self._chunks or self._ended:
+            self.send(Kind.DELTAS, encode(structs.Deltas(self._chunks, self._ended)))
+            self._chunks, self._ended, self._unsent = [], [], 0
+
+
+def _outcome(error: Exception) -> tuple[Outcome, str]:
+    if isinstance(error, EngineDeadError):
+        return "dead", str(error)
+    if isinstance(error, ValueError) and not isinstance(error, msgspec.MsgspecError):
+        return "invalid", str(error)
+    log.error("a request failed", exc_info=error)
+    return "failed", f"{type(error).__name__}: {error}"

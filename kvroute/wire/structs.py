@@ -1,0 +1,133 @@
+"""What a router and a replica say to each other, as typed values in msgpack.
+
+A new field needs a default and leaves VERSION unchanged. VERSION rises when an older process would
+misunderstand a message.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from kvroute.contract.generation import Chunk, GenerateRequest, Sampling, TokenIds
+
+VERSION = 1
+NONCE_BYTES = 16
+
+# How a request ends. refused: the replica has no room, or is to stop. invalid: it can never run.
+# dead: the engine has died. failed: anything else.
+Outcome = Literal["done", "refused", "invalid", "dead", "failed"]
+
+
+class Challenge(Struct, array_like=True):
+    """The replica's first message."""
+
+    version: int
+    nonce: bytes
+
+
+class Proof(Struct, array_like=True):
+    """The router knows the secret; now the replica has to prove the same."""
+
+    version: int
+    proof: bytes
+    nonce: bytes
+
+
+class Welcome(Struct, array_like=True):
+    proof: bytes
+
+
+class Begin(Struct, array_like=True):
+    """Starts a stream of chunks. The fields are those of GenerateRequest."""
+
+    stream: int  # its number on this connection
+    request_id: str
+    token_ids: bytes  # 4 each, little endian
+    sampling: Sampling
+    namespace: str = ""
+    answered: int = 0
+    trace: dict[str, str] | None = None
+    lora: str = ""
+    expected_tokens: int = 0
+
+
+class Cancel(Struct, array_like=True):
+    stream: int
+
+
+class Call(Struct, array_like=True):
+    """A question with one answer: Reply, or Ended."""
+
+    stream: int
+    method: str
+    body: bytes
+
+
+class Reply(Struct, array_like=True):
+    stream: int
+    body: bytes
+
+
+class Ended(Struct, array_like=True, gc=False):
+    stream: int
+    outcome: Outcome
+    message: str = ""
+
+
+class Deltas(Struct, array_like=True):
+    """What an engine's step has brought for all streams of one connection."""
+
+    chunks: list[tuple[int, Chunk]]  # stream, its next chunk
+    ended: list[Ended]  # after these chunks
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_challenge = msgspec.msgpack.Decoder(Challenge).decode
+decode_proof = msgspec.msgpack.Decoder(Proof).decode
+decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
+decode_begin = msgspec.msgpack.Decoder(Begin).decode
+decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+decode_call = msgspec.msgpack.Decoder(Call).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_deltas = msgspec.msgpack.Decoder(Deltas).decode
+
+TOKEN_ID = np.dtype("<u4")
+
+
+def begin_of(stream: int, request: GenerateRequest) -> Begin:
+    return Begin(
+        stream,
+        request.request_id,
+        np.ascontiguousarray(request.token_ids, TOKEN_ID).tobytes(),
+        request.sampling,
+        request.namespace,
+        request.answered,
+        None if request.trace is None else dict(request.trace),
+        request.lora,
+        request.expected_tokens,
+    )
+
+
+def request_in(packed: bytes) -> GenerateRequest:
+    """Of an encoded Begin. ValueError when it cannot be read."""
+    return request_of(decode_begin(packed))
+
+
+def request_of(begin: Begin) -> GenerateRequest:
+    """Raises ValueError for token ids that are none."""
+    return GenerateRequest(
+        begin.request_id,
+        token_ids_of(begin.token_ids),
+        begin.sampling,
+        begin.namespace,
+        begin.answered,
+        begin.trace,
+        begin.lora,
+        expected_tokens=begin.expected_tokens,
+    )
+
+
+def token_ids_of(packed: bytes) -> TokenIds:
+    return np.frombuffer(packed, TOKEN_ID).astype(np.uint32, copy=False)
