@@ -21,6 +21,7 @@ from kvroute.local.signals import StopSignals
 from kvroute.process.exposition import METRICS_HOST
 from kvroute.settings.serve import ServeSettings
 from kvroute.settings.serve_environment import serve_environment
+from kvroute.wire.server import HOST as REPLICA_HOST
 
 LOOPBACK = "127.0.0.1"
 EVERY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # to listen on -> to be reached at
@@ -170,6 +171,7 @@ def _prepare_environment(host: str, folder: Path, *, max_requests: int) -> None:
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         MOST_REQUESTS: str(max_requests),
         METRICS_HOST: "" if host in EVERY_ADDRESS else host,
+        REPLICA_HOST: "127.0.0.1",
         "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),

@@ -32,7 +32,7 @@ from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
 from kvroute.wire.address import Address
-from kvroute.wire.server import Server
+from kvroute.wire.server import HOST, Server
 from kvroute.wire.structs import request_in
 
 log = logging.getLogger("kvroute.replica")
@@ -77,12 +77,12 @@ class Replica:
         methods = {"audit": self._audit, "canary": self._canary}
         self._server = Server(self._generate, methods, most=MOST_REQUESTS)
         self._refusals = 0  # at the last report
-        await self._server.start(ray.util.get_node_ip_address(), self._settings.ports)
+        self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
+        await self._server.start(self._host, self._settings.ports)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Routers ask for it, through Serve's process: where their connections go."""
-        host, server = ray.util.get_node_ip_address(), self._server
-        return Address(host, server.port, server.secret).as_stats()
+        return Address(self._host, self._server.port, self._server.secret).as_stats()
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """The engine's chunks; closing the generator aborts the request."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -15,6 +15,8 @@ from kvroute.wire.framing import LARGEST_MESSAGE, Kind
 from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, Outcome, encode
 
 log = logging.getLogger("kvroute.wire")
+
+HOST = "KVROUTE_REPLICA_HOST"  # an environment variable: where replicas listen for routers
 
 PROOF_S = 5.0  # the longest wait for a router's proof
 LARGEST_UNPROVEN = 1024  # bytes of a message from somebody who has proven nothing
@@ -176,8 +178,11 @@ class Peer(Connection):
             return
         self._run(begin.stream, self._stream(begin))
 
-    def _run(self, stream: int, work: "asyncio._CoroutineLike[None]") -> None:
+    def _run(self, stream: int, work: Coroutine[None, None, None]) -> None:
         """Runs it as the stream's task, which can be cancelled."""
+        if stream in self._tasks:
+            work.close()
+            raise ValueError(f"stream {stream} runs already")
         task = self._tasks[stream] = self._loop.create_task(work)
         self._server.began()
         task.add_done_callback(lambda _: self._forget(stream))

@@ -32,6 +32,7 @@ from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
 from tests.support.records import DESCRIPTION, FACTS, LOAD
+from tests.support.wired import ToldLinks
 
 
 def ledger(tokens: int, delivered: int = 0) -> Ledger:
@@ -39,7 +40,7 @@ def ledger(tokens: int, delivered: int = 0) -> Ledger:
 
 
 class Serving:
-    """What Serve runs, and can do to it, as routes.Replicas."""
+    """What Serve runs, and can do to it, as replicas.Replicas."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -64,7 +65,9 @@ class Seen:
         self.fleet = Fleet(
             model="m", revision="", block_size=4, rng=random.Random(0), observer=self.recent
         )
-        self.serving = Serving(self.names)
+        serving: Any = Serving(self.names)
+        links: Any = ToldLinks(serving.ids)
+        self.serving = serving
         index = Index(client, "seen")
         catalogue = Catalogue(Prefixes(client, "seen"), self.fleet, block_size=4)
         hot = Hottest(HotPrefixes(block_size=4), self.fleet, catalogue, prompts)
@@ -74,7 +77,7 @@ class Seen:
             index=index,
             fleet=self.fleet,
             feed=Feed(index, self.fleet),
-            liveness=Liveness(lambda: self.serving, self.fleet, hang_timeout_s=5.0),
+            liveness=Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0),
             hottest=hot.top,
             peers=PeerSubscriber(self.fleet, own="me"),
         )

@@ -264,6 +264,7 @@ def context(
         "wait_s": {number: samples(each.waits_s) for number, each in enumerate(running)},
         "service_s": {number: [Sample(0.25)] for number in range(len(running))},
         "occupancy": {number: samples(each.busy_s) for number, each in enumerate(running)},
+        "refusing": {number: [Sample(0.0)] for number in range(len(running))},
     }
     empty: dict[str, Any] = dict.fromkeys(
         (

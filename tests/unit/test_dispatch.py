@@ -1,11 +1,13 @@
 """One stream of chunks for a prompt, whatever becomes of the replicas that make it."""
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,57 +26,34 @@ from kvroute.router.dispatch.losses import (
     SOON_TOKENS,
     Losses,
 )
-from kvroute.router.dispatch.plans import PLANS
 from kvroute.router.dispatch.response import respond
 from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.routing.fleet import Fleet
+from kvroute.wire.server import Generate
 from tests.support.waiting import until
+from tests.support.wired import Wired
 
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
 
 
-class Stream:
-    """What a Serve handle returns: a replica's chunks, until it dies."""
-
-    def __init__(self, chunks: AsyncIterator[Chunk]) -> None:
-        self._chunks = chunks
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        return await anext(self._chunks)
-
-    def cancel(self) -> None: ...
-
-
-class Replicas:
-    """Engines behind a Serve handle. The one that is asked first dies after lives[0] chunks, the
-    next one after lives[1], and so on."""
+class Engines:
+    """The one that is asked first dies after lives[0] chunks, the next one after lives[1], and so
+    on."""
 
     def __init__(self, lives: Sequence[int]) -> None:
-        self.engines = {f"r{number}": SimulatedEngine(INSTANT) for number in range(len(lives))}
+        self.all = {f"r{number}": SimulatedEngine(INSTANT) for number in range(len(lives))}
         self.requests: list[GenerateRequest] = []
-        self.generate = self
         self._lives = lives
 
-    def options(self, *, stream: bool) -> "Replicas":
-        return self
+    def generates(self) -> dict[str, Generate]:
+        return {id_: partial(self._generate, id_) for id_ in self.all}
 
-    def remote(self, request: GenerateRequest) -> Stream:
-        route = PLANS[request.request_id]
-        route.chosen = route.next(self.engines)
-        assert route.chosen is not None
+    async def _generate(self, id_: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         life = self._lives[len(self.requests) - 1]
-        return Stream(self._chunks(self.engines[route.chosen], request, life))
-
-    async def _chunks(
-        self, engine: SimulatedEngine, request: GenerateRequest, life: int
-    ) -> AsyncIterator[Chunk]:
-        async with aclosing(engine.generate(request)) as chunks:
+        async with aclosing(self.all[id_].generate(request)) as chunks:
             async for chunk in chunks:
                 if life == 0:
                     break
@@ -82,13 +61,6 @@ class Replicas:
                 yield chunk
         if life == 0:
             raise EngineDeadError("as planned")
-
-    def ids(self) -> list[str]:
-        return list(self.engines)
-
-    async def probe(self, replica_id: str) -> None: ...
-
-    async def kill(self, replica_id: str) -> None: ...
 
 
 class Diary(RequestObserver):
@@ -104,25 +76,35 @@ class Diary(RequestObserver):
 class Client:
     """Asks through a dispatcher."""
 
-    def __init__(self, *lives: int) -> None:
-        self.replicas = Replicas(lives)
+    def __init__(self, *lives: int, most: int = 1000) -> None:
+        self.engines = Engines(lives)
+        self.requests = self.engines.requests
         self.diary = Diary()
         self.fleet = Fleet(
             model="m", revision="", block_size=32, rng=random.Random(0), observer=self.diary
         )
-        handle: Any = self.replicas
-        liveness = Liveness(lambda: self.replicas, self.fleet, hang_timeout_s=5)
-        self.dispatcher = Dispatcher(handle, self.fleet, liveness)
+        self.wired = Wired(self.engines.generates(), most=most)
+        links = self.wired.links
+        liveness = Liveness(lambda: self.wired, links, self.fleet, hang_timeout_s=5)
+        self.dispatcher = Dispatcher(links, self.fleet, liveness)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator["Client"]:
+        async with self.wired:
+            yield self
+        for engine in self.engines.all.values():
+            await engine.close()
 
     async def ask(self, prompt: TokenIds = PROMPT, **sampling: Any) -> list[Chunk]:
+        async with self.serving():
+            return await self.asked(prompt, **sampling)
+
+    async def asked(self, prompt: TokenIds = PROMPT, **sampling: Any) -> list[Chunk]:
+        """While it serves."""
         greedy = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
-        try:
-            context = RequestContext(time.monotonic(), choices=greedy.n)
-            generation = await self.dispatcher.begin(prompt, greedy, context)
-            return [chunk async for chunk in generation.chunks()]
-        finally:
-            for engine in self.replicas.engines.values():
-                await engine.close()
+        context = RequestContext(time.monotonic(), choices=greedy.n)
+        generation = await self.dispatcher.begin(prompt, greedy, context)
+        return [chunk async for chunk in generation.chunks()]
 
 
 def said(chunks: list[Chunk]) -> tuple[str, list[int], list[int], str | None]:
@@ -149,7 +131,7 @@ async def test_a_stop_string_ends_the_answer_whoever_says_which_part_of_it(life:
 async def test_who_goes_on_is_told_what_was_said() -> None:
     client = Client(5, IMMORTAL)
     chunks = await client.ask()
-    first, second = client.replicas.requests
+    first, second = client.requests
     assert first.answered == 0
     assert second.answered_ids.tolist() == said(chunks)[1][:5]
     assert second.prompt_ids.tolist() == PROMPT.tolist()
@@ -158,7 +140,7 @@ async def test_who_goes_on_is_told_what_was_said() -> None:
 async def test_after_the_last_token_nobody_needs_to_go_on() -> None:
     client = Client(12, IMMORTAL)
     await client.ask()
-    assert len(client.replicas.requests) == 1
+    assert len(client.requests) == 1
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2, "temperature": 1.0}, {"presence_penalty": 1.0}])
@@ -171,7 +153,7 @@ async def test_replicas_that_were_dead_already_are_few_enough() -> None:
     client = Client(*[0] * LOSSES, IMMORTAL)
     with pytest.raises(ApiError, match="was lost while it answered, and 4 others"):
         await client.ask()
-    assert len(client.replicas.requests) == LOSSES
+    assert len(client.requests) == LOSSES
 
 
 @pytest.mark.parametrize("lives", [[1, 1], [0, SOON_TOKENS, 0, 1]])
@@ -179,7 +161,7 @@ async def test_a_request_under_which_replicas_die_is_sent_to_no_other(lives: lis
     client = Client(*lives, IMMORTAL, IMMORTAL)
     with pytest.raises(ApiError, match="may be the cause") as ended:
         await client.ask(max_tokens=100)
-    assert len(client.replicas.requests) == len(lives)
+    assert len(client.requests) == len(lives)
     assert response(ended.value).headers["x-should-retry"] == "false"
 
 
@@ -204,28 +186,76 @@ async def test_a_replica_that_hangs_is_not_said_to_die() -> None:
 async def test_no_load_is_left_where_a_replica_was_lost() -> None:
     client = Client(5, 0, IMMORTAL)
     await client.ask()
-    ids = client.replicas.ids()
+    ids = client.wired.ids()
     candidates = client.fleet.place_chain([], 1, ids, now_s=time.monotonic()).ranking
     assert [(each.backlog_s, each.decode_step_s) for each in candidates] == [(0, 0)] * 3
 
 
 async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have_begun() -> None:
     client = Client(IMMORTAL, IMMORTAL)
-    client.replicas.engines["r1"] = SimulatedEngine(replace(INSTANT, decode_step_s=1000))
+    client.engines.all["r1"] = SimulatedEngine(replace(INSTANT, decode_step_s=1000))
     body = CompletionRequest(prompt=["one", "two"], max_tokens=12)
-    asking = asyncio.create_task(
-        respond(
-            *(client.dispatcher, body, [PROMPT, PROMPT + 1]),
-            RequestContext(time.monotonic()),
-            model="m",
-            max_model_len=1000,
-            begun=lambda generation: None,
+    async with client.serving():
+        asking = asyncio.create_task(
+            respond(
+                *(client.dispatcher, body, [PROMPT, PROMPT + 1]),
+                RequestContext(time.monotonic()),
+                model="m",
+                max_model_len=1000,
+                begun=lambda generation: None,
+            )
         )
-    )
-    await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
-    asking.cancel()
-    await asyncio.wait([asking])
-    assert [load.unanswered for load in client.fleet._loads.values()] == [0, 0]
+        await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert [load.unanswered for load in client.fleet._loads.values()] == [0, 0]
+        await until(lambda: not any(each.running for each in client.wired.servers.values()))
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_replica_that_refuses_is_passed_over(stops: bool) -> None:
+    async with Client(IMMORTAL, IMMORTAL).serving() as client:
+        for server in (first := [*client.wired.servers.values()][:1]):
+            server.stop() if stops else setattr(server, "_most", 0)
+        for _ in range(20):
+            client.engines.requests.clear()
+            assert len(await client.asked()) > 0
+        assert first[0].refusals > 0
+        outcomes = {(each.replica_id, each.outcome) for each in client.diary.attempts}
+        assert outcomes == {("r0", "moved"), ("r1", "ok")}
+
+
+async def test_a_request_waits_for_a_replica_with_room_and_too_many_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvroute.router.dispatch.dispatcher.WAITING", 2)
+    async with Client(*[IMMORTAL] * 4, most=0).serving() as client:
+        waiting = [asyncio.create_task(client.asked()) for _ in range(2)]
+        await until(lambda: client.dispatcher._waiting == 2)
+        with pytest.raises(ApiError, match="too many requests") as refused:
+            await client.asked()
+        assert refused.value.status == 429
+        for server in client.wired.servers.values():
+            server._most = 1
+        answers = await asyncio.gather(*waiting)
+    assert [said(chunks)[3] for chunks in answers] == ["length"] * 2
+
+
+async def test_a_replica_whose_connection_ends_has_lost_its_requests() -> None:
+    undisturbed = await Client(IMMORTAL).ask(max_tokens=400)
+    client = Client(IMMORTAL, IMMORTAL)
+    client.engines.all |= {
+        id_: SimulatedEngine(replace(INSTANT, decode_step_s=0.001)) for id_ in client.engines.all
+    }
+    async with client.serving():
+        asking = asyncio.create_task(client.asked(max_tokens=400))
+        await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
+        (server,) = (each for each in client.wired.servers.values() if each.running)
+        for peer in server.peers:
+            peer.abort("as planned")
+        assert said(await asking) == said(undisturbed)
+        assert [each.outcome for each in client.diary.attempts] == ["failed", "ok"]
+        await until(lambda: len(client.wired.links.connected()) == 2)  # again
 
 
 async def test_every_attempt_ends_once_with_what_became_of_it() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from ray.serve._private import constants
 from ray.serve._private import replica as serves_replica
-from ray.serve._private import router as serves_router
 from ray.serve._private.controller import ServeController
 from ray.serve.request_router import RequestRouter, RunningReplica
 
@@ -18,10 +17,10 @@ THEIRS = {"process/ray_internals.py", "process/draining.py"}
 PRIVATE = re.compile(r"ray(\.\w+)*\._private|\b(_actor_handle|_replica_impl|_deployment_id)\b")
 
 
-def test_serve_calls_the_step_of_its_request_router_that_is_overridden() -> None:
-    signature = inspect.signature(RequestRouter._choose_replica_for_request)
-    assert list(signature.parameters) == ["self", "pending_request", "is_retry"]
-    assert "_request_router._choose_replica_for_request(" in inspect.getsource(serves_router)
+def test_a_replica_can_be_asked_for_its_routing_stats() -> None:
+    method = serves_replica.ReplicaActor.record_routing_stats
+    assert inspect.iscoroutinefunction(method)
+    assert list(inspect.signature(method).parameters) == ["self"]
 
 
 def test_a_request_router_knows_its_deployment_and_a_replica_its_actor() -> None:

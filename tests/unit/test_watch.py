@@ -3,13 +3,14 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from kvroute.router.dispatch.liveness import HungError, Liveness
-from kvroute.router.dispatch.plans import DispatchPlan
 from kvroute.router.routing.fleet import Fleet
 from tests.support.records import record
+from tests.support.wired import ToldLinks
 
 LOOKS = 20  # to a verdict
 
@@ -26,12 +27,12 @@ class Replica:
     def ids(self) -> list[str]:
         return ["a"] if self.is_listed else []
 
-    async def probe(self, replica_id: str) -> None:
+    async def probe(self, _: str) -> None:
         self.questions += 1
         if self.hangs:
             await asyncio.Event().wait()
 
-    async def kill(self, replica_id: str) -> None:
+    async def kill(self, _: str) -> None:
         self.kills += 1
 
 
@@ -46,8 +47,13 @@ def fleet() -> Fleet:
 
 
 @pytest.fixture
-def liveness(replica: Replica, fleet: Fleet) -> Liveness:
-    return Liveness(lambda: replica, fleet, hang_timeout_s=LOOKS / 4)
+def links(replica: Replica) -> ToldLinks:
+    return ToldLinks(replica.ids)
+
+
+@pytest.fixture
+def liveness(replica: Any, links: Any, fleet: Fleet) -> Liveness:
+    return Liveness(lambda: replica, links, fleet, hang_timeout_s=LOOKS / 4)
 
 
 @pytest.fixture
@@ -63,16 +69,6 @@ async def check(liveness: Liveness, tasks: asyncio.TaskGroup, times: int) -> Non
         liveness.check(tasks)
         for _ in range(3):
             await asyncio.sleep(0)  # for what it began
-
-
-async def silence() -> AsyncIterator[int]:
-    await asyncio.Event().wait()
-    yield 0
-
-
-async def numbers() -> AsyncIterator[int]:
-    for number in range(10 * LOOKS):
-        yield number
 
 
 async def test_a_replica_that_answers_is_busy_and_left_in_peace(
@@ -96,37 +92,33 @@ async def test_a_replica_that_does_not_answer_is_ended(
 
 
 async def test_whoever_waits_for_a_replica_that_is_given_up_waits_no_longer(
-    liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
+    liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
 ) -> None:
     replica.hangs = True
-    here = asyncio.create_task(liveness.next(silence(), DispatchPlan(["a"], chosen="a")))
-    elsewhere = asyncio.create_task(liveness.next(silence(), DispatchPlan(["b"], chosen="b")))
-    await check(liveness, tasks, LOOKS)
-    with pytest.raises(HungError):
-        await here
-    assert not elsewhere.done()
-    elsewhere.cancel()
+    await check(liveness, tasks, LOOKS - 1)
+    assert not links.lost
+    await check(liveness, tasks, 1)
+    ((lost, error),) = links.lost
+    assert lost == "a"
+    assert isinstance(error, HungError)
 
 
 async def test_a_replica_that_serve_no_longer_lists_is_watched_while_it_is_awaited(
-    liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
+    liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
 ) -> None:
-    replica.is_listed = False
-    waiting = asyncio.create_task(liveness.next(silence(), DispatchPlan(["a"], chosen="a")))
+    replica.is_listed, links.waiting = False, {"a"}
     await check(liveness, tasks, 2 * LOOKS)
-    assert not waiting.done()
+    assert not links.lost
     replica.hangs = True
     await check(liveness, tasks, 2 * LOOKS)
-    with pytest.raises(HungError):
-        await waiting
+    assert links.lost
 
 
 async def test_a_replica_that_speaks_needs_no_question(
-    liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
+    liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
 ) -> None:
-    stream = numbers()
     for _ in range(2 * LOOKS):
-        await liveness.next(stream, DispatchPlan(["a"], chosen="a"))
+        links.messages += 1
         await check(liveness, tasks, 1)
     assert replica.questions == 0
 

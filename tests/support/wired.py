@@ -1,0 +1,81 @@
+"""Replicas in this process, and a router's real connections to them."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from typing import Self
+
+from kvroute.router.dispatch.links import Links
+from kvroute.wire.address import Address
+from kvroute.wire.server import Generate, Method, Server
+from tests.support.waiting import until
+
+LOOPBACK = "127.0.0.1"
+
+
+class Wired:
+    """What Serve would know about them: replicas.Replicas. most: requests that each takes."""
+
+    def __init__(
+        self,
+        generates: Mapping[str, Generate],
+        methods: Mapping[str, Method] | None = None,
+        *,
+        most: int = 1000,
+    ) -> None:
+        self.servers = {
+            id_: Server(each, methods or {}, most=most) for id_, each in generates.items()
+        }
+        self.links = Links(lambda: self)
+        self.killed: list[str] = []
+        self._listed = list(self.servers)
+
+    async def __aenter__(self) -> Self:
+        for server in self.servers.values():
+            await server.start(LOOPBACK)
+        self._running = asyncio.create_task(self.links.run())
+        await until(lambda: self.links.connected() == self._listed)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._running.cancel()
+        await asyncio.wait([self._running])
+        for server in self.servers.values():
+            await server.close()
+
+    def drop(self, replica_id: str) -> None:
+        """Serve no longer runs it."""
+        self._listed.remove(replica_id)
+
+    def ids(self) -> Collection[str]:
+        return self._listed
+
+    def hold(self, replica_id: str) -> object:
+        return self.servers[replica_id]
+
+    async def address(self, replica_id: str) -> Address:
+        server = self.servers[replica_id]
+        return Address(LOOPBACK, server.port, server.secret)
+
+    async def probe(self, replica_id: str) -> None: ...
+
+    async def kill(self, replica_id: str) -> None:
+        self.killed.append(replica_id)
+
+
+class ToldLinks:
+    """In the place of Links: connections that are there, and of which a test says the rest."""
+
+    def __init__(self, connected: Callable[[], list[str]]) -> None:
+        self.connected = connected
+        self.waiting = set[str]()  # replicas that run requests
+        self.messages = 0  # from each
+        self.lost: list[tuple[str, Exception]] = []
+
+    def busy(self) -> set[str]:
+        return self.waiting
+
+    def heard(self, replica_id: str) -> int:
+        return self.messages
+
+    def lose(self, replica_id: str, error: Exception) -> None:
+        self.lost.append((replica_id, error))

@@ -1,0 +1,489 @@
+"""Requests and answers over a real connection between a router's end and a replica's."""
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.contract.generation import (
+    Alternative,
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+    Sampling,
+    TokenLogprob,
+)
+from kvroute.wire import server as replicas_end
+from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, Kind, Reader, frames
+from kvroute.wire.link import (
+    FailedError,
+    Link,
+    LostError,
+    RefusedError,
+    SlowReaderError,
+    Stream,
+    connect,
+)
+from kvroute.wire.server import PortsTakenError, Server
+from kvroute.wire.structs import Challenge, Proof, begin_of, encode, request_in
+from tests.support.waiting import until
+
+LOOPBACK = "127.0.0.1"
+MOST = 10_000  # tokens that may wait in a stream
+
+
+def request(tokens: int = 10, **more: Any) -> GenerateRequest:
+    prompt = np.arange(tokens, dtype=np.uint32)
+    return GenerateRequest("r", prompt, Sampling(max_tokens=5), **more)
+
+
+def chunk(token_id: int, reason: str | None = None, index: int = 0) -> Chunk:
+    return Chunk(index, f" {token_id}", (token_id,), 4, finish_reason=reason)
+
+
+class Engine:
+    """Every stream gets a token when `step` is called, and ends after `tokens`."""
+
+    def __init__(self, tokens: int = 5) -> None:
+        self.tokens = tokens
+        self.requests: list[GenerateRequest] = []
+        self.running = 0
+        self.error: Exception | None = None
+        self._step = asyncio.Event()
+
+    def step(self) -> None:
+        self._step.set()
+        self._step = asyncio.Event()
+
+    async def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            for number in range(1, self.tokens + 1):
+                await self._step.wait()
+                if self.error:
+                    raise self.error
+                yield chunk(number, "length" if number == self.tokens else None)
+        finally:
+            self.running -= 1
+
+
+async def echo(body: bytes) -> bytes:
+    return body
+
+
+@contextlib.asynccontextmanager
+async def served(
+    engine: Engine, *, most: int = 1000, links: int = 1
+) -> AsyncIterator[tuple[Server, list[Link]]]:
+    server = Server(engine.generate, {"echo": echo}, most=most)
+    await server.start(LOOPBACK)
+    connected = [await linked(server) for _ in range(links)]
+    yield server, connected
+    for link in connected:
+        link.lose(LostError("the test is over"))
+    await server.close()
+
+
+async def linked(server: Server, secret: bytes | None = None) -> Link:
+    return await connect("a", LOOPBACK, server.port, secret or server.secret, within_s=5)
+
+
+async def read(stream: Stream) -> list[Chunk]:
+    chunks = []
+    while (chunk := await stream.next()) is not None:
+        chunks.append(chunk)
+    return chunks
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return [id_ for chunk in chunks for id_ in chunk.token_ids]
+
+
+# Frames.
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=40)), max_size=12),
+    st.lists(st.integers(0, 50), max_size=30),
+)
+def test_messages_are_read_however_their_bytes_come(
+    sent: list[tuple[Kind, bytes]], cuts: list[int]
+) -> None:
+    data = b"".join(frame for kind, payload in sent for frame in frames(kind, payload))
+    reader, got = Reader(), list[tuple[int, bytes]]()
+    for cut in [*cuts, len(data)]:
+        got += reader.feed(data[:cut])
+        data = data[cut:]
+    assert got == sent
+
+
+@pytest.mark.parametrize("size", [LARGEST_FRAME, LARGEST_FRAME + 1, 3 * LARGEST_FRAME + 17])
+def test_a_long_message_takes_several_frames(size: int) -> None:
+    payload = random.Random(size).randbytes(size)
+    parts = list(frames(Kind.BEGIN, payload))
+    assert len(parts) == -(-size // LARGEST_FRAME)
+    assert max(map(len, parts)) <= LARGEST_FRAME + HEADER.size
+    assert [*Reader().feed(b"".join(parts))] == [(Kind.BEGIN, payload)]
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_there() -> None:
+    reader = Reader()
+    reader.largest = 100
+    with pytest.raises(FramingError):
+        list(reader.feed(HEADER.pack(101, Kind.BEGIN)))
+    with pytest.raises(FramingError):
+        list(Reader().feed(HEADER.pack(LARGEST_FRAME + 1, Kind.BEGIN)))
+
+
+def test_a_request_is_the_same_on_the_other_side() -> None:
+    sent = request(1000, answered=3, trace={"traceparent": "x"}, lora="l", expected_tokens=64)
+    got = request_in(encode(begin_of(0, sent)))
+    assert got.token_ids.tolist() == sent.token_ids.tolist()
+    assert [getattr(got, name) for name in SAME] == [getattr(sent, name) for name in SAME]
+
+
+SAME = ("request_id", "sampling", "namespace", "answered", "trace", "lora", "expected_tokens")
+
+
+# Answers.
+
+
+async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
+    engine = Engine(tokens=20)
+    async with served(engine, links=2) as (_, links):
+        streams = [link.open(request(), most_waiting=MOST) for link in links for _ in range(50)]
+        await until(lambda: engine.running == 100)
+        before = [link.heard for link in links]
+        for _ in range(20):
+            engine.step()
+            first = [await stream.next() for stream in streams]
+            assert len({each and each.token_ids for each in first}) == 1
+        assert [link.heard - was for link, was in zip(links, before, strict=True)] == [20, 20]
+        assert [await stream.next() for stream in streams] == [None] * 100
+
+
+async def test_what_comes_while_nobody_reads_is_one_chunk() -> None:
+    engine = Engine()
+    async with served(engine) as (_, (link,)):
+        stream = link.open(request(), most_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        await engine.steps(5)
+        await until(lambda: not link.streams)
+        all_of_it = await stream.next()
+        assert all_of_it == Chunk(0, " 1 2 3 4 5", (1, 2, 3, 4, 5), 4, (), "length")
+        assert await stream.next() is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
+def test_every_choice_keeps_its_tokens_in_order(pushed: list[tuple[int, bool]]) -> None:
+    """The booleans: whether somebody reads one chunk then."""
+
+    async def run() -> None:
+        stream = Stream(Link("a", b""), 0, MOST)
+        expected, got = dict[int, list[int]](), dict[int, list[int]]()
+        for number, (index, reads) in enumerate(pushed):
+            stream.push(chunk(number, index=index))
+            expected.setdefault(index, []).append(number)
+            if reads and (read_now := await stream.next()):
+                got.setdefault(read_now.index, []).extend(read_now.token_ids)
+        while stream._chunks:
+            rest = await stream.next()
+            assert rest is not None
+            got.setdefault(rest.index, []).extend(rest.token_ids)
+        assert got == expected
+
+    asyncio.run(run())
+
+
+async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
+    engine = Engine(tokens=100_000)
+    async with served(engine) as (server, (link,)):
+        stream = link.open(request(), most_waiting=50)
+        await until(lambda: engine.running == 1)
+        await engine.steps(60)
+        with pytest.raises(SlowReaderError, match="has not read 51 tokens"):
+            await stream.next()
+        await until(lambda: not engine.running)
+        assert await link.call("echo", b"still") == b"still"
+        assert not server.running
+
+
+async def test_alternatives_count_as_what_a_slow_reader_costs() -> None:
+    top = tuple(Alternative("a", number, 0.0) for number in range(20))
+    stream = Stream(Link("a", b""), 0, 50)
+    for number in range(3):
+        stream.push(Chunk(0, "", (number,), 0, (TokenLogprob(top[0], top),)))
+    with pytest.raises(SlowReaderError):
+        await stream.next()
+
+
+@pytest.mark.parametrize(
+    ("error", "there"),
+    [
+        (ValueError("too long"), ValueError),
+        (EngineDeadError("it died"), EngineDeadError),
+        (KeyError("oh"), FailedError),
+    ],
+)
+async def test_an_error_of_the_engine_comes_after_what_it_generated(
+    error: Exception, there: type[Exception]
+) -> None:
+    engine = Engine()
+    async with served(engine) as (_, (link,)):
+        stream = link.open(request(), most_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        await engine.steps(2)
+        engine.error = error
+        engine.step()
+        await until(lambda: not link.streams)
+        assert ids([(await stream.next()) or chunk(0)]) == [1, 2]
+        with pytest.raises(there, match=str(error.args[0])):
+            await stream.next()
+
+
+@pytest.mark.parametrize("how", ["cancel", "the link", "the server"])
+async def test_who_leaves_ends_the_request(how: str) -> None:
+    engine = Engine()
+    async with served(engine) as (server, (link,)):
+        stream = link.open(request(), most_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        if how == "cancel":
+            stream.cancel()
+            stream.cancel()
+        elif how == "the link":
+            link.lose(LostError("as planned"))
+        else:
+            await server.close()
+        await until(lambda: not engine.running and not server.running)
+        await asyncio.wait_for(server.idle(), 5)
+
+
+async def test_a_connection_that_ends_ends_its_streams_and_calls() -> None:
+    engine = Engine()
+    async with served(engine) as (server, (link,)):
+        server.methods = {"hang": lambda _: asyncio.Event().wait()}  # type: ignore[dict-item]
+        stream = link.open(request(), most_waiting=MOST)
+        call = asyncio.create_task(link.call("hang"))
+        await until(lambda: server.running == 2)
+        (peer,) = server.peers
+        peer.abort("as planned")
+        with pytest.raises(LostError):
+            await stream.next()
+        with pytest.raises(LostError):
+            await call
+        with pytest.raises(LostError):
+            link.open(request(), most_waiting=MOST)
+
+
+async def test_a_million_tokens_pass() -> None:
+    engine = Engine()
+    async with served(engine) as (_, (link,)):
+        link.open(request(1_000_000), most_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        assert len(engine.requests[0].token_ids) == 1_000_000
+
+
+async def test_a_call_is_answered_or_says_why_not() -> None:
+    async with served(Engine()) as (_, (link,)):
+        assert await link.call("echo", b"x" * 3_000_000) == b"x" * 3_000_000
+        with pytest.raises(ValueError, match="knows no 'what'"):
+            await link.call("what")
+
+
+# Room.
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_replica_without_room_refuses_at_once(stops: bool) -> None:
+    engine = Engine()
+    async with served(engine, most=1) as (server, (link,)):
+        first = link.open(request(), most_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        if stops:
+            server.stop()
+        with pytest.raises(RefusedError, match="is to stop" if stops else "has 1 requests"):
+            await link.open(request(), most_waiting=MOST).next()
+        idle = asyncio.create_task(server.idle())
+        await engine.steps(5)
+        assert ids(await read(first)) == [1, 2, 3, 4, 5]
+        await asyncio.wait_for(idle, 5)
+
+
+async def test_a_router_that_does_not_read_is_given_up_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicas_end, "MOST_UNSENT", 1000)
+    engine = Engine(tokens=1_000_000)
+    async with served(engine, links=2) as (server, (deaf, fine)):
+        deaf.open(request(), most_waiting=1 << 40)
+        good = fine.open(request(), most_waiting=1 << 40)
+        await until(lambda: engine.running == 2)
+        assert deaf.transport is not None
+        deaf.transport.pause_reading()
+        (peer,) = (each for each in server.peers if 0 in each._tasks and is_to(each, deaf))
+        peer.pause_writing()  # as when megabytes wait to be sent
+        await until(lambda: is_over(engine), within_s=30)
+        assert (await good.next()) is not None
+
+
+def is_to(peer: Any, link: Link) -> bool:
+    assert link.transport is not None
+    ours: object = link.transport.get_extra_info("sockname")
+    return bool(peer.transport.get_extra_info("peername") == ours)
+
+
+def is_over(engine: Engine) -> bool:
+    engine.step()
+    return engine.running == 1
+
+
+async def test_what_waited_for_a_router_goes_out_when_it_reads_again() -> None:
+    engine = Engine()
+    async with served(engine) as (server, (link,)):
+        stream = link.open(request(), most_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        (peer,) = server.peers
+        peer.pause_writing()
+        await engine.steps(5)
+        assert link.streams == 1
+        peer.resume_writing()
+        assert ids(await read(stream)) == [1, 2, 3, 4, 5]
+
+
+async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvroute.wire.link.MOST_UNSENT", 10_000_000)
+    async with served(Engine()) as (server, (link,)):
+        (peer,) = server.peers
+        assert peer.transport is not None
+        peer.transport.pause_reading()
+        for _ in range(20):
+            with contextlib.suppress(RefusedError):
+                link.open(request(500_000), most_waiting=MOST)
+        with pytest.raises(RefusedError, match="does not read"):
+            link.open(request(), most_waiting=MOST)
+
+
+# Strangers.
+
+
+async def test_both_ends_must_know_the_secret() -> None:
+    async with served(Engine()) as (server, _):
+        with pytest.raises(LostError):
+            await linked(server, b"another secret")
+        assert len(server.peers) == 1
+
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for kind, message in [
+            (Kind.CHALLENGE, Challenge(1, b"n" * 16)),
+            (Kind.WELCOME, Proof(1, b"p", b"n")),
+        ]:
+            writer.writelines(frames(kind, encode(message)))
+
+    impostor = await asyncio.start_server(pretend, LOOPBACK, 0)
+    async with impostor:
+        port = impostor.sockets[0].getsockname()[1]
+        with pytest.raises(LostError):
+            await connect("a", LOOPBACK, port, b"secret", within_s=5)
+
+
+async def test_another_version_is_told_apart() -> None:
+    async def older(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.writelines(frames(Kind.CHALLENGE, encode(Challenge(0, b"n" * 16))))
+
+    async with await asyncio.start_server(older, LOOPBACK, 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(LostError, match="version 0, this router 1"):
+            await connect("a", LOOPBACK, port, b"secret", within_s=5)
+
+
+async def test_who_proves_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_end, "PROOF_S", 0.05)
+    async with served(Engine()) as (server, (link,)):
+        reader, writer = await asyncio.open_connection(LOOPBACK, server.port)
+        with contextlib.suppress(ConnectionError):
+            while await asyncio.wait_for(reader.read(1000), 5):
+                pass
+        writer.close()
+        assert await link.call("echo", b"fine") == b"fine"
+
+
+async def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_end, "MOST_UNPROVEN", 10)
+    async with served(Engine()) as (server, (link,)):
+        crowd = [socket.create_connection((LOOPBACK, server.port)) for _ in range(50)]
+        await until(lambda: len(server.peers) == 11)
+        assert await link.call("echo", b"fine") == b"fine"
+        for each in crowd:
+            each.close()
+        await until(lambda: len(server.peers) == 1)
+
+
+Say = Callable[[Server, bytes], bytes]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from([0, *Kind]), st.booleans())
+def test_no_bytes_stop_a_replica(said: bytes, kind: int, is_proven: bool) -> None:
+    """From a stranger, or from a router that has proven itself."""
+
+    async def run() -> None:
+        async with served(Engine()) as (server, (link,)):
+            victim = await linked(server) if is_proven else None
+            if victim is not None and victim.transport is not None:
+                victim.transport.write(HEADER.pack(len(said), kind) + said)
+            else:
+                _, writer = await asyncio.open_connection(LOOPBACK, server.port)
+                writer.write(said)
+                writer.close()
+            assert await asyncio.wait_for(link.call("echo", b"fine"), 5) == b"fine"
+            if victim is not None:
+                victim.lose(LostError("done"))
+
+    asyncio.run(run())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from([0, *Kind]))
+def test_no_bytes_stop_a_router(said: bytes, kind: int) -> None:
+    """A connection may end, and says so."""
+
+    async def run() -> None:
+        engine = Engine()
+        async with served(engine, links=2) as (server, (link, other)):
+            stream = link.open(request(), most_waiting=MOST)
+            await until(lambda: engine.running == 1)
+            (peer,) = (each for each in server.peers if is_to(each, link))
+            assert peer.transport is not None
+            peer.transport.write(HEADER.pack(len(said), kind) + said)
+            await asyncio.sleep(0.01)
+            await engine.steps(5)
+            with contextlib.suppress(LostError, ValueError, FailedError):
+                await asyncio.wait_for(read(stream), 5)
+            assert await asyncio.wait_for(other.call("echo", b"fine"), 5) == b"fine"
+
+    asyncio.run(run())
+
+
+async def test_a_port_is_taken_from_the_range_or_the_error_says_which() -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        server = Server(Engine().generate, {}, most=1)
+        with pytest.raises(PortsTakenError, match=f"no port of {port}-{port} is free on"):
+            await server.start(LOOPBACK, range(port, port + 1))
+        await server.start(LOOPBACK, range(port, port + 50))
+        assert port < server.port < port + 50
+        await server.close()
