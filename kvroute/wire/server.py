@@ -121,7 +121,7 @@ class Peer(Connection):
         super().connection_made(transport)
         self._server.peers.add(self)
         if sum(not peer._is_proven for peer in self._server.peers) > MOST_UNPROVEN:
-            self.abort(f"{MOST_UNPROVEN} others have proven nothing")
+            self._send_away(f"{MOST_UNPROVEN} others have proven nothing")
             return
         self.send(Kind.CHALLENGE, encode(structs.Challenge(VERSION, self._nonce)))
         self._loop.call_later(PROOF_S, self._expect_proof)
@@ -156,15 +156,21 @@ class Peer(Connection):
         super().resume_writing()
         self._flush()
 
+    def _send_away(self, reason: str) -> None:
+        """Somebody who has proven nothing; anybody may come here, so it is no warning."""
+        log.info("%s ends: %s", self, reason)
+        if self.transport is not None:
+            self.transport.abort()
+
     def _expect_proof(self) -> None:
         if not self._is_proven and self.transport and not self.transport.is_closing():
-            self.abort(f"no proof within {PROOF_S:g} s")
+            self._send_away(f"no proof within {PROOF_S:g} s")
 
     def _prove(self, kind: int, payload: bytes) -> None:
         secret = self._server.secret
         given = structs.decode_proof(payload) if kind == Kind.PROOF else None
         if given is None or not is_proof(given.proof, secret, b"router", self._nonce):
-            self.abort("it does not know the secret")
+            self._send_away("it does not know the secret")
             return
         self._is_proven = True
         self._reader.largest = LARGEST_MESSAGE

@@ -186,7 +186,7 @@ async def test_a_replica_that_hangs_is_not_said_to_die() -> None:
 async def test_no_load_is_left_where_a_replica_was_lost() -> None:
     client = Client(5, 0, IMMORTAL)
     await client.ask()
-    ids = client.wired.ids()
+    ids = [*client.wired.ids()]
     candidates = client.fleet.place_chain([], 1, ids, now_s=time.monotonic()).ranking
     assert [(each.backlog_s, each.decode_step_s) for each in candidates] == [(0, 0)] * 3
 

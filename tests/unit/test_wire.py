@@ -85,6 +85,11 @@ async def echo(body: bytes) -> bytes:
     return body
 
 
+async def hang(_: bytes) -> bytes:
+    await asyncio.Event().wait()
+    return b""
+
+
 @contextlib.asynccontextmanager
 async def served(
     engine: Engine, *, most: int = 1000, links: int = 1
@@ -275,7 +280,7 @@ async def test_who_leaves_ends_the_request(how: str) -> None:
 async def test_a_connection_that_ends_ends_its_streams_and_calls() -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
-        server.methods = {"hang": lambda _: asyncio.Event().wait()}  # type: ignore[dict-item]
+        server.methods = {"hang": hang}
         stream = link.open(request(), most_waiting=MOST)
         call = asyncio.create_task(link.call("hang"))
         await until(lambda: server.running == 2)
@@ -392,6 +397,8 @@ async def test_both_ends_must_know_the_secret() -> None:
             (Kind.WELCOME, Proof(1, b"p", b"n")),
         ]:
             writer.writelines(frames(kind, encode(message)))
+        await reader.read()
+        writer.close()
 
     impostor = await asyncio.start_server(pretend, LOOPBACK, 0)
     async with impostor:
@@ -403,6 +410,8 @@ async def test_both_ends_must_know_the_secret() -> None:
 async def test_another_version_is_told_apart() -> None:
     async def older(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.writelines(frames(Kind.CHALLENGE, encode(Challenge(0, b"n" * 16))))
+        await reader.read()
+        writer.close()
 
     async with await asyncio.start_server(older, LOOPBACK, 0) as server:
         port = server.sockets[0].getsockname()[1]
