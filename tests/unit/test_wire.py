@@ -32,7 +32,7 @@ from kvroute.wire.link import (
     connect,
 )
 from kvroute.wire.server import PortsTakenError, Server
-from kvroute.wire.structs import Challenge, Proof, begin_of, encode, request_in
+from kvroute.wire.structs import Challenge, Welcome, begin_of, encode, request_in
 from tests.support.waiting import until
 
 LOOPBACK = "127.0.0.1"
@@ -391,32 +391,35 @@ async def test_both_ends_must_know_the_secret() -> None:
             await linked(server, b"another secret")
         assert len(server.peers) == 1
 
-    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for kind, message in [
-            (Kind.CHALLENGE, Challenge(1, b"n" * 16)),
-            (Kind.WELCOME, Proof(1, b"p", b"n")),
-        ]:
-            writer.writelines(frames(kind, encode(message)))
-        await reader.read()
-        writer.close()
-
-    impostor = await asyncio.start_server(pretend, LOOPBACK, 0)
-    async with impostor:
-        port = impostor.sockets[0].getsockname()[1]
-        with pytest.raises(LostError):
+    false = (Kind.CHALLENGE, Challenge(1, b"n" * 16)), (Kind.WELCOME, Welcome(b"p"))
+    async with impostor(*false) as port:
+        with pytest.raises(LostError, match="does not know the secret"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
 
 
 async def test_another_version_is_told_apart() -> None:
-    async def older(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.writelines(frames(Kind.CHALLENGE, encode(Challenge(0, b"n" * 16))))
-        await reader.read()
-        writer.close()
-
-    async with await asyncio.start_server(older, LOOPBACK, 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    async with impostor((Kind.CHALLENGE, Challenge(0, b"n" * 16))) as port:
         with pytest.raises(LostError, match="version 0, this router 1"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
+
+
+@contextlib.asynccontextmanager
+async def impostor(*messages: tuple[Kind, Any]) -> AsyncIterator[int]:
+    """The port of a process that sends this to whoever comes."""
+    gone = asyncio.Event()
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for kind, message in messages:
+            writer.writelines(frames(kind, encode(message)))
+        with contextlib.suppress(ConnectionError):
+            await reader.read(1 << 20)
+            await reader.read()
+        writer.close()
+        gone.set()
+
+    async with await asyncio.start_server(say, LOOPBACK, 0) as server:
+        yield server.sockets[0].getsockname()[1]
+        await asyncio.wait_for(gone.wait(), 5)
 
 
 async def test_who_proves_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
