@@ -87,6 +87,14 @@ class Chunk(Struct, frozen=True, array_like=True):
     finish_reason: str | None = None  # "stop" | "length" on a choice's last chunk
 
 
+def weight(chunk: Chunk) -> int:
+    """Its tokens, and the alternatives of their logprobs."""
+    tokens = len(chunk.token_ids)
+    if chunk.logprobs:
+        tokens += sum([1 + len(each.top) for each in chunk.logprobs])
+    return tokens
+
+
 def joined(chunks: Sequence[Chunk]) -> Chunk:
     """One chunk with the content of all; they are of one choice."""
     if len(chunks) == 1:

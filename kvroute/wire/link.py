@@ -6,7 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, joined
+from kvroute.contract.generation import (
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+    joined,
+    weight,
+)
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import Kind
@@ -67,7 +73,10 @@ class Stream:
             return self._chunks.popleft()
         index = self._chunks[0].index
         chunks = [chunk for chunk in self._chunks if chunk.index == index]
-        self._chunks = deque(chunk for chunk in self._chunks if chunk.index != index)
+        if len(chunks) == len(self._chunks):
+            self._chunks.clear()
+        else:
+            self._chunks = deque([chunk for chunk in self._chunks if chunk.index != index])
         return joined(chunks)
 
     def cancel(self) -> None:
@@ -78,7 +87,7 @@ class Stream:
 
     def push(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
-        self._waiting += len(chunk.token_ids) + sum(1 + len(each.top) for each in chunk.logprobs)
+        self._waiting += weight(chunk)
         if self._waiting > self._most:
             self._chunks.clear()
             self._link.cancel(self._number)

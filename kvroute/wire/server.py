@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, weight
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import LARGEST_MESSAGE, Kind
@@ -226,7 +226,7 @@ class Peer(Connection):
     def _push(self, stream: int, chunk: Chunk) -> None:
         """The chunk goes out with all others of this engine step."""
         self._chunks.append((stream, chunk))
-        self._unsent += len(chunk.token_ids) + sum(1 + len(each.top) for each in chunk.logprobs)
+        self._unsent += weight(chunk)
         self._flush_soon()
 
     def _end(self, stream: int, outcome: Outcome, message: str = "") -> None:

@@ -104,7 +104,10 @@ class Client:
         greedy = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
         context = RequestContext(time.monotonic(), choices=greedy.n)
         generation = await self.dispatcher.begin(prompt, greedy, context)
-        return [chunk async for chunk in generation.chunks()]
+        chunks = []
+        while chunk := await generation.next():
+            chunks.append(chunk)
+        return chunks
 
 
 def said(chunks: list[Chunk]) -> tuple[str, list[int], list[int], str | None]:

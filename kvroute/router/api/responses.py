@@ -81,6 +81,7 @@ class Reply(ABC):
         self._include_usage = include_usage
         self._more = {"kvroute_receipts": receipts} if receipts else {}  # next to OpenAI's members
         self._choices = [Choice() for _ in range(prompts * n)]
+        self._unfinished = prompts * n  # choices of a stream
         # The events of a stream differ only in their choice; the bytes around it are encoded once.
         self._before = b"data: " + self._object(self.event_object)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
@@ -94,8 +95,16 @@ class Reply(ABC):
         self.usage.count(chunk, prompt)
         index = prompt * self._n + chunk.index
         logprobs = self._event_logprobs(index, chunk.logprobs) if self._logprobs else b"null"
-        reason = b"null" if chunk.finish_reason is None else encode(chunk.finish_reason)
+        reason = b"null"
+        if chunk.finish_reason is not None:
+            self._unfinished -= 1
+            reason = encode(chunk.finish_reason)
         return self._event(index, self._delta(encode(chunk.text)), logprobs, reason)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice of a stream had its last event."""
+        return not self._unfinished
 
     def closing(self) -> bytes:
         """The end of a stream: usage and receipts if requested, and the [DONE] marker."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
@@ -67,6 +67,7 @@ class Generation:
         self._request = request
         self._context = replace(context, is_resumed=True)  # when it is sent again
         self._current = current
+        self._first: Chunk | None = current.first  # until it was read
         self._losses = losses
         self._emitted: list[int] = []  # token ids; of all choices, where there are several
 
@@ -75,23 +76,22 @@ class Generation:
         """Prompt tokens that the router expected in the first replica's cache."""
         return self.placement.expected_tokens(self.replica_id)
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """All chunks; closing early aborts the request. ApiError when no replica can continue."""
-        chunk: Chunk | None = self._current.first
-        try:
-            while chunk is not None:
-                self._emitted.extend(chunk.token_ids)
-                yield chunk
-                chunk = await self._next()
-        finally:
+    async def next(self) -> Chunk | None:
+        """What has come since the last call, from whichever replica; None after the last chunk.
+        ApiError when no replica can continue."""
+        chunk, self._first = self._first, None
+        chunk = chunk or await self._later()
+        if chunk is None:
             self.close()
+        else:
+            self._emitted.extend(chunk.token_ids)
+        return chunk
 
     def close(self) -> None:
         """Ends the request, complete or not; a second call does nothing."""
         self._current.close()
 
-    async def _next(self) -> Chunk | None:
-        """The next chunk, from whichever replica; None after the last one."""
+    async def _later(self) -> Chunk | None:
         current = self._current
         try:
             chunk = await current.rest.next()

@@ -1,12 +1,12 @@
 """One call's prompts become one HTTP response, whole or streamed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.generation import Sampling, TokenIds
 from kvroute.router.api.errors import ApiError
@@ -14,7 +14,7 @@ from kvroute.router.api.responses import ChatReply, CompletionReply, Reply
 from kvroute.router.api.sampling import SamplingRequest
 from kvroute.router.api.schemas import ChatCompletionRequest
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
-from kvroute.router.dispatch.merge import merge
+from kvroute.router.dispatch.merge import Merged
 from kvroute.router.routing.attempts import RequestContext
 
 SHOWN_REPLICAS = 32  # in a header
@@ -52,15 +52,49 @@ async def respond(
     )
     headers = _headers(generations)
     if body.stream:
-        events = _events(reply, generations)
-        opening = await anext(events)  # a started generator also runs its cleanup
-        return StreamingResponse(
-            _chain(opening, events), headers=headers, media_type="text/event-stream"
-        )
-    async with aclosing(merge(generations)) as chunks:
-        async for prompt, chunk in chunks:
-            reply.add(chunk, prompt)
+        return EventStream(reply, generations, headers)
+    merged = Merged(generations)
+    try:
+        while item := await merged.next():
+            reply.add(item[1], item[0])
+    finally:
+        await merged.close()
     return Response(reply.whole(), headers=headers, media_type="application/json")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. What has come when it is time to write is one event."""
+
+    def __init__(
+        self, reply: Reply, generations: Sequence[Generation], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__((), headers=headers, media_type="text/event-stream")
+        self._reply = reply
+        self._merged = Merged(generations)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._merged.close()
+
+    async def stream_response(self, send: Send) -> None:
+        """A failure after the first byte becomes an event. The first event goes out together with
+        the opening, and the last one with the closing."""
+        reply, merged = self._reply, self._merged
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        body = reply.opening()
+        try:
+            while item := await merged.next():
+                body += reply.event(item[1], item[0])
+                if reply.is_complete:
+                    break
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = b""
+            body += reply.closing()
+        except ApiError as error:
+            body += error.event()
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _shape(body: SamplingRequest) -> type[Reply]:
@@ -83,27 +117,6 @@ async def _begin(
         begun = await asyncio.gather(*tasks, return_exceptions=True)
         _close(result for result in begun if isinstance(result, Generation))
         raise
-
-
-async def _events(reply: Reply, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
-    """The stream's events; a failure after the first byte becomes an error event."""
-    try:
-        yield reply.opening()
-        async with aclosing(merge(generations)) as chunks:
-            async for prompt, chunk in chunks:
-                yield reply.event(chunk, prompt)
-    except ApiError as error:
-        yield error.event()
-        return
-    finally:
-        _close(generations)
-    yield reply.closing()
-
-
-async def _chain(opening: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield opening
-    async for event in events:
-        yield event
 
 
 def _close(generations: Iterable[Generation]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvroute.contract.unreadable import Unreadable
-from kvroute.process.exposition import Readings
+from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.api.errors import ApiError
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.request_log import RequestLog
@@ -65,10 +65,11 @@ class Waits(RequestObserver):
             "Time to the first token at a replica, over what the router predicted.",
             RATIOS,
         )
-        self._gap = histogram(
-            "inter_token_seconds",
+        self._gap = FastHistogram(
+            "kvroute_inter_token_seconds",
             "From one chunk of an answer to its next; answers with n above 1 are left out.",
             GAPS_S,
+            registry,
         )
         self._token = histogram(
             "time_per_output_token_seconds",

@@ -1,6 +1,8 @@
 """One request at one replica: why it was placed there, what it receives, how it ends."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from kvroute.contract.fingerprint import Fingerprint
@@ -104,6 +106,7 @@ class RequestObservers(RequestObserver):
 
     def __init__(self, *observers: RequestObserver) -> None:
         self._observers = observers
+        self._at_chunks = [*chain.from_iterable(map(_at_chunks, observers))]
 
     def placed(self, placement: Placement, decision_s: float) -> None:
         for observer in self._observers:
@@ -118,12 +121,20 @@ class RequestObservers(RequestObserver):
             observer.first_token(attempt)
 
     def next_chunk(self, attempt: "Attempt", gap_s: float) -> None:
-        for observer in self._observers:
-            observer.next_chunk(attempt, gap_s)
+        for observe in self._at_chunks:
+            observe(attempt, gap_s)
 
     def ended(self, attempt: "Attempt") -> None:
         for observer in self._observers:
             observer.ended(attempt)
+
+
+def _at_chunks(observer: RequestObserver) -> list[Callable[["Attempt", float], None]]:
+    """What it does at each chunk: often nothing."""
+    if isinstance(observer, RequestObservers):
+        return observer._at_chunks
+    is_own = type(observer).next_chunk is not RequestObserver.next_chunk
+    return [observer.next_chunk] if is_own else []
 
 
 NO_OBSERVER = RequestObserver()
