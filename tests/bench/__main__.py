@@ -18,6 +18,7 @@ from tests.bench.report import Section
 from tests.bench.resize import resize
 from tests.bench.routers import routers
 from tests.bench.sizing import growth, streaming
+from tests.bench.stream.tables import tables
 from tests.bench.successor import successor
 
 
@@ -56,6 +57,13 @@ def main(
             "--dtype", help="Adds the built-in model in bfloat16 and float32, in some minutes."
         ),
     ] = False,
+    with_stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Adds what a streamed token and a short request cost, in four minutes.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Where to write the same as JSON.")
     ] = None,
@@ -66,7 +74,7 @@ def main(
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
     found = []
-    flags = with_routers, with_successor, with_resize, with_sizing, with_dtype
+    flags = with_routers, with_successor, with_resize, with_sizing, with_dtype, with_stream
     for section in sections(trace, *flags):
         typer.echo(section.markdown() + "\n")
         found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
@@ -83,6 +91,7 @@ def sections(
     with_resize: bool,
     with_sizing: bool,
     with_dtype: bool,
+    with_stream: bool,
 ) -> Iterator[Section]:
     yield apart(decision)
     yield memory()
@@ -100,6 +109,8 @@ def sections(
         yield streaming()
     if with_dtype:
         yield apart(dtype)
+    if with_stream:
+        yield from apart(tables)
     if trace is not None:
         yield apart(policies, trace)
 

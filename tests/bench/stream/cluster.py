@@ -1,0 +1,62 @@
+"""The processes of a cluster that a token passes through, and where to ask."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.bench.stream.load import Processes
+from tests.support.serving import Cluster, start_cluster
+
+TITLES = {
+    "router": "kvroute:Router",
+    "replica": "kvroute:Replica",
+    "HAProxy": "haproxy/bin/haproxy",
+}
+ROUTER = re.compile(r"^\s+server \S+ \S+:(\d+)\s.*\bcheck(?! backup)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Serving:
+    cluster: Cluster
+
+    @property
+    def port(self) -> int:
+        return int(self.cluster.url.rpartition(":")[2])
+
+    @property
+    def router_port(self) -> int | None:
+        """The only router's own, as HAProxy's configuration names it; None: it does not."""
+        for process in self._of("HAProxy"):
+            with suppress(psutil.Error, ValueError, OSError):
+                args = process.cmdline()
+                config = Path(args[args.index("-f") + 1]).read_text()
+                if server := ROUTER.search(config):
+                    return int(server[1])
+        return None
+
+    def processes(self) -> Processes:
+        return {role: [process.pid for process in self._of(role)] for role in TITLES}
+
+    def _of(self, role: str) -> list[psutil.Process]:
+        started = psutil.Process(self.cluster.process.pid).children(recursive=True)
+        return [process for process in started if TITLES[role] in _title(process)]
+
+
+@contextmanager
+def serving(*, replicas: int, decode_ms: float) -> Iterator[Serving]:
+    """One router, and simulated replicas that prefill at once."""
+    with start_cluster(
+        *("--engine", "simulated", "--routers", "1", "--replicas", str(replicas), "--no-ui"),
+        *("--simulated-prefill-tokens-per-s", "0", "--simulated-decode-ms", str(decode_ms)),
+    ) as cluster:
+        yield Serving(cluster)
+
+
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"{process.name()} {' '.join(process.cmdline()[:1])}"
+    return ""

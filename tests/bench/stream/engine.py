@@ -1,0 +1,76 @@
+"""What a simulated engine costs by itself, without any transport."""
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import replace
+from uuid import uuid4
+
+import numpy as np
+import uvloop
+
+from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.engines import start_engine
+from kvroute.settings.replica import ReplicaSettings
+from tests.bench.stream.caller import Tally
+from tests.bench.stream.load import RAMP_S, SETTLE_S, Cost, Load, cost, first_tokens
+
+PROMPT_TOKENS = 50  # about as many as a chat of the load has
+ENGINE = "replica"  # the role whose cost is its own
+
+
+def alone(load: Load, *, decode_ms: float) -> Cost:
+    """The CPU time is all of this process."""
+    return uvloop.run(_measure(load, decode_ms))
+
+
+async def _measure(load: Load, decode_ms: float) -> Cost:
+    engine = await start_engine(
+        ReplicaSettings(
+            model=BUILTIN_MODEL,
+            served_model_name="m",
+            redis_url="",
+            engine="simulated",
+            simulated_prefill_tokens_per_s=0,
+            simulated_decode_ms=decode_ms,
+        )
+    )
+    shown = [Tally()]
+    readers = []
+    for first in first_tokens(load):
+        readers.append(asyncio.create_task(_read(engine, shown, first, load.tokens)))
+        await asyncio.sleep(RAMP_S / load.concurrent)
+    await asyncio.sleep(SETTLE_S)
+    shown[0] = Tally()
+    begun_s, before_s = time.perf_counter(), time.process_time()
+    await asyncio.sleep(load.window_s)
+    spent_s = {ENGINE: time.process_time() - before_s}
+    found = cost(shown[0], time.perf_counter() - begun_s, spent_s)
+    for reader in readers:
+        reader.cancel()
+    await asyncio.wait(readers)
+    await engine.close()
+    return found
+
+
+async def _read(engine: Engine, shown: list[Tally], first: int, tokens: int) -> None:
+    """One answer after the other. shown: the tally that counts now."""
+    sampling = Sampling(max_tokens=first, ignore_eos=True)
+    while True:
+        request = GenerateRequest(uuid4().hex, _prompt(), sampling)
+        before_s, got = time.perf_counter(), 0
+        async with aclosing(engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                now_s, tally = time.perf_counter(), shown[0]
+                (tally.gaps_s if got else tally.ttft_s).append(now_s - before_s)
+                before_s, got = now_s, got + len(chunk.token_ids)
+                tally.tokens += len(chunk.token_ids)
+                tally.events += 1
+        shown[0].answers += 1
+        sampling = replace(sampling, max_tokens=tokens)
+
+
+def _prompt() -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.random.randint(1000, 40_000, PROMPT_TOKENS).astype(np.uint32)

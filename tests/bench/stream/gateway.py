@@ -1,0 +1,69 @@
+"""SGLang's gateway, in Rust, before OpenAI servers without a model."""
+
+import contextlib
+import importlib.util
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import requests
+
+from kvroute.local.ports import free_port
+from tests.bench.stream.mock_engine import HOST, NICENESS, serve
+
+MISSING = "SGLang's gateway is left out: `pip install -e '.[bench]'` brings sglang-router."
+READY_S = 60.0
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("sglang_router") is not None
+
+
+@contextmanager
+def mock_engines(count: int, *, step_s: float) -> Iterator[dict[int, int]]:
+    """Their process ids, by port."""
+    spawn, ports = multiprocessing.get_context("spawn"), [free_port() for _ in range(count)]
+    started = [spawn.Process(target=serve, args=(port, step_s), daemon=True) for port in ports]
+    try:
+        for each in started:
+            each.start()
+        for port in ports:
+            _wait(f"http://{HOST}:{port}/health", lambda: all(each.is_alive() for each in started))
+        yield {port: each.pid or 0 for port, each in zip(ports, started, strict=True)}
+    finally:
+        for each in started:
+            each.kill()
+            each.join()
+
+
+@contextmanager
+def gateway(engine_ports: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Its port and its process id."""
+    port = free_port()
+    command = [
+        *("nice", "-n", str(NICENESS), sys.executable, "-m", "sglang_router.launch_router"),
+        *("--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())),
+        *("--policy", "round_robin", "--log-level", "error"),
+        *("--worker-urls", *(f"http://{HOST}:{each}" for each in engine_ports)),
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        _wait(f"http://{HOST}:{port}/readiness", lambda: process.poll() is None)
+        yield port, process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(url: str, runs: Callable[[], bool]) -> None:
+    """Until it answers well; not after its process has ended."""
+    deadline = time.monotonic() + READY_S
+    while runs() and time.monotonic() < deadline:
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(url, timeout=2).ok:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"{url} has not answered; its process {'runs' if runs() else 'ended'}")

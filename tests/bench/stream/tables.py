@@ -1,0 +1,203 @@
+"""What a streamed token and a short request cost, in CPU time and in waiting, beside a peer.
+
+A steady load of chats meets a cluster of simulated engines, and SGLang's gateway before servers
+that answer at once. The load is on the same cores as what it measures.
+"""
+
+from dataclasses import replace
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.bench.report import Row, Section
+from tests.bench.stream.cluster import serving
+from tests.bench.stream.engine import alone
+from tests.bench.stream.gateway import MISSING, gateway, is_installed, mock_engines
+from tests.bench.stream.load import Cost, Load, idle_cpu_s, measure
+
+REPLICAS = 2
+DECODE_MS = 10.0
+TOKENS = 200
+STREAMED = [
+    Load(model=BUILTIN_MODEL, concurrent=concurrent, tokens=TOKENS)
+    for concurrent in (1, 16, 64, 256)
+]
+SHORT = [
+    Load(model=BUILTIN_MODEL, concurrent=concurrent, tokens=1, streamed=False)
+    for concurrent in (1, 16)
+]
+PAST_HAPROXY = (STREAMED[2], *SHORT)
+WARM_UP = replace(STREAMED[1], window_s=3.0)
+SHORT_WINDOW_S = 3.0  # where costs vary less
+IDLE_S = 3.0
+
+FULL_REPLICAS = 4
+FULL_DECODE_MS = 2.0
+FULL = Load(model=BUILTIN_MODEL, concurrent=128, tokens=TOKENS)
+
+OURS, PAST = "kvroute", "kvroute, past HAProxy"
+PEER = "sglang-router"
+ENGINE, MOCK = "simulated engine alone", "mock engine alone"
+BEHIND = {OURS: ENGINE, PAST: ENGINE, PEER: MOCK}
+ALONE = f"An engine alone has 1/{REPLICAS} of the streams or requests, as it has behind a router."
+TOGETHER = "A gap is that between two events of a stream; events that come together have none."
+NAGLE = (
+    f"The first token of {PEER} waits for the client's delayed ACK, 40 ms on Linux: its sockets "
+    "are without TCP_NODELAY. A client that sends ACKs at once does not wait."
+)
+
+Costs = dict[tuple[str, Load], Cost]  # of each way, under each load
+
+
+def tables() -> list[Section]:
+    costs: Costs = {
+        (ENGINE, load): alone(_shortly(_share(load)), decode_ms=DECODE_MS)
+        for load in STREAMED + SHORT
+    }
+    notes, waits = [ALONE, _cluster(costs)], [TOGETHER]
+    if is_installed():
+        _peer(costs)
+        waits.append(NAGLE)
+    else:
+        notes.append(MISSING)
+    title = f"Streamed chats of {TOKENS} tokens, {DECODE_MS:g} ms a token, {REPLICAS} replicas"
+    streamed = [key for key in costs if key[1].streamed]
+    short = [key for key in costs if not key[1].streamed]
+    return [
+        Section(f"{title}: CPU time", [_token(costs, *key) for key in streamed], notes),
+        Section(f"{title}: at the client", [_waits(costs, *key) for key in streamed], waits),
+        Section("Requests of one token", [_request(costs, *key) for key in short]),
+        _full(),
+    ]
+
+
+def _cluster(costs: Costs) -> str:
+    """Adds its costs; what its processes take when nobody asks."""
+    with serving(replicas=REPLICAS, decode_ms=DECODE_MS) as found:
+        measure(found.port, WARM_UP, {})
+        idle = idle_cpu_s(found.processes(), seconds=IDLE_S)
+        for load in STREAMED + SHORT:
+            costs[OURS, load] = measure(found.port, load, found.processes())
+        if port := found.router_port:
+            processes = {role: found.processes()[role] for role in ("router", "replica")}
+            for load in PAST_HAPROXY:
+                costs[PAST, load] = measure(port, load, processes)
+    took = ", ".join(f"{role} {1000 * cpu_s:.1f}" for role, cpu_s in idle.items())
+    return f"In CPU ms a second, an idle cluster takes (all of a kind together): {took}."
+
+
+def _peer(costs: Costs) -> None:
+    with mock_engines(REPLICAS, step_s=DECODE_MS / 1000) as engines:
+        one = min(engines)
+        for load in STREAMED + SHORT:
+            processes = {"replica": [engines[one]]}
+            costs[MOCK, load] = measure(one, _shortly(_share(load)), processes)
+        with gateway([*engines]) as (port, pid):
+            processes = {"router": [pid], "replica": [*engines.values()]}
+            measure(port, WARM_UP, {})
+            for load in STREAMED + SHORT:
+                costs[PEER, load] = measure(port, _shortly(load), processes)
+
+
+def _full() -> Section:
+    """More tokens are generated than one router can pass on."""
+    with serving(replicas=FULL_REPLICAS, decode_ms=FULL_DECODE_MS) as found:
+        measure(found.port, WARM_UP, {})
+        rows = [_most(OURS, measure(found.port, FULL, found.processes()))]
+    if is_installed():
+        with (
+            mock_engines(FULL_REPLICAS, step_s=FULL_DECODE_MS / 1000) as engines,
+            gateway([*engines]) as (port, pid),
+        ):
+            measure(port, WARM_UP, {})
+            processes = {"router": [pid], "replica": [*engines.values()]}
+            rows.append(_most(PEER, measure(port, FULL, processes)))
+    offered = FULL.concurrent * 1000 / FULL_DECODE_MS
+    return Section(
+        f"One router and too many tokens: {FULL_REPLICAS} replicas, {FULL.concurrent} streams",
+        rows,
+        [
+            f"The engines would make {offered:,.0f} tokens/s. Where the router has less than a "
+            "core, other processes have the rest: then the last column is no rate that was reached."
+        ],
+    )
+
+
+def _share(load: Load) -> Load:
+    """One replica's."""
+    return replace(load, concurrent=max(1, load.concurrent // REPLICAS))
+
+
+def _shortly(load: Load) -> Load:
+    return replace(load, window_s=SHORT_WINDOW_S)
+
+
+def _token(costs: Costs, way: str, load: Load) -> Row:
+    cost = costs[way, load]
+    us = {role: 1e6 * cpu_s / cost.tokens for role, cpu_s in cost.cpu_s.items()}
+    return {
+        "way": way,
+        "streams": load.concurrent,
+        "tokens/s": cost.tokens / cost.seconds,
+        "events a token": cost.events / cost.tokens,
+        "router, us a token": us.get("router"),
+        "replica, us a token of its own": us.get("replica"),
+        "HAProxy, us a token": us.get("HAProxy"),
+        f"router / {PEER}": _ratio(costs, way, load, "router", PEER),
+        "replica / engine alone": _ratio(costs, way, load, "replica", ENGINE),
+    }
+
+
+def _waits(costs: Costs, way: str, load: Load) -> Row:
+    cost = costs[way, load]
+    return {
+        "way": way,
+        "streams": load.concurrent,
+        "TTFT p50 ms": cost.ttft_p50_ms,
+        "added TTFT p50 ms": _added_ms(costs, way, load),
+        "gap p50 ms": cost.gap_p50_ms,
+        "gap p99 ms": cost.gap_p99_ms,
+        "answers": cost.answers,
+    }
+
+
+def _request(costs: Costs, way: str, load: Load) -> Row:
+    cost = costs[way, load]
+    us = {role: 1e6 * cpu_s / cost.answers for role, cpu_s in cost.cpu_s.items()}
+    return {
+        "way": way,
+        "concurrent": load.concurrent,
+        "requests/s": cost.answers / cost.seconds,
+        "router, us a request": us.get("router"),
+        "replica, us a request of its own": us.get("replica"),
+        "HAProxy, us a request": us.get("HAProxy"),
+        f"router / {PEER}": _ratio(costs, way, load, "router", PEER),
+        "p50 ms": cost.ttft_p50_ms,
+        "added p50 ms": _added_ms(costs, way, load),
+        "p99 ms": cost.ttft_p99_ms,
+    }
+
+
+def _most(way: str, cost: Cost) -> Row:
+    router_s = cost.cpu_s["router"]
+    return {
+        "way": way,
+        "tokens/s": cost.tokens / cost.seconds,
+        "events a token": cost.events / cost.tokens,
+        "router's share of a core": router_s / cost.seconds,
+        "tokens per CPU second of the router": cost.tokens / router_s,
+    }
+
+
+def _ratio(costs: Costs, way: str, load: Load, role: str, other: str) -> float | None:
+    """The CPU time of a token, over the other way's, where both are ours and have that role."""
+    if way not in (OURS, PAST) or (other, load) not in costs:
+        return None
+    ours, theirs = costs[way, load], costs[other, load]
+    return (ours.cpu_s[role] / ours.tokens) / (theirs.cpu_s[role] / theirs.tokens)
+
+
+def _added_ms(costs: Costs, way: str, load: Load) -> float | None:
+    """To what the engine behind it takes for the first token."""
+    if way not in BEHIND:
+        return None
+    through, behind = costs[way, load].ttft_p50_ms, costs[BEHIND[way], load].ttft_p50_ms
+    return None if through is None or behind is None else through - behind
