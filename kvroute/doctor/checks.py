@@ -63,6 +63,17 @@ def handshake(health: Facts) -> Iterator[Check]:
         yield Check("handshake", "wrong", f"replica {replica_id}: {reason}", RESTART)
 
 
+def connections(health: Facts) -> Iterator[Check]:
+    """Whether the router can send requests to each replica that Serve runs."""
+    unconnected: Mapping[str, str] = health.get("unconnected") or {}
+    if not unconnected:
+        yield Check("connections", "ok", "the router is connected to every replica")
+    for replica_id, reason in unconnected.items():
+        finding = f"no connection to replica {replica_id}: {reason}"
+        remedy = "let routers reach the replicas' nodes; --replica-ports says at which ports"
+        yield Check("connections", "wrong", finding, remedy)
+
+
 def deployments(found: Mapping[str, Facts] | None) -> Iterator[Check]:
     """The deployments' target and actual states in Serve."""
     if found is None:

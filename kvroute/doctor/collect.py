@@ -29,6 +29,7 @@ def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> 
         return
     with httpx.Client(base_url=url, timeout=WAIT_S) as client:
         yield checks.cluster(health)
+        yield from checks.connections(health)
         yield from checks.handshake(health)
         yield from _Collection(client, step).run(has_replicas=ready > 0, audit=audit)
 

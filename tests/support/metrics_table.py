@@ -14,6 +14,8 @@ from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.dispatch.links import Links
+from kvroute.router.dispatch.replicas import replicas
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
@@ -50,6 +52,7 @@ def router() -> CollectorRegistry:
     metrics.export_prefixes(_catalogue(fleet))
     metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
     metrics.export_unreadable(Unreadable())
+    metrics.export_links(Links(lambda: replicas("unused")))
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
     return registry
 

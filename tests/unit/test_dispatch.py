@@ -18,6 +18,7 @@ from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngin
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.schemas import CompletionRequest
 from kvroute.router.dispatch.dispatcher import Dispatcher
+from kvroute.router.dispatch.links import UnansweredError
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.losses import (
     CAUSED,
@@ -278,3 +279,36 @@ async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
     with pytest.raises(ApiError, match="9000 tokens"):
         await client.ask(np.zeros(9000, np.uint32))
     assert [attempt.outcome for attempt in client.diary.attempts] == ["refused"]
+
+
+async def test_a_replica_that_cannot_be_reached_is_named_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvroute.router.dispatch.links.NOTED_S", 0.0)
+    async with Client(IMMORTAL, IMMORTAL).serving() as client:
+        await client.wired.servers["r0"].close()
+        links = client.wired.links
+        await until(lambda: links.unconnected().keys() == {"r0"})
+        assert links.connected() == ["r1"]
+        with pytest.raises(UnansweredError, match="there is no connection: 127"):
+            await links.call("r0", "audit", b"", within_s=5)
+        client.wired.drop("r0")
+        await until(lambda: not links.unconnected())
+
+
+async def test_a_replica_that_serve_stops_finishes_what_it_runs() -> None:
+    client = Client(IMMORTAL, IMMORTAL)
+    slow = replace(INSTANT, decode_step_s=0.005)
+    client.engines.all |= {id_: SimulatedEngine(slow) for id_ in client.engines.all}
+    async with client.serving():
+        asking = asyncio.create_task(client.asked(max_tokens=60))
+        await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
+        ((stopped, server),) = (
+            (id_, each) for id_, each in client.wired.servers.items() if each.running
+        )
+        client.wired.drop(stopped)
+        server.stop()
+        await server.idle()
+        assert said(await asking)[3] == "length"
+        assert [each.outcome for each in client.diary.attempts] == ["ok"]
+        await until(lambda: not server.peers)

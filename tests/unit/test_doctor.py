@@ -118,6 +118,14 @@ def test_a_deployment_that_serve_cannot_bring_up_is_wrong_in_serves_words() -> N
     assert [check.grade for check in checks.deployments(None)] == ["wrong"]
 
 
+def test_a_replica_without_a_connection_is_named_with_the_reason() -> None:
+    (well,) = checks.connections({"replicas": 2})
+    (wrong,) = checks.connections({"replicas": 2, "unconnected": {"a": "10.0.0.2:20000: refused"}})
+    assert (well.grade, wrong.grade) == ("ok", "wrong")
+    assert "replica a: 10.0.0.2:20000: refused" in wrong.finding
+    assert "--replica-ports" in wrong.remedy
+
+
 def test_a_replica_with_another_tokenizer_is_wrong() -> None:
     (well,) = checks.handshake({"replicas": 2})
     (wrong,) = checks.handshake({"replicas": 2, "degraded": {"a": "its tokenizer is another one"}})

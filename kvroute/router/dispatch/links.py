@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from ray.exceptions import RayError
@@ -16,6 +17,7 @@ CHECK_INTERVAL_S = 0.1  # between comparisons with what Serve runs
 CONNECT_S = 5.0  # the longest wait for an address, and for a connection
 FIRST_PAUSE_S = 0.1  # between two attempts to connect; doubles each time
 LONGEST_PAUSE_S = 2.0
+NOTED_S = 5.0  # after so long without a connection, it is said so: Serve may just replace it
 
 
 class UnansweredError(Exception):
@@ -27,7 +29,7 @@ class Links:
 
     def __init__(self, replicas: Callable[[], Replicas]) -> None:
         self.losses = 0  # connections that ended while Serve ran the replica
-        self.failures: dict[str, str] = {}  # replica id -> why there is no connection
+        self._failures: dict[str, tuple[float, str]] = {}  # replica id -> since when, and why
         self._replicas = replicas
         self._links: dict[str, Link] = {}  # those that are ready
         self._kept: dict[str, asyncio.Task[None]] = {}
@@ -35,6 +37,13 @@ class Links:
     def connected(self) -> list[str]:
         """The replicas that Serve runs and that can get requests now."""
         return [id_ for id_ in self._replicas().ids() if id_ in self._links]
+
+    def unconnected(self) -> dict[str, str]:
+        """The replicas to which there is no connection for a while: id -> why."""
+        now_s = time.monotonic()
+        return {
+            id_: why for id_, (since_s, why) in self._failures.items() if now_s - since_s >= NOTED_S
+        }
 
     def busy(self) -> set[str]:
         """The replicas that run requests of this router; Serve may have dropped them."""
@@ -54,7 +63,7 @@ class Links:
     async def call(self, replica_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
         """The replica's answer to one question. Raises UnansweredError."""
         if (link := self._links.get(replica_id)) is None:
-            reason = self.failures.get(replica_id, "Serve does not run it")
+            _, reason = self._failures.get(replica_id, (0.0, "Serve does not run it"))
             raise UnansweredError(f"there is no connection: {reason}")
         try:
             async with asyncio.timeout(within_s):
@@ -103,7 +112,7 @@ class Links:
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
         finally:
             del held
-            self.failures.pop(replica_id, None)
+            self._failures.pop(replica_id, None)
             if link := self._links.pop(replica_id, None):
                 link.lose(LostError("the replica has left"))
 
@@ -118,7 +127,7 @@ class Links:
         except (RayError, UnknownReplicaError, LostError, TimeoutError, ValueError) as error:
             self._note(replica_id, str(error) or f"silence for {CONNECT_S:g} s")
             return False
-        self.failures.pop(replica_id, None)
+        self._failures.pop(replica_id, None)
         self._links[replica_id] = link
         await link.closed.wait()
         del self._links[replica_id]
@@ -126,6 +135,7 @@ class Links:
         return True
 
     def _note(self, replica_id: str, reason: str) -> None:
-        if self.failures.get(replica_id) != reason:
+        since_s, known = self._failures.get(replica_id, (time.monotonic(), ""))
+        if known != reason:
             log.warning("no connection to replica %s: %s", replica_id, reason)
-        self.failures[replica_id] = reason
+        self._failures[replica_id] = since_s, reason

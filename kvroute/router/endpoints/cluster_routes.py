@@ -29,6 +29,9 @@ async def health(models: Served) -> Response:
             "writable": all(each.index_is_writable for each in found.values()),
             "age_s": round(max(each.index_age_s for each in found.values()), 1),
         },
+        "unconnected": dict(
+            chain.from_iterable(each.unconnected.items() for each in found.values())
+        ),
         "degraded": dict(chain.from_iterable(each.degraded.items() for each in found.values())),
     }
     return JSONResponse(health, 200 if ready else 503)

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.api.errors import ApiError
+from kvroute.router.dispatch.links import Links
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.prefixes.catalogue import Catalogue
@@ -242,6 +243,18 @@ class RouterMetrics(RequestObservers):
             "Times that something in Redis, or from another process, was skipped since it cannot "
             "be read: of another version, of another cluster, or garbage.",
             lambda: unreadable.counts,
+        )
+
+    def export_links(self, links: Links) -> None:
+        self._readings.gauge(
+            "kvroute_connected_replicas",
+            "Replicas to which the router has a connection, so that they can get requests.",
+            lambda: len(links.connected()),
+        )
+        self._readings.counter(
+            "kvroute_lost_connections",
+            "Connections to replicas that ended, for whatever reason.",
+            lambda: links.losses,
         )
 
     def export_log(self, log: RequestLog) -> None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.exposition import Exposition, Process
+from kvroute.router.dispatch.links import Links
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
@@ -46,6 +47,7 @@ class Telemetry:
         catalogue: Catalogue,
         audit: Audit,
         unreadable: Unreadable,
+        links: Links,
     ) -> None:
         """Prometheus can scrape and find this router from now on, unless metrics are off."""
         if self._metrics is None:
@@ -54,6 +56,7 @@ class Telemetry:
         self._metrics.export_prefixes(catalogue)
         self._metrics.export_audit(audit)
         self._metrics.export_unreadable(unreadable)
+        self._metrics.export_links(links)
         if self._log:
             self._metrics.export_log(self._log)
         self._registry.register(Process())

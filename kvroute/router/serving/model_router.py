@@ -61,6 +61,7 @@ class ModelHealth:
     index_is_writable: bool  # a Redis without memory can be read only
     index_age_s: float  # since the router's mirror was last equal to the index
     degraded: dict[str, str]  # replica id -> why
+    unconnected: dict[str, str]  # replica id -> why the router has no connection to it
 
 
 class ModelRouter:
@@ -116,6 +117,7 @@ class ModelRouter:
             catalogue=catalogue,
             audit=self._audit,
             unreadable=self._unreadable,
+            links=self._links,
         )
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index))
@@ -218,6 +220,7 @@ class ModelRouter:
             index_is_writable=self._neighbours.can_write,
             index_age_s=feed.age_s,
             degraded=dict(degraded),
+            unconnected=self._links.unconnected(),
         )
 
     async def replicas(self) -> list[dict[str, Any]]:
