@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.generation import TokenIds
+from kvroute.contract.messages import Message, decode
 from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.router.routing.attempts import Attempt
 from kvroute.router.routing.fleet import Fleet
@@ -69,7 +70,10 @@ async def connected(url: str, *routers: Router) -> AsyncIterator[None]:
     tasks = [
         asyncio.create_task(run)
         for router in routers
-        for run in (router.peer_publisher.run(index), router.listener.run(index))
+        for run in (
+            router.peer_publisher.run(index, router.listener),
+            router.listener.run(index),
+        )
     ]
     for router in routers:
         await until(router.hears(len(routers) - 1))
@@ -130,6 +134,24 @@ async def test_a_router_does_not_hear_itself(redis_url: str) -> None:
         attempt = one.send(prompt(7))
         await asyncio.sleep(0.2)
         assert one.backlogs_s()[attempt.replica_id] == pytest.approx(0.4)
+
+
+async def test_a_router_without_others_publishes_no_more_than_that_it_is_there(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = list[Message]()
+
+    async def publish(index: Index, payload: bytes) -> None:
+        published.append(decode(payload))
+
+    monkeypatch.setattr(Index, "publish_to_routers", publish)
+    one = Router()
+    async with connected(redis_url, one):
+        for number in range(50):
+            one.send(prompt(7), str(number)).end()
+            await asyncio.sleep(0.005)
+    assert len(published) < 3
+    assert sum(len(message.events) for message in published) < 5
 
 
 async def test_a_router_that_fell_silent_is_forgotten(redis_url: str) -> None:

@@ -9,6 +9,7 @@ ends all requests that it knows of it.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from kvroute.store.outage import Outage
 log = logging.getLogger("kvroute.peers")
 
 WAITING_EVENTS = 10_000  # not yet published; beyond it all are dropped and Restarted is sent
+BATCH_S = 0.002  # between two messages of one router
 ALIVE_S = 1.0  # between a router's heartbeats
 SILENCE_S = 4.0  # without a message; then a router's requests count as ended
 RETRY_S = 0.5  # between attempts while Redis is away
@@ -75,17 +77,26 @@ class PeerPublisher(RequestObserver):
         events, self._events = self._events, []
         return Message(VERSION, self.router, events)
 
-    async def run(self, index: Index) -> None:
-        """Publishes the events, at once and in order, until cancelled."""
+    async def run(self, index: Index, others: "PeerSubscriber") -> None:
+        """Publishes the events, soon and in order, until cancelled. Without other routers, only
+        heartbeats: by these a new router makes itself known to the others, and they to it."""
+        due_s = -math.inf  # time of the next heartbeat
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ALIVE_S):
                     await self._has_events.wait()
             self._has_events.clear()
+            if not others.alive and time.monotonic() < due_s:
+                self._events.clear()
+                await asyncio.sleep(BATCH_S)
+                continue
+            due_s = time.monotonic() + ALIVE_S
             try:
                 await index.publish_to_routers(encode(self.take()))
+                await asyncio.sleep(BATCH_S)
             except (RedisError, OSError):
                 self._events = [Restarted()]
+                due_s = -math.inf
                 await asyncio.sleep(RETRY_S)
 
     def _emit(self, event: Event) -> None:

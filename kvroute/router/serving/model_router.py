@@ -120,7 +120,7 @@ class ModelRouter:
             links=self._links,
         )
         self._run("feed", self._feed.run())
-        self._run("peer publisher", self._publisher.run(self._index))
+        self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
         self._run("peer subscriber", self._subscriber.run(self._index))
         self._run("links", self._links.run())
         self._run("liveness", self._liveness.run())
