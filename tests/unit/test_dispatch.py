@@ -179,10 +179,10 @@ async def test_a_request_that_goes_on_is_not_the_cause() -> None:
 async def test_a_replica_that_hangs_is_not_said_to_die() -> None:
     losses = Losses()
     for number in range(CAUSED):
-        losses.add(f"r{number}", died=False, held_s=5.0, tokens=0)
+        losses.add(f"r{number}", died=False, is_gone=True, held_s=5.0, tokens=0)
     losses.check()
     for number in range(CAUSED):
-        losses.add(f"d{number}", died=True, held_s=DEAD_BEFORE_S, tokens=0)
+        losses.add(f"d{number}", died=True, is_gone=True, held_s=DEAD_BEFORE_S, tokens=0)
     with pytest.raises(ApiError, match="d0 and d1 died"):
         losses.check()
 
@@ -245,9 +245,12 @@ async def test_a_request_waits_for_a_replica_with_room_and_too_many_are_refused(
     assert [said(chunks)[3] for chunks in answers] == ["length"] * 2
 
 
-async def test_a_replica_whose_connection_ends_has_lost_its_requests() -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: int) -> None:
+    """They go on elsewhere, or there, when it is connected again."""
     undisturbed = await Client(IMMORTAL).ask(max_tokens=400)
-    client = Client(IMMORTAL, IMMORTAL)
+    client = Client(*[IMMORTAL] * replicas)
+    client.engines._lives = [IMMORTAL] * 2
     client.engines.all |= {
         id_: SimulatedEngine(replace(INSTANT, decode_step_s=0.001)) for id_ in client.engines.all
     }
@@ -259,7 +262,7 @@ async def test_a_replica_whose_connection_ends_has_lost_its_requests() -> None:
             peer.abort("as planned")
         assert said(await asking) == said(undisturbed)
         assert [each.outcome for each in client.diary.attempts] == ["failed", "ok"]
-        await until(lambda: len(client.wired.links.connected()) == 2)  # again
+        await until(lambda: len(client.wired.links.connected()) == replicas)  # again
 
 
 async def test_every_attempt_ends_once_with_what_became_of_it() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
@@ -169,7 +169,7 @@ class Dispatcher:
         pause_s = FIRST_PAUSE_S
         while True:
             losses.check()
-            running = await self._running(losses.replica_ids)
+            running = await self._running(losses.gone)
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids, request.namespace, running, now_s, request.lora
@@ -183,10 +183,10 @@ class Dispatcher:
             except LOST:
                 continue
 
-    async def _running(self, lost: Sequence[str]) -> list[str]:
+    async def _running(self, gone: Collection[str]) -> list[str]:
         """The replicas that may get a request; waits for one if there is none."""
         deadline = time.monotonic() + RECOVERY_S
-        while not (running := [id_ for id_ in self._liveness.trusted() if id_ not in lost]):
+        while not (running := [id_ for id_ in self._liveness.trusted() if id_ not in gone]):
             if time.monotonic() >= deadline:
                 raise ApiError(503, "no replica is ready; try again", type="server_error")
             await asyncio.sleep(POLL_S)
@@ -260,6 +260,7 @@ def _lose(losses: Losses, replica_id: str, attempt: Attempt, error: Exception) -
     losses.add(
         replica_id,
         died=not isinstance(error, HungError),
+        is_gone=not isinstance(error, LostError),  # a dead one is never connected again
         held_s=time.monotonic() - attempt.sent_s,
         tokens=attempt.output_tokens,
     )
