@@ -122,7 +122,7 @@ class Link(Connection):
         self.replica_id = replica_id
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
-        self.closed = asyncio.Event()
+        self.closed: asyncio.Future[None] = self.loop.create_future()
         self._secret = secret
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._numbers = count()
@@ -182,7 +182,8 @@ class Link(Connection):
             self.ready.exception()  # whoever waits for it gets it; nobody has to
         if self.transport is not None:
             self.transport.abort()
-        self.closed.set()
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lose(LostError(f"the connection has ended{f': {error}' if error else ''}"))
@@ -192,7 +193,7 @@ class Link(Connection):
             receive(payload)
 
     def _send(self, kind: Kind, payload: bytes) -> None:
-        if self.transport is None or self.closed.is_set() or self.transport.is_closing():
+        if self.transport is None or self.closed.done() or self.transport.is_closing():
             raise LostError("there is no connection")
         if self.transport.get_write_buffer_size() > MOST_UNSENT:
             raise RefusedError("the replica does not read")

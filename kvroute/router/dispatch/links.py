@@ -36,7 +36,7 @@ class Links:
 
     def connected(self) -> list[str]:
         """The replicas that Serve runs and that can get requests now."""
-        return [id_ for id_ in self._replicas().ids() if id_ in self._links]
+        return [id_ for id_ in self._replicas().ids() if self._open(id_)]
 
     def unconnected(self) -> dict[str, str]:
         """The replicas to which there is no connection for a while: id -> why."""
@@ -56,13 +56,13 @@ class Links:
 
     def open(self, replica_id: str, request: GenerateRequest, *, most_waiting: int) -> Stream:
         """Raises LostError or RefusedError."""
-        if link := self._links.get(replica_id):
+        if link := self._open(replica_id):
             return link.open(request, most_waiting=most_waiting)
         raise LostError("there is no connection")
 
     async def call(self, replica_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
         """The replica's answer to one question. Raises UnansweredError."""
-        if (link := self._links.get(replica_id)) is None:
+        if (link := self._open(replica_id)) is None:
             _, reason = self._failures.get(replica_id, (0.0, "Serve does not run it"))
             raise UnansweredError(f"there is no connection: {reason}")
         try:
@@ -77,6 +77,11 @@ class Links:
         """Ends the connection and all requests on it."""
         if link := self._links.get(replica_id):
             link.lose(error)
+
+    def _open(self, replica_id: str) -> Link | None:
+        """The connection to it, unless it has just ended."""
+        link = self._links.get(replica_id)
+        return None if link is None or link.closed.done() else link
 
     async def run(self) -> None:
         """Keeps connections until cancelled; then all end."""
@@ -129,7 +134,7 @@ class Links:
             return False
         self._failures.pop(replica_id, None)
         self._links[replica_id] = link
-        await link.closed.wait()
+        await asyncio.wait([link.closed])
         del self._links[replica_id]
         self.losses += 1
         return True
