@@ -331,7 +331,7 @@ async def test_a_replica_without_room_refuses_at_once(stops: bool) -> None:
 async def test_a_router_that_does_not_read_is_given_up_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replicas_end, "MOST_UNSENT", 1000)
+    monkeypatch.setattr(replicas_end, "MOST_UNSENT", 50)
     engine = Engine(tokens=1_000_000)
     async with served(engine, links=2) as (server, (deaf, fine)):
         deaf.open(request(), most_waiting=1 << 40)
