@@ -87,6 +87,11 @@ class Chunk(Struct, frozen=True, array_like=True):
     finish_reason: str | None = None  # "stop" | "length" on a choice's last chunk
 
 
+def client_id(request_id: str) -> str:
+    """The id as the client knows it, of a GenerateRequest's id."""
+    return request_id.rpartition("-")[0]
+
+
 def weight(chunk: Chunk) -> int:
     """Its tokens, and the alternatives of their logprobs."""
     tokens = len(chunk.token_ids)

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 
 from kvroute.contract.audit_report import encode_audit
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, client_id
 from kvroute.contract.identity import identify
 from kvroute.contract.records import Description, Whereabouts
 from kvroute.process.builtin_model import resolve
@@ -86,9 +86,9 @@ class Replica:
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """The engine's chunks; closing the generator aborts the request."""
-        is_first = True
+        is_first, tokens, began_s = True, 0, time.monotonic()
         new_tokens = len(request.token_ids) - request.expected_tokens
-        self._backlog.arrived(request.request_id, new_tokens, time.monotonic())
+        self._backlog.arrived(request.request_id, new_tokens, began_s)
         try:
             async with contextlib.aclosing(self._run(request)) as chunks:
                 async for chunk in chunks:
@@ -96,9 +96,15 @@ class Replica:
                         self._begun(request)
                     self._metrics.received(request, chunk, is_first=is_first)
                     is_first = False
+                    tokens += len(chunk.token_ids)
                     yield chunk
         finally:
-            self._backlog.gone(request.request_id, time.monotonic())
+            now_s = time.monotonic()
+            self._backlog.gone(request.request_id, now_s)
+            log.info(
+                *("generated %d tokens in %.1f ms", tokens, 1e3 * (now_s - began_s)),
+                extra={"request_id": client_id(request.request_id)},
+            )
 
     async def _canary(self, begin: bytes) -> bytes:
         """Runs the request without counting it in metrics: no client sent it."""
