@@ -40,8 +40,8 @@ BEHIND = {OURS: ENGINE, PAST: ENGINE, PEER: MOCK}
 ALONE = f"An engine alone has 1/{REPLICAS} of the streams or requests, as it has behind a router."
 TOGETHER = "A gap is that between two events of a stream; events that come together have none."
 NAGLE = (
-    f"The first token of {PEER} waits for the client's delayed ACK, 40 ms on Linux: its sockets "
-    "are without TCP_NODELAY. A client that sends ACKs at once does not wait."
+    f"The first token of {PEER} waits for the client's delayed ACK, 40 ms on Linux. A client that "
+    "sends ACKs at once does not wait."
 )
 
 Costs = dict[tuple[str, Load], Cost]  # of each way, under each load
