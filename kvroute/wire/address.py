@@ -18,7 +18,7 @@ class Address(Struct, frozen=True):
 
 
 def address_in(stats: object) -> Address:
-    """Raises ValueError when it is not there, or cannot be read."""
+    """Raises one of DECODE_ERRORS when it is not there, or cannot be read."""
     packed = stats.get(STATS_KEY) if isinstance(stats, dict) else None
     if not isinstance(packed, bytes):
         raise ValueError("the replica says no address; it is of another version")

@@ -6,6 +6,7 @@ import logging
 import socket
 from typing import cast
 
+from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.wire.framing import Kind, Reader, frames
 
 log = logging.getLogger("kvroute.wire")
@@ -34,11 +35,11 @@ class Connection(asyncio.Protocol):
             for kind, payload in self._reader.feed(data):
                 self.heard += 1
                 self.received(kind, payload)
-        except ValueError as error:  # of msgspec, too
+        except DECODE_ERRORS as error:
             self.abort(f"a message that cannot be read: {error}")
 
     def received(self, kind: int, payload: bytes) -> None:
-        """A message. ValueError ends the connection."""
+        """A message. One of DECODE_ERRORS ends the connection."""
         raise NotImplementedError
 
     def send(self, kind: Kind, payload: bytes) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -444,7 +444,17 @@ async def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         await until(lambda: len(server.peers) == 1)
 
 
-Say = Callable[[Server, bytes], bytes]
+@pytest.mark.parametrize("kind", [Kind.BEGIN, Kind.CANCEL, Kind.CALL])
+async def test_a_message_that_cannot_be_read_ends_its_connection_with_a_reason(
+    kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(Engine(), links=2) as (server, (link, other)):
+        link.send(kind, b"\xc1")  # which is no msgpack
+        await asyncio.wait([link.closed], timeout=5)
+        assert await other.call("echo", b"fine") == b"fine"
+        assert len(server.peers) == 1
+    assert {(each.name, each.levelname) for each in caplog.records} == {("kvroute.wire", "WARNING")}
+    assert "cannot be read" in caplog.text
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ray.exceptions import RayError
 
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
+from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.dispatch.replicas import Replicas, UnknownReplicaError
 from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
 
@@ -129,7 +130,7 @@ class Links:
             link = await connect(
                 replica_id, address.host, address.port, address.secret, within_s=CONNECT_S
             )
-        except (RayError, UnknownReplicaError, LostError, TimeoutError, ValueError) as error:
+        except (RayError, UnknownReplicaError, LostError, TimeoutError, *DECODE_ERRORS) as error:
             self._note(replica_id, str(error) or f"silence for {CONNECT_S:g} s")
             return False
         self._failures.pop(replica_id, None)

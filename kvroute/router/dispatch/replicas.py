@@ -23,7 +23,7 @@ class Replicas(Protocol):
 
     async def address(self, replica_id: str) -> Address:
         """Asked of the replica itself. RayError or UnknownReplicaError when it cannot be asked;
-        ValueError when the answer cannot be read."""
+        one of DECODE_ERRORS when the answer cannot be read."""
         ...
 
     async def probe(self, replica_id: str) -> None:
