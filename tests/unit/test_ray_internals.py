@@ -18,9 +18,7 @@ PRIVATE = re.compile(r"ray(\.\w+)*\._private|\b(_actor_handle|_replica_impl|_dep
 
 
 def test_a_replica_can_be_asked_for_its_routing_stats() -> None:
-    method = serves_replica.ReplicaActor.record_routing_stats
-    assert inspect.iscoroutinefunction(method)
-    assert list(inspect.signature(method).parameters) == ["self"]
+    assert inspect.iscoroutinefunction(serves_replica.ReplicaActor.record_routing_stats)
 
 
 def test_a_request_router_knows_its_deployment_and_a_replica_its_actor() -> None:

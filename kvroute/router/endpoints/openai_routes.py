@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.request_id import request_id
@@ -16,14 +17,26 @@ RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
 routes = APIRouter()
 
 
-@routes.post("/v1/chat/completions")
-async def chat(request: Request, models: Served, bodies: BodyReader) -> Response:
-    return await _respond(ChatCompletionRequest, request, models, bodies)
+class Answers:
+    """A route as plain ASGI: FastAPI's layers would cost each request, and each event, more CPU."""
+
+    def __init__(self, path: str, schema: type[PrefixedRequest]) -> None:
+        self.path = path
+        self._schema = schema
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = self  # as FastAPI's routes do, for the span's name
+        request = Request(scope, receive)
+        state = request.app.state
+        response = await _respond(self._schema, request, state.models, state.bodies)
+        await response(scope, receive, send)
 
 
-@routes.post("/v1/completions")
-async def completions(request: Request, models: Served, bodies: BodyReader) -> Response:
-    return await _respond(CompletionRequest, request, models, bodies)
+for path, schema in {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+}.items():
+    routes.add_route(path, Answers(path, schema), methods=["POST"])
 
 
 @routes.post("/v1/route")
