@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvroute.router.api.bodies import Bodies, BodyReader
@@ -31,12 +32,14 @@ class Answers:
         response = await _respond(self._schema, request, state.models, state.bodies)
         await response(scope, receive, send)
 
+    def route(self) -> Route:
+        return Route(self.path, self, methods=["POST"])
 
-for path, schema in {
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/v1/completions": CompletionRequest,
-}.items():
-    routes.add_route(path, Answers(path, schema), methods=["POST"])
+
+routes.routes += [
+    Answers("/v1/chat/completions", ChatCompletionRequest).route(),
+    Answers("/v1/completions", CompletionRequest).route(),
+]
 
 
 @routes.post("/v1/route")
