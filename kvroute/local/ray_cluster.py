@@ -131,8 +131,9 @@ def _stop() -> None:
         return  # serve.shutdown would start a Ray to stop
     with open(os.devnull, "w") as silence, redirect_stdout(silence):
         # Ray reports each actor that it stops as a failed task.
-        _within(SHUTDOWN_S, serve.shutdown)
-        _within(SHUTDOWN_S, ray.shutdown)
+        # Ray ends a process of which a thread still uses it when it is shut down.
+        if _within(SHUTDOWN_S, serve.shutdown):
+            _within(SHUTDOWN_S, ray.shutdown)
 
 
 def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -> None:
@@ -197,8 +198,9 @@ def _keep_token_private() -> None:
         (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
-def _within(seconds: float, action: Callable[[], object]) -> None:
-    """Runs the action and waits at most so long; remaining processes are killed later."""
+def _within(seconds: float, action: Callable[[], object]) -> bool:
+    """Whether the action has ended in that time. Processes that remain are killed later."""
     worker = threading.Thread(target=action, daemon=True)
     worker.start()
     worker.join(seconds)
+    return not worker.is_alive()
