@@ -1,5 +1,6 @@
 """A request and the chunks of its response."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -87,9 +88,14 @@ class Chunk(Struct, frozen=True, array_like=True):
     finish_reason: str | None = None  # "stop" | "length" on a choice's last chunk
 
 
-def client_id(request_id: str) -> str:
-    """The id as the client knows it, of a GenerateRequest's id."""
-    return request_id.rpartition("-")[0]
+def dispatch_id(client_id: str) -> str:
+    """An id for one prompt of the request. It is unique, even if clients use a request id twice."""
+    return f"{client_id}-{secrets.token_hex(4)}"
+
+
+def client_id(dispatch_id: str) -> str:
+    """The request's id as the client knows it."""
+    return dispatch_id.rpartition("-")[0]
 
 
 def weight(chunk: Chunk) -> int:

@@ -172,7 +172,7 @@ def _prepare_environment(host: str, folder: Path, *, max_requests: int) -> None:
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         MOST_REQUESTS: str(max_requests),
         METRICS_HOST: "" if host in EVERY_ADDRESS else host,
-        REPLICA_HOST: "127.0.0.1",
+        REPLICA_HOST: LOOPBACK,
         "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),

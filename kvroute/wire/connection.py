@@ -21,7 +21,6 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self.is_paused = False  # more than HIGH_WATER waits to be sent
         self.heard = 0  # messages
         self._reader = Reader()
 
@@ -49,17 +48,11 @@ class Connection(asyncio.Protocol):
         for frame in frames(kind, payload):
             self.transport.write(frame)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, level: int = logging.WARNING) -> None:
         """Ends the connection without sending what waits."""
-        log.warning("%s ends: %s", self, reason)
+        log.log(level, "%s ends: %s", self, reason)
         if self.transport is not None:
             self.transport.abort()
-
-    def pause_writing(self) -> None:
-        self.is_paused = True
-
-    def resume_writing(self) -> None:
-        self.is_paused = False
 
 
 def proof(secret: bytes, who: bytes, nonce: bytes) -> bytes:

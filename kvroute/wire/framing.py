@@ -38,7 +38,7 @@ def frames(kind: Kind, payload: bytes) -> Iterator[bytes]:
         part = payload[begin : begin + LARGEST_FRAME]
         yield HEADER.pack(len(part), kind | MORE) + part
         begin += LARGEST_FRAME
-    part = payload[begin:] if begin else payload
+    part = payload[begin:]
     yield HEADER.pack(len(part), kind) + part
 
 

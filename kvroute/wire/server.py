@@ -111,6 +111,7 @@ class Peer(Connection):
         self._ended: list[Ended] = []
         self._unsent = 0  # tokens and alternatives in _chunks
         self._is_flush_due = False
+        self._is_paused = False  # more waits to be sent than the transport should hold
         self._loop = asyncio.get_running_loop()
 
     def __str__(self) -> str:
@@ -152,15 +153,16 @@ class Peer(Connection):
                 call = structs.decode_call(payload)
                 self._run(call.stream, self._answer(call))
 
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
     def resume_writing(self) -> None:
-        super().resume_writing()
+        self._is_paused = False
         self._flush()
 
     def _send_away(self, reason: str) -> None:
         """Somebody who has proven nothing; anybody may come here, so it is no warning."""
-        log.info("%s ends: %s", self, reason)
-        if self.transport is not None:
-            self.transport.abort()
+        self.abort(reason, level=logging.INFO)
 
     def _expect_proof(self) -> None:
         if not self._is_proven and self.transport and not self.transport.is_closing():
@@ -241,7 +243,7 @@ class Peer(Connection):
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        if self.is_paused:
+        if self._is_paused:
             if self._unsent > MOST_UNSENT:
                 self._chunks, self._unsent = [], 0
                 self.abort(f"the router does not read; more than {MOST_UNSENT} tokens wait")

@@ -45,8 +45,7 @@ class Victim:
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Those whose title or name contains this."""
-        found = psutil.Process(self.wired.cluster.process.pid).children(recursive=True)
-        return [each for each in found if title in _title(each)]
+        return self.wired.cluster.titled(title)
 
     def memory_bytes(self) -> int:
         """What routers and replicas have to themselves."""
@@ -61,12 +60,6 @@ class Victim:
 
 
 Fault = Callable[[Victim], AbstractAsyncContextManager[None]]
-
-
-def _title(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return f"{process.name()} {' '.join(process.cmdline()[:1])}"
-    return ""
 
 
 def sent(number: signal.Signals, title: str) -> Fault:

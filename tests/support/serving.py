@@ -50,6 +50,11 @@ class Cluster:
         started = psutil.Process(self.process.pid).children(recursive=True)
         return [each for each in started if name_of(each) == name]
 
+    def titled(self, title: str) -> list[psutil.Process]:
+        """The processes below the command whose title or name contains this."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        return [each for each in started if title in _title_of(each)]
+
     def wait_for(self, text: str, *, deadline_s: float) -> None:
         """Fails with all of the output when the text is not printed in time."""
         deadline = time.monotonic() + deadline_s
@@ -135,6 +140,12 @@ def _kill(cluster: Cluster) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     cluster.process.wait()
+
+
+def _title_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"{process.name()} {' '.join(process.cmdline()[:1])}"
+    return ""
 
 
 def name_of(process: psutil.Process) -> str:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from kvroute.router.api.request_id import ValidIds, dispatch_id, request_id
+from kvroute.contract.generation import client_id, dispatch_id
+from kvroute.router.api.request_id import ValidIds, request_id
 
 
 async def seen_behind(*ids: bytes) -> list[bytes]:
@@ -43,5 +44,6 @@ def test_a_request_without_an_id_gets_one() -> None:
 
 def test_the_same_id_twice_makes_two_dispatches() -> None:
     first, second = dispatch_id("abc"), dispatch_id("abc")
+    assert {client_id(first), client_id(second)} == {"abc"}
     assert first != second
     assert first.startswith("abc-")

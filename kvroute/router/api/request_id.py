@@ -6,7 +6,6 @@ that is not suitable for a log is removed before Serve sees it.
 """
 
 import re
-import secrets
 import uuid
 
 from starlette.middleware import Middleware
@@ -37,11 +36,6 @@ def middlewares() -> list[Middleware]:
 
 def request_id(request: Request) -> str:
     return request.headers.get(HEADER) or uuid.uuid4().hex
-
-
-def dispatch_id(request_id: str) -> str:
-    """An id for one prompt of the request. It is unique, even if clients use a request id twice."""
-    return f"{request_id}-{secrets.token_hex(4)}"
 
 
 def _validated(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -6,9 +6,15 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
+from kvroute.contract.generation import (
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+    Sampling,
+    TokenIds,
+    dispatch_id,
+)
 from kvroute.router.api.errors import ApiError, invalid
-from kvroute.router.api.request_id import dispatch_id
 from kvroute.router.api.turns import Turns
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import HungError, Liveness

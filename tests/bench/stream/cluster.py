@@ -42,8 +42,7 @@ class Serving:
         return {role: [process.pid for process in self._of(role)] for role in TITLES}
 
     def _of(self, role: str) -> list[psutil.Process]:
-        started = psutil.Process(self.cluster.process.pid).children(recursive=True)
-        return [process for process in started if TITLES[role] in _title(process)]
+        return self.cluster.titled(TITLES[role])
 
 
 @contextmanager
@@ -54,9 +53,3 @@ def serving(*, replicas: int, decode_ms: float) -> Iterator[Serving]:
         *("--simulated-prefill-tokens-per-s", "0", "--simulated-decode-ms", str(decode_ms)),
     ) as cluster:
         yield Serving(cluster)
-
-
-def _title(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return f"{process.name()} {' '.join(process.cmdline()[:1])}"
-    return ""
