@@ -8,8 +8,13 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
+
 TokenIds = NDArray[np.uint32]
 TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
+
+NO_TOKENS: TokenIds = np.array([], np.uint32)
+BYTES_A_TOKEN = 64  # of an HTTP response, when what waits for a client is weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class GenerateRequest:
     lora: str = ""  # name of the LoRA adapter; empty: the base model
     pin: str = ""  # the prompt's full blocks stay in the KV cache under this name
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
+    call: HttpCall | None = None  # the HTTP request to answer; then `sampling` is not used
 
     @property
     def prompt_ids(self) -> TokenIds:
@@ -86,6 +92,7 @@ class Chunk(Struct, frozen=True, array_like=True):
     cached_tokens: int  # prompt tokens served from the KV cache; the same in all chunks
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # "stop" | "length" on a choice's last chunk
+    http: HttpPart | None = None  # of a request with a `call`; then `text` and `logprobs` are empty
 
 
 def dispatch_id(client_id: str) -> str:
@@ -99,8 +106,10 @@ def client_id(dispatch_id: str) -> str:
 
 
 def weight(chunk: Chunk) -> int:
-    """Its tokens, and the alternatives of their logprobs."""
+    """Its tokens, and the alternatives of their logprobs; an HTTP response's bytes as tokens."""
     tokens = len(chunk.token_ids)
+    if chunk.http is not None:
+        return tokens + len(chunk.http.data) // BYTES_A_TOKEN
     if chunk.logprobs:
         tokens += sum([1 + len(each.top) for each in chunk.logprobs])
     return tokens
@@ -118,6 +127,7 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         last.cached_tokens,
         tuple([each for chunk in chunks for each in chunk.logprobs]),
         last.finish_reason,
+        joined_parts([chunk.http for chunk in chunks if chunk.http]) if last.http else None,
     )
 
 

@@ -48,6 +48,7 @@ class EngineFacts(Struct, frozen=True):
     max_num_seqs: Count = 0  # requests in one batch; 0: unknown
     max_cpu_loras: Count = 0  # LoRA adapters that memory has room for
     engine: Name = "vllm"  # "vllm" | "simulated"
+    content_format: Name = ""  # of messages in the chat template: "string", "openai"; empty: none
 
 
 class Whereabouts(Struct, frozen=True):

@@ -13,7 +13,15 @@ import ray
 from ray import serve
 
 from kvroute.contract.audit_report import encode_audit
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, client_id
+from kvroute.contract.generation import (
+    NO_TOKENS,
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+    Sampling,
+    client_id,
+)
+from kvroute.contract.http_call import call_in, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
 from kvroute.contract.records import Description, Whereabouts
 from kvroute.process.builtin_model import resolve
@@ -74,7 +82,12 @@ class Replica:
         ]
         await self._warmer.start(self._settings.declared)
         self._tasks.append(asyncio.create_task(self._warmer.run(), name="warmer"))
-        methods = {"audit": self._audit, "canary": self._canary}
+        methods = {
+            "audit": self._audit,
+            "canary": self._canary,
+            "render": self._render,
+            "http": self._http,
+        }
         self._server = Server(self._generate, methods, most=MOST_REQUESTS)
         self._refusals = 0  # at the last report
         self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
@@ -92,10 +105,11 @@ class Replica:
         try:
             async with contextlib.aclosing(self._run(request)) as chunks:
                 async for chunk in chunks:
-                    if is_first:
-                        self._begun(request)
-                    self._metrics.received(request, chunk, is_first=is_first)
-                    is_first = False
+                    if chunk.token_ids:
+                        if is_first:
+                            self._begun(request)
+                        self._metrics.received(request, chunk, is_first=is_first)
+                        is_first = False
                     tokens += len(chunk.token_ids)
                     yield chunk
         finally:
@@ -113,6 +127,16 @@ class Replica:
             async for _ in chunks:
                 pass
         return b""
+
+    async def _render(self, call: bytes) -> bytes:
+        """The prompt of an HTTP request, which the router cannot render itself."""
+        return encode_rendered(await self._engine.render(call_in(call)))
+
+    async def _http(self, call: bytes) -> bytes:
+        """The whole response to an HTTP request for which the engine does not generate."""
+        request = GenerateRequest(f"http-{id(call)}", NO_TOKENS, Sampling(), call=call_in(call))
+        async with contextlib.aclosing(self._engine.generate(request)) as chunks:
+            return encode_part(joined_parts([chunk.http async for chunk in chunks if chunk.http]))
 
     def _begun(self, request: GenerateRequest) -> None:
         """The request has its first token."""

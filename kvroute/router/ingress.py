@@ -64,7 +64,7 @@ class Router:
 async def _model_router(id_: str, given: dict[str, Any], replicas: DeploymentHandle) -> ModelRouter:
     settings = RouterSettings.model_validate(given)
     folder = await asyncio.to_thread(resolve, settings.model)
-    tokenizer = await asyncio.to_thread(Prompts, folder, settings.revision)
+    tokenizer = await asyncio.to_thread(Prompts, folder, settings.revision, settings.engine_args)
     return ModelRouter(id_, settings, replicas, tokenizer)
 
 
@@ -84,7 +84,7 @@ def application(models: Models, bodies: Bodies) -> FastAPI:
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:
-    return response(error)
+    return response(error, path=request.url.path)
 
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:

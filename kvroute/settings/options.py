@@ -107,15 +107,28 @@ class CommonOptions(BaseModel):
             env=("SEQ_SIZE_PER_BLOCK",),
         ),
     ] = None
+    engine: Annotated[
+        Literal["vllm", "simulated"],
+        Option(MODEL, "What runs the model; simulated: modelled time and no model."),
+    ] = "vllm"
+    engine_args: Annotated[
+        dict[str, JsonValue],
+        BeforeValidator(parsers.engine_args),
+        Option(
+            MODEL,
+            "Any other of vLLM's engine arguments: a JSON object, or name=value, several times. "
+            "name=value wins over the object.",
+            example="""'{"gpu_memory_utilization": 0.85}' or gpu_memory_utilization=0.85""",
+            default="none",
+            flags=("--engine-args", "--engine-arg"),
+            kind=list[str],
+        ),
+    ] = {}
 
 
 class ReplicaOptions(CommonOptions):
     """The options for every replica."""
 
-    engine: Annotated[
-        Literal["vllm", "simulated"],
-        Option(MODEL, "What runs the model; simulated: modelled time and no model."),
-    ] = "vllm"
     dtype: Annotated[
         Dtype,
         Option(
@@ -149,19 +162,6 @@ class ReplicaOptions(CommonOptions):
         Positive,
         Option(MODEL, "Most requests in one batch.", example="64", default="the engine's"),
     ] = None
-    engine_args: Annotated[
-        dict[str, JsonValue],
-        BeforeValidator(parsers.engine_args),
-        Option(
-            MODEL,
-            "Any other of vLLM's engine arguments: a JSON object, or name=value, several times. "
-            "name=value wins over the object.",
-            example="""'{"gpu_memory_utilization": 0.85}' or gpu_memory_utilization=0.85""",
-            default="none",
-            flags=("--engine-args", "--engine-arg"),
-            kind=list[str],
-        ),
-    ] = {}
     stream_interval: Annotated[
         int,
         Positive,

@@ -19,6 +19,7 @@ OWNED = {
     "max_lora_rank": "--lora",
     "max_loras": "--max-loras",
     "max_cpu_loras": "--max-cpu-loras",
+    "lora_modules": "--lora",
     "otlp_traces_endpoint": "the environment variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 }
 FIXED = {
@@ -32,6 +33,9 @@ FIXED = {
     "pipeline_parallel_size": "a replica gets the GPUs of --gpus-per-replica, for tensor "
     "parallelism",
     "device_ids": "Ray assigns the GPUs",
+    "tool_server": "tools run where the client is",
+    "sse_keep_alive_interval": "a response goes on with its next token",
+    "enable_prompt_tokens_details": "clients always see their cached tokens",
 }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvroute.contract.generation import Chunk, GenerateRequest, Sampling, TokenIds
+from kvroute.contract.http_call import HttpCall
 
 VERSION = 1
 NONCE_BYTES = 16
@@ -51,6 +52,7 @@ class Begin(Struct, array_like=True):
     trace: dict[str, str] | None = None
     lora: str = ""
     expected_tokens: int = 0
+    call: HttpCall | None = None
 
 
 class Cancel(Struct, array_like=True):
@@ -107,6 +109,7 @@ def begin_of(stream: int, request: GenerateRequest) -> Begin:
         None if request.trace is None else dict(request.trace),
         request.lora,
         request.expected_tokens,
+        request.call,
     )
 
 
@@ -126,6 +129,7 @@ def request_of(begin: Begin) -> GenerateRequest:
         begin.trace,
         begin.lora,
         expected_tokens=begin.expected_tokens,
+        call=begin.call,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Protocol
 
 from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import KVEvent
 
@@ -26,7 +27,13 @@ class Engine(Protocol):
         earlier blocks of that name. They are never evicted, and serve requests of the same
         namespace and adapter. Raises PinRefusedError, before any computation, when the pin does
         not fit. Raises ValueError for a LoRA adapter that is unknown or cannot be loaded.
+
+        The chunks of a request with a `call` are the HTTP response to it.
         """
+        ...
+
+    async def render(self, call: HttpCall) -> Rendered:
+        """The prompt that `generate` would make of this call."""
         ...
 
     async def unpin(self, name: str) -> None:

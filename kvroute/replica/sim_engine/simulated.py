@@ -15,6 +15,7 @@ from kvroute.contract.generation import (
     TokenLogprob,
     joined,
 )
+from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
@@ -170,6 +171,9 @@ class SimulatedEngine(Engine):
                 "send a shorter prompt or a smaller max_tokens"
             )
         return self._stream(_Job(request, max_tokens, unfinished=request.sampling.n))
+
+    async def render(self, call: HttpCall) -> Rendered:
+        raise ValueError("the simulated engine has no chat template")
 
     async def events(self) -> AsyncGenerator[list[KVEvent], None]:
         while not self._is_closed:

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import os
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -14,15 +14,11 @@ from vllm.distributed import kv_events
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
-from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
-from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvroute.contract.adapters import room_for_rank
@@ -33,6 +29,7 @@ from kvroute.contract.generation import (
     GenerateRequest,
     TokenLogprob,
 )
+from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.process.builtin_model import is_builtin
 from kvroute.process.tracing import traces_endpoint
@@ -45,10 +42,12 @@ from kvroute.replica.engine.kv_events import (
     KVEvent,
 )
 from kvroute.replica.engine.pins import admit_pin, pin_budget
+from kvroute.replica.vllm_engine.continued import ContinuingLLM, rest
 from kvroute.replica.vllm_engine.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.dtype import choose_dtype
-from kvroute.replica.vllm_engine.engine_args import checked
+from kvroute.replica.vllm_engine.engine_args import checked, front_args
 from kvroute.replica.vllm_engine.engine_health import EngineHealth
+from kvroute.replica.vllm_engine.http_app import HttpApp
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.scheduler import PIN, EventBatch, Held
 from kvroute.replica.vllm_engine.subscription import Subscription
@@ -57,10 +56,6 @@ from kvroute.settings.replica import ReplicaSettings
 # Initial estimates of the prefill speed; the router learns the real one.
 CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
 GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
-
-# In a request's extra_args:
-ANSWERED = "kvroute_answered"  # how many of its last prompt tokens belong to the response
-CONTEXT_TOKENS = 4  # preceding tokens that vLLM needs to decode a token's text for logprobs
 
 
 class VllmEngine:
@@ -73,12 +68,14 @@ class VllmEngine:
         subscription: Subscription,
         stats: "_Stats",
         adapters: Adapters,
+        http: HttpApp,
     ) -> None:
         self.facts = facts
         self._llm = llm
         self._subscription = subscription
         self._stats = stats
         self._adapters = adapters
+        self._http = http
         self._pins: dict[str, int] = {}
         self._processes = psutil.Process().children(recursive=True)  # the engine's
         self._unfinished = 0  # requests
@@ -96,17 +93,32 @@ class VllmEngine:
             else:
                 subscription.folder.cleanup()  # there is no publisher
             can_pin = await llm.engine_core.call_utility_async("kvroute_can_pin")
+            adapters = Adapters(llm, settings.adapters)
+            http = await HttpApp.start(llm, front_args(settings.engine_args), adapters)
         except BaseException:
             subscription.close()
             raise
-        facts, adapters = _facts(llm, settings, can_pin=can_pin), Adapters(llm, settings.adapters)
-        return cls(llm, facts, subscription, stats, adapters)
+        facts = _facts(llm, settings, can_pin=can_pin, content_format=http.content_format)
+        return cls(llm, facts, subscription, stats, adapters, http)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        chunks = self._generated(request) if request.call is None else self._http.chunks(request)
+        self._unfinished += 1
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._unfinished -= 1
+
+    async def render(self, call: HttpCall) -> Rendered:
+        return await self._http.render(call)
+
+    async def _generated(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Text and tokens."""
         if request.pin:
             admit_pin(request, self.pins, self.facts)
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
-        self._unfinished += 1
         try:
             lora = await self._adapters.ready(request.lora)
             async for output in self._llm.generate(
@@ -124,8 +136,6 @@ class VllmEngine:
             raise EngineDeadError(str(error)) from error
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
-        finally:
-            self._unfinished -= 1
 
     @property
     def pins(self) -> Mapping[str, int]:
@@ -226,68 +236,24 @@ def engine_args(
 
 def sampling_params(request: GenerateRequest) -> SamplingParams:
     """vLLM's parameters for the rest of the response."""
-    sampling, answered = request.sampling, request.answered
-    extra_args = {ANSWERED: answered, PIN: request.pin}
-    return SamplingParams(
-        max_tokens=sampling.max_tokens - answered,
-        min_tokens=max(0, sampling.min_tokens - answered),
+    sampling = request.sampling
+    params = SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        # A random generator cannot skip ahead, and must not repeat the same numbers.
-        seed=None if sampling.seed is None else sampling.seed ^ answered,
+        seed=sampling.seed,
         stop=list(sampling.stop),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        # vLLM's penalty counts only its own output.
-        logit_bias=_penalties(request.answered_ids.tolist(), sampling.frequency_penalty) or None,
         n=sampling.n,
         logprobs=sampling.logprobs,
         ignore_eos=sampling.ignore_eos,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={key: value for key, value in extra_args.items() if value} or None,
+        extra_args={PIN: request.pin} if request.pin else None,
     )
-
-
-def _penalties(answered_ids: Sequence[int], frequency_penalty: float) -> dict[int, float]:
-    if not frequency_penalty:
-        return {}
-    counts = Counter(answered_ids)
-    return {token_id: -frequency_penalty * count for token_id, count in counts.items()}
-
-
-class _Llm(AsyncLLM):
-    """AsyncLLM that can continue a response which another engine began. It uses private API of the
-    pinned version; tests/vllm/test_engine.py checks what it relies on."""
-
-    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        answered = (request.sampling_params.extra_args or {}).get(ANSWERED)
-        if answered is None:
-            await super()._add_request(request, *args)
-            return
-        self.output_processor.add_request(request, *args)
-        state = self.output_processor.request_states[request.request_id]
-        _continue(state, request, answered, self.output_processor.tokenizer)
-        await self.engine_core.add_request_async(request)
-
-
-def _continue(
-    state: RequestState, request: EngineCoreRequest, answered: int, tokenizer: Any
-) -> None:
-    """Treats the request's last `answered` prompt tokens as output that was delivered."""
-    ids = request.prompt_token_ids
-    prompt, delivered = ids[:-answered], ids[-answered:]
-    detokenizer = IncrementalDetokenizer.from_new_request(
-        tokenizer, msgspec.structs.replace(request, prompt_token_ids=prompt)
-    )
-    detokenizer.min_tokens += answered  # stop strings are ignored before this many tokens
-    detokenizer.update(delivered, stop_terminated=False)
-    detokenizer.get_next_output_text(finished=False, delta=True)
-    state.detokenizer = detokenizer
-    state.sent_tokens_offset = answered
-    if state.logprobs_processor.logprobs is not None:
-        context = delivered[-CONTEXT_TOKENS:]
-        state.logprobs_processor.logprobs += [{id_: Logprob(0.0)} for id_ in context]
+    return rest(params, request.answered_ids.tolist()) if request.answered else params
 
 
 class _Stats(StatLoggerBase):
@@ -311,18 +277,20 @@ class _Stats(StatLoggerBase):
         pass
 
 
-def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> _Llm:
+def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> ContinuingLLM:
     """Runs in a separate thread: the engine's process inherits that thread's cores."""
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first logprobs compile 14 s
         os.environ["OMP_NUM_THREADS"] = str(len(cores) or 1)
     with cores.bound():
-        llm: _Llm = _Llm.from_engine_args(args, stat_loggers=[lambda *_: stats])
+        llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
         return llm
 
 
-def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> EngineFacts:
+def _facts(
+    llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool, content_format: str
+) -> EngineFacts:
     config = llm.vllm_config
     speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
     capacity_blocks = config.cache_config.num_gpu_blocks - 1  # without vLLM's null block
@@ -340,6 +308,7 @@ def _facts(llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool) -> Engine
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_cpu_loras=settings.kept_loras,
         engine="vllm",
+        content_format=content_format,
         **speed,
     )
 

@@ -1,5 +1,7 @@
 """A user's engine arguments are checked with vLLM's own types and constraints.
 
+They are those of vLLM's engine and those of its server's front, such as `tool_call_parser`.
+
 As a program: reads a JSON list of mappings and prints a JSON list with the problems of each.
 """
 
@@ -15,12 +17,32 @@ import vllm.config
 from pydantic import ConfigDict, ValidationError, create_model
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
 
 MATCHES = 3  # names that are shown for an unknown one
 
 
+def _names(arguments: Any) -> frozenset[str]:
+    names = (field.name for field in dataclasses.fields(arguments))
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+ENGINE = _names(AsyncEngineArgs)
+FRONT = _names(BaseFrontendArgs) - ENGINE
+
+
 def checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, converted to vLLM's types. Raises ValueError that says what is wrong."""
+    """The engine's arguments, converted to vLLM's types. Raises ValueError that says what is
+    wrong."""
+    return {name: value for name, value in _checked(engine_args).items() if name in ENGINE}
+
+
+def front_args(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for the arguments of the server's front."""
+    return {name: value for name, value in _checked(engine_args).items() if name not in ENGINE}
+
+
+def _checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     if not engine_args:
         return {}
     if complaints := complain(engine_args):
@@ -31,8 +53,7 @@ def checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 def complain(engine_args: Mapping[str, Any]) -> list[str]:
     """What is wrong with each argument, and what to write instead."""
-    names = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
-    known = [name for name in names if not name.startswith("_")]
+    known = sorted(ENGINE | FRONT)
     unknown = [name for name in engine_args if name not in known]
     if unknown:
         return [_unknown(name, known) for name in unknown]
@@ -45,10 +66,9 @@ def complain(engine_args: Mapping[str, Any]) -> list[str]:
 
 def _model(names: Mapping[str, Any]) -> Any:
     """A pydantic model of these of vLLM's arguments."""
-    hints = get_type_hints(
-        AsyncEngineArgs,
-        localns={"QuantizationConfigArgs": QuantizationConfigArgs},
-        include_extras=True,
+    names_there = {"QuantizationConfigArgs": QuantizationConfigArgs}
+    hints = get_type_hints(BaseFrontendArgs, include_extras=True) | get_type_hints(
+        AsyncEngineArgs, localns=names_there, include_extras=True
     )
     fields: dict[str, Any] = {name: (_constrained(name, hints[name]), ...) for name in names}
     config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())

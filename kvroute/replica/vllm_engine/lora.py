@@ -20,7 +20,7 @@ class Adapters:
 
     def __init__(self, llm: AsyncLLM, adapters: Iterable[Adapter]) -> None:
         self._llm = llm
-        self._known = {
+        self.known = {
             adapter.name: LoRARequest(adapter.name, number, adapter.path)
             for number, adapter in enumerate(adapters, start=1)
         }
@@ -33,17 +33,17 @@ class Adapters:
         ValueError for an unknown adapter, or when its files cannot be loaded."""
         if not name:
             return None
-        if name not in self._known:
+        if name not in self.known:
             raise ValueError(
-                f"this replica has no LoRA adapter {name!r}; there are {', '.join(self._known)}"
+                f"this replica has no LoRA adapter {name!r}; there are {', '.join(self.known)}"
             )
         async with self._loading:
             if name not in self.loaded:
-                await self._load(self._known[name])
+                await self._load(self.known[name])
             else:
                 self.loaded.remove(name)
             self.loaded.append(name)
-        return self._known[name]
+        return self.known[name]
 
     async def _load(self, adapter: LoRARequest) -> None:
         began_s = time.monotonic()
@@ -58,4 +58,4 @@ class Adapters:
             ) from error
         self.load_s += (time.monotonic() - began_s - self.load_s) / 2
         resident = await self._llm.list_loras()  # another one may have been evicted
-        self.loaded = [name for name in self.loaded if self._known[name].lora_int_id in resident]
+        self.loaded = [name for name in self.loaded if self.known[name].lora_int_id in resident]

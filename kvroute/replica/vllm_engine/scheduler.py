@@ -1,7 +1,7 @@
-"""vLLM's schedulers with four additions.
+"""vLLM's schedulers with five additions.
 
-Clears are published at once, the cached blocks can be listed, blocks can be pinned, and the engine
-dies with its replica.
+Clears are published at once, the cached blocks can be listed, blocks can be pinned, the grammar of
+a response that another engine began goes on where it stood, and the engine dies with its replica.
 
 vLLM loads these classes by name inside the engine's process. They use private API of the pinned
 version; tests/vllm/test_engine.py checks what they rely on.
@@ -22,7 +22,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt tokens were answered
 PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned
 
 
@@ -41,6 +44,7 @@ class EventBatch(kv_events.EventBatch):
 class _Kvroute:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.structured_output_manager.__class__ = _Grammars  # type: ignore[attr-defined]
         self.pins: dict[str, list[KVCacheBlock]] = {}  # a pin holds blocks like a request does
         _die_with_parent()
 
@@ -105,6 +109,31 @@ class _Kvroute:
             self.kv_event_publisher.publish(  # type: ignore[attr-defined]
                 EventBatch(ts=time.time(), events=events)
             )
+
+
+class _Grammars(StructuredOutputManager):
+    """A grammar starts behind what another engine has answered."""
+
+    def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
+        grammar = super()._create_grammar(request)
+        answered = (request.sampling_params.extra_args or {}).get(ANSWERED, 0)
+        if answered:
+            self._advance(grammar, request, answered)
+        return grammar
+
+    def _advance(self, grammar: StructuredOutputGrammar, request: Request, answered: int) -> None:
+        """Accepts what was answered, except the reasoning before it, which has no grammar."""
+        ids, wanted = list(request.prompt_token_ids), request.structured_output_request
+        prompt, delivered = ids[:-answered], ids[-answered:]
+        reasoner = self._get_reasoner(request)
+        if reasoner is not None and wanted.reasoning_ended is None:
+            wanted.reasoning_ended = reasoner.is_reasoning_end(prompt)
+        bounds = self._get_constraint_bounds(request, delivered, spec_tokens_committed=True)
+        if bounds.grammar_start > len(delivered):
+            return
+        wanted.reasoning_ended = True
+        if not grammar.accept_tokens(request.request_id, delivered[bounds.grammar_start :]):
+            raise ValueError("the grammar does not allow what was answered so far")
 
 
 class KvrouteScheduler(_Kvroute, Scheduler):

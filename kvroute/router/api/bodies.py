@@ -15,8 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parse_process import ParseProcess
-from kvroute.router.api.parsing import parse, parse_either
-from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
+from kvroute.router.api.parsing import parse
 from kvroute.router.api.turns import Turns
 
 INLINE_BYTES = 128 << 10  # about 20 ms of parsing at worst, 1 ms as a rule
@@ -25,6 +24,7 @@ SILENCE_S = 30.0  # between two parts of a body
 WAITING_LIMITS = 16  # bodies of the largest size that may be in memory at once, not yet parsed
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
 
 
 class Bodies:
@@ -39,17 +39,14 @@ class Bodies:
 
     async def parsed(self, model: type[Model], request: Request) -> Model:
         """The request's body as that model."""
-        return await self._parsed(partial(parse, model), request)
-
-    async def parsed_as_either(self, request: Request) -> ChatCompletionRequest | CompletionRequest:
-        """The same, where a body with messages is a chat."""
-        return await self._parsed(parse_either, request)
+        return await self.read(partial(parse, model), request)
 
     async def close(self) -> None:
         """Ends the process."""
         await self._process.close()
 
-    async def _parsed(self, parse: Callable[[bytes], Model], request: Request) -> Model:
+    async def read(self, parse: Callable[[bytes], Result], request: Request) -> Result:
+        """What that function, which must be importable, makes of the body."""
         body = bytearray()
         try:
             await self._read(request, body)

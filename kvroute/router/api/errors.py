@@ -9,6 +9,14 @@ import msgspec
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
+ANTHROPIC = "/v1/messages"  # its errors have Anthropic's shape
+ANTHROPIC_TYPES = {  # by status
+    400: "invalid_request_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 FINAL = frozenset({"replicas_died"})  # codes of errors that a retry would only repeat
 
 
@@ -40,13 +48,26 @@ class ApiError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
 
-def response(error: ApiError) -> Response:
-    """What the client gets. It may come again in a second where the error passes by itself; its
-    library is told not to retry where that would do harm."""
+def event(error: ApiError, *, path: str = "") -> bytes:
+    """The error as the last server-sent event of a route."""
+    if path == ANTHROPIC:
+        return b"event: error\ndata: " + _anthropic(error) + b"\n\n"
+    return error.event()
+
+
+def response(error: ApiError, *, path: str = "") -> Response:
+    """What the client of a route gets. It may come again in a second where the error passes by
+    itself; its library is told not to retry where that would do harm."""
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
     if error.code in FINAL:
         headers["x-should-retry"] = "false"
-    return Response(error.body(), error.status, headers, media_type="application/json")
+    body = _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
+    return Response(body, error.status, headers, media_type="application/json")
+
+
+def _anthropic(error: ApiError) -> bytes:
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
 def invalid(param: str | None, message: str) -> ApiError:

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
-from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -56,15 +55,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 def parse(model: type[Model], raw: bytes) -> Model:
     """The validated request; unknown fields are dropped, and null means the default."""
-    return _validated(model, _json_object(raw))
-
-
-def parse_either(raw: bytes) -> ChatCompletionRequest | CompletionRequest:
-    """A chat if the body has messages; otherwise a completion."""
-    given = _json_object(raw)
-    if "messages" in given:
-        return _validated(ChatCompletionRequest, given)
-    return _validated(CompletionRequest, given)
+    return _validated(model, json_object(raw))
 
 
 def _validated(model: type[Model], body: dict[str, object]) -> Model:
@@ -76,7 +67,7 @@ def _validated(model: type[Model], body: dict[str, object]) -> Model:
         raise _first_error(model, error) from None
 
 
-def _json_object(raw: bytes) -> dict[str, object]:
+def json_object(raw: bytes) -> dict[str, object]:
     try:
         body: object = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError as error:

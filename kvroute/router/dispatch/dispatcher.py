@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from kvroute.contract.generation import (
     Chunk,
@@ -14,9 +17,10 @@ from kvroute.contract.generation import (
     TokenIds,
     dispatch_id,
 )
+from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.turns import Turns
-from kvroute.router.dispatch.links import Links
+from kvroute.router.dispatch.links import Links, UnansweredError
 from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
@@ -34,6 +38,8 @@ LONGEST_PAUSE_S = 0.5
 WAITING = 4096  # requests that may wait for a replica with room; further ones get a 429
 WAITING_TOKENS = 262_144  # of one call, with their logprobs' alternatives: for a slow client
 LEAST_TOKENS = 1024  # of each of its prompts, however many there are
+LEAST_CALL_TOKENS = 16_384  # the same of a call: a whole response is one chunk, of 1 MB here
+ANSWER_S = 60.0  # for a replica to answer a question
 LOST = (LostError, EngineDeadError, HungError)  # the replica, or its engine, is dead
 
 
@@ -67,6 +73,7 @@ class Generation:
         self.replica_id = current.replica_id  # the first one
         self.placement = current.placement  # what was known when it was chosen
         self.cached_tokens = current.first.cached_tokens  # as the first replica reported
+        self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # as the engine knows it
         self.token_ids = request.token_ids
         self._dispatcher = dispatcher
@@ -76,6 +83,9 @@ class Generation:
         self._first: Chunk | None = current.first  # until it was read
         self._losses = losses
         self._emitted: list[int] = []  # token ids; of all choices, where there are several
+        self._deltas: list[int] = []  # of a call: tokens in each of the engine's outputs
+        self._parts_can_continue = True
+        self._has_data = False  # of a call: some of its response was read
 
     @property
     def expected_tokens(self) -> int:
@@ -91,7 +101,19 @@ class Generation:
             self.close()
         else:
             self._emitted.extend(chunk.token_ids)
+            if chunk.http is not None:
+                self._note(chunk.http)
         return chunk
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the replica's HTTP application has refused the call; it then has no tokens."""
+        return _is_refused(self._current.first)
+
+    def _note(self, part: HttpPart) -> None:
+        self._deltas.extend(part.deltas)
+        self._parts_can_continue &= part.can_continue
+        self._has_data |= bool(part.data)
 
     def close(self) -> None:
         """Ends the request, complete or not; a second call does nothing."""
@@ -120,15 +142,34 @@ class Generation:
         """The first chunk of another replica, which continues where the lost one stopped."""
         replica_id = self._current.replica_id
         log.info("replica %s was lost after %d tokens", replica_id, len(self._emitted))
-        if not self._request.sampling.can_continue:
+        if not self._can_continue():
             raise lost(
                 replica_id,
                 "and no other can go on exactly there: n is above 1, or presence_penalty is not 0",
             ) from error
-        self._current = await self._dispatcher.start(
-            self._request.after(self._emitted), self._context, self._losses
-        )
+        self._current = await self._dispatcher.start(self._rest(), self._context, self._losses)
         return self._current.first
+
+    def _can_continue(self) -> bool:
+        if self._request.call is None:
+            return self._request.sampling.can_continue
+        return self._parts_can_continue or not self._has_data
+
+    def _rest(self) -> GenerateRequest:
+        """The request for another replica: what is left, or all of it if the client has nothing."""
+        call = self._request.call
+        if call is None:
+            return self._request.after(self._emitted)
+        if not self._parts_can_continue:
+            self._emitted, self._deltas, self._parts_can_continue = [], [], True
+            return self._request
+        call = msgspec.structs.replace(
+            call,
+            deltas=tuple(self._deltas),
+            cached_tokens=self.cached_tokens,
+            written_tokens=self._written_tokens,
+        )
+        return replace(self._request.after(self._emitted), call=call)
 
 
 class Dispatcher:
@@ -143,9 +184,15 @@ class Dispatcher:
         self._beginning = asyncio.Semaphore(BEGINNING)
 
     async def begin(
-        self, token_ids: TokenIds, sampling: Sampling, context: RequestContext
+        self,
+        token_ids: TokenIds,
+        sampling: Sampling,
+        context: RequestContext,
+        call: HttpCall | None = None,
     ) -> Generation:
-        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
+        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
+
+        call: answered by the replica's HTTP application; then `sampling` is not used."""
         dispatch = dispatch_id(context.request_id)
         request = GenerateRequest(
             dispatch,
@@ -153,19 +200,39 @@ class Dispatcher:
             sampling,
             context.namespace,
             lora=context.lora,
+            call=call,
         )
         losses = Losses()
         current = await self.start(request, context, losses)
         return Generation(self, request, context, current, losses)
 
     async def begin_in_turn(
-        self, token_ids: TokenIds, sampling: Sampling, context: RequestContext
+        self,
+        token_ids: TokenIds,
+        sampling: Sampling,
+        context: RequestContext,
+        call: HttpCall | None = None,
     ) -> Generation:
         """The same for a further prompt of a call. Calls with many prompts take turns, and requests
         with one prompt do not wait for them."""
         async with self._beginning:
             await self._turns.next()
-            return await self.begin(token_ids, sampling, context)
+            return await self.begin(token_ids, sampling, context, call)
+
+    async def ask(self, method: str, body: bytes) -> bytes:
+        """Some replica's answer to a question that every replica can answer. ApiError when none
+        does."""
+        gone = set[str]()
+        for _ in range(TRIES):
+            replica_id = random.choice(await self._running(gone))
+            try:
+                return await self._links.call(replica_id, method, body, within_s=ANSWER_S)
+            except UnansweredError as error:
+                log.info("replica %s did not answer %s: %s", replica_id, method, error)
+                gone.add(replica_id)
+                if len(gone) == len(self._liveness.trusted()):
+                    break
+        raise ApiError(503, "no replica answers; try again", type="server_error")
 
     async def start(
         self, request: GenerateRequest, context: RequestContext, losses: Losses
@@ -251,15 +318,25 @@ class Dispatcher:
                 raise refusal from error
             raise
         assert first is not None, "an engine's stream has at least its end"
-        attempt.receive(first, time.monotonic())
+        if _is_refused(first):
+            attempt.end("refused")
+        else:
+            attempt.receive(first, time.monotonic())
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
 
 def _most_waiting(request: GenerateRequest, context: RequestContext) -> int:
     """Tokens, and alternatives, that may wait for a client that reads slowly: some 50 MB of one
     call."""
+    if request.call is not None:
+        return max(LEAST_CALL_TOKENS, WAITING_TOKENS // context.prompts)
     alternatives = 0 if request.sampling.logprobs is None else 1 + request.sampling.logprobs
     return max(LEAST_TOKENS * (1 + alternatives), WAITING_TOKENS // context.prompts)
+
+
+def _is_refused(first: Chunk) -> bool:
+    """Whether this is an HTTP error instead of an answer."""
+    return first.http is not None and first.http.status >= 400 and not first.token_ids
 
 
 def _lose(losses: Losses, replica_id: str, attempt: Attempt, error: Exception) -> None:

@@ -1,54 +1,56 @@
-"""The chunks of a call's prompts, which run in parallel, become one stream as they arrive."""
+"""The streams of a call's prompts, which run in parallel, become one stream as they arrive."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
 
-from kvroute.contract.generation import Chunk
-from kvroute.router.dispatch.dispatcher import Generation
+WAITING_ITEMS = 64  # a bound; what comes beyond it is joined in the streams
 
-WAITING_CHUNKS = 64  # a bound; what comes beyond it is joined in the streams
-
-Numbered = tuple[int, Chunk]  # number of the prompt in the call, its next chunk
+Item = TypeVar("Item")
 
 
-class Merged:
-    """All chunks of these generations. The first failure ends them all, and so does `close`."""
+class Merged(Generic[Item]):
+    """All items of these streams. The first failure ends them all, and so does `close`.
 
-    def __init__(self, generations: Sequence[Generation]) -> None:
-        self._generations = generations
-        self._queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue(WAITING_CHUNKS)
+    streams: each returns its next item, or None after the last one.
+    """
+
+    def __init__(self, streams: Sequence[Callable[[], Awaitable[Item | None]]]) -> None:
+        self._streams = streams
+        self._queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(
+            WAITING_ITEMS
+        )
         self._tasks: list[asyncio.Task[None]] | None = None  # None: not begun
-        self._unfinished = len(generations)
+        self._unfinished = len(streams)
 
-    async def next(self) -> Numbered | None:
-        """None after the last one. ApiError when no replica can go on."""
-        if len(self._generations) == 1:
-            chunk = await self._generations[0].next()
-            return None if chunk is None else (0, chunk)
+    async def next(self) -> tuple[int, Item] | None:
+        """The number of a stream and its next item; None after the last one. Raises what a stream
+        raises."""
+        if len(self._streams) == 1:
+            item = await self._streams[0]()
+            return None if item is None else (0, item)
         if self._tasks is None:
-            numbered = enumerate(self._generations)
+            numbered = enumerate(self._streams)
             self._tasks = [asyncio.create_task(self._drain(*each)) for each in numbered]
         while self._unfinished:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is not None:
-                return item
+            queued = await self._queue.get()
+            if isinstance(queued, Exception):
+                raise queued
+            if queued is not None:
+                return queued
             self._unfinished -= 1
         return None
 
     async def close(self) -> None:
-        """Ends all requests, complete or not."""
-        for generation in self._generations:
-            generation.close()
+        """Ends the reading."""
         for task in self._tasks or ():
             task.cancel()
         await asyncio.gather(*(self._tasks or ()), return_exceptions=True)
 
-    async def _drain(self, number: int, generation: Generation) -> None:
+    async def _drain(self, number: int, stream: Callable[[], Awaitable[Item | None]]) -> None:
         try:
-            while (chunk := await generation.next()) is not None:
-                await self._queue.put((number, chunk))
+            while (item := await stream()) is not None:
+                await self._queue.put((number, item))
         except Exception as error:  # any error; the reader raises it
             await self._queue.put(error)
             return

@@ -8,7 +8,8 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvroute.contract.generation import Sampling, TokenIds
+from kvroute.contract.generation import Chunk, Sampling, TokenIds
+from kvroute.contract.http_call import HttpCall
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.responses import ChatReply, CompletionReply, Reply
 from kvroute.router.api.sampling import SamplingRequest
@@ -37,7 +38,8 @@ async def respond(
     the response for each generation.
     """
     samplings = [body.sampling(body.room(len(prompt), max_model_len)) for prompt in prompts]
-    generations = await _begin(dispatcher, zip(prompts, samplings, strict=True), context)
+    asked = [(*each, None) for each in zip(prompts, samplings, strict=True)]
+    generations = await begin_all(dispatcher, asked, context)
     for generation in generations:
         begun(generation)
     reply = _shape(body)(
@@ -50,15 +52,15 @@ async def respond(
         include_usage=body.include_usage,
         receipts=[receipt(generation) for generation in generations] if receipt else (),
     )
-    headers = _headers(generations)
+    headers = placement_headers(generations)
     if body.stream:
         return EventStream(reply, generations, headers)
-    merged = Merged(generations)
+    merged = Merged([generation.next for generation in generations])
     try:
         while item := await merged.next():
             reply.add(item[1], item[0])
     finally:
-        await merged.close()
+        await _end(merged, generations)
     return Response(reply.whole(), headers=headers, media_type="application/json")
 
 
@@ -70,13 +72,14 @@ class EventStream(StreamingResponse):
     ) -> None:
         super().__init__((), headers=headers, media_type="text/event-stream")
         self._reply = reply
-        self._merged = Merged(generations)
+        self._generations = generations
+        self._merged = Merged([generation.next for generation in generations])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._merged.close()
+            await _end(self._merged, self._generations)
 
     async def stream_response(self, send: Send) -> None:
         """A failure after the first byte becomes an event. The first event goes out together with
@@ -101,30 +104,38 @@ def _shape(body: SamplingRequest) -> type[Reply]:
     return ChatReply if isinstance(body, ChatCompletionRequest) else CompletionReply
 
 
-async def _begin(
-    dispatcher: Dispatcher, prompts: Iterable[tuple[TokenIds, Sampling]], context: RequestContext
+async def begin_all(
+    dispatcher: Dispatcher,
+    prompts: Iterable[tuple[TokenIds, Sampling, HttpCall | None]],
+    context: RequestContext,
 ) -> list[Generation]:
     """Starts all prompts of one call, or none of them."""
     tasks: list[asyncio.Task[Generation]] = []
     try:
-        for prompt, sampling in prompts:
+        for prompt, sampling, call in prompts:
             begin = dispatcher.begin_in_turn if tasks else dispatcher.begin
-            tasks.append(asyncio.create_task(begin(prompt, sampling, context)))
+            tasks.append(asyncio.create_task(begin(prompt, sampling, context, call)))
         return await asyncio.gather(*tasks)
     except BaseException:  # one cannot run, or the client has disconnected
         for task in tasks:
             task.cancel()
         begun = await asyncio.gather(*tasks, return_exceptions=True)
-        _close(result for result in begun if isinstance(result, Generation))
+        close_all(result for result in begun if isinstance(result, Generation))
         raise
 
 
-def _close(generations: Iterable[Generation]) -> None:
+def close_all(generations: Iterable[Generation]) -> None:
+    """Ends all requests, complete or not."""
     for generation in generations:
         generation.close()
 
 
-def _headers(generations: Sequence[Generation]) -> dict[str, str]:
+async def _end(merged: Merged[Chunk], generations: Iterable[Generation]) -> None:
+    close_all(generations)
+    await merged.close()
+
+
+def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
     """Which replicas serve the call's prompts, each once, and the expected cache hits, in tokens.
     Load balancers refuse a response whose headers take more than some kilobytes."""
     replicas = dict.fromkeys(generation.replica_id for generation in generations)

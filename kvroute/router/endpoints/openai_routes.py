@@ -1,7 +1,8 @@
 """OpenAI's HTTP routes, and one that explains where a prompt would go."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -9,11 +10,22 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvroute.router.api.bodies import Bodies, BodyReader
+from kvroute.router.api.calls import (
+    CHATS,
+    COMPLETIONS,
+    MESSAGES,
+    PASSED_ON,
+    RESPONSES,
+    Call,
+    parse_any_request,
+    parse_request,
+)
 from kvroute.router.api.request_id import request_id
 from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest, PrefixedRequest
 from kvroute.router.serving.models import Models, Served
 
 RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
+PREFIX = "x-kvroute-prefix"  # header with the name of a declared prefix
 
 routes = APIRouter()
 
@@ -21,7 +33,7 @@ routes = APIRouter()
 class Answers:
     """A route as plain ASGI: FastAPI's layers would cost each request, and each event, more CPU."""
 
-    def __init__(self, path: str, schema: type[PrefixedRequest]) -> None:
+    def __init__(self, path: str, schema: type[PrefixedRequest] | None = None) -> None:
         self.path = path
         self._schema = schema
 
@@ -29,7 +41,8 @@ class Answers:
         scope["route"] = self  # as FastAPI's routes do, for the span's name
         request = Request(scope, receive)
         state = request.app.state
-        response = await _respond(self._schema, request, state.models, state.bodies)
+        parse = partial(parse_request, self.path, self._schema, state.models.simulated)
+        response = await _respond(parse, request, state.models, state.bodies)
         await response(scope, receive, send)
 
     def route(self) -> Route:
@@ -37,15 +50,16 @@ class Answers:
 
 
 routes.routes += [
-    Answers("/v1/chat/completions", ChatCompletionRequest).route(),
-    Answers("/v1/completions", CompletionRequest).route(),
+    Answers(CHATS, ChatCompletionRequest).route(),
+    Answers(COMPLETIONS, CompletionRequest).route(),
+    *(Answers(path).route() for path in (RESPONSES, MESSAGES, *PASSED_ON)),
 ]
 
 
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Where the prompts of this body would go now, and why; nothing runs."""
-    body = await bodies.parsed_as_either(request)
+    body = await bodies.read(partial(parse_any_request, models.simulated), request)
     receipts = await models.named(body.model).explain(body)
     return JSONResponse({"object": "route", "router": models.router_id, "receipts": receipts})
 
@@ -65,15 +79,22 @@ async def get_model(name: str, models: Served) -> Response:
 
 
 async def _respond(
-    schema: type[PrefixedRequest], request: Request, models: Models, bodies: Bodies
+    parse: Callable[[bytes], Call | PrefixedRequest],
+    request: Request,
+    models: Models,
+    bodies: Bodies,
 ) -> Response:
     with _counting_refusals(request, models):
-        body = await bodies.parsed(schema, request)
+        body = await bodies.read(parse, request)
         request.state.model = model = models.named(body.model)
-        with_receipts = request.headers.get(RECEIPT, "0") not in ("0", "")
-        return await model.respond(
-            body, request_id=request_id(request), with_receipts=with_receipts
-        )
+        headers, id_ = request.headers, request_id(request)
+        with_receipts = headers.get(RECEIPT, "0") not in ("0", "")
+        if isinstance(body, Call):
+            prefix_name = headers.get(PREFIX)
+            return await model.answer(
+                body, request_id=id_, with_receipts=with_receipts, prefix_name=prefix_name
+            )
+        return await model.respond(body, request_id=id_, with_receipts=with_receipts)
 
 
 @contextmanager

@@ -54,6 +54,23 @@ class PrefixComposer:
         rest = await self._prompts.rendered(await self._after(prefix, messages, max_model_len))
         return _joined(prefix, rest)
 
+    async def call_chat(
+        self,
+        body: Mapping[str, Any],
+        prefix: Prefix | None,
+        content_format: str,
+        *,
+        max_model_len: int,
+    ) -> TokenIds:
+        """The same for the body of a call. OnlyReplicaError when only a replica can render it."""
+        before = () if prefix is None else prefix.source.get("messages", ())
+        text = await self._prompts.call_text(body, content_format, before=before)
+        self._prompts.check_length("messages", text, max_model_len)
+        if not before or prefix is None:
+            rest = await self._prompts.rendered(text)
+            return _joined(prefix, self._prompts.without_opening(rest)) if prefix else rest
+        return _joined(prefix, await self._prompts.rendered(self._behind(prefix, text)))
+
     async def completions(
         self,
         prompts: Sequence[str] | Sequence[TokenIds],
@@ -75,10 +92,13 @@ class PrefixComposer:
         self, prefix: Prefix, messages: Sequence[ChatMessage], max_model_len: int
     ) -> str:
         """What the template adds to the prefix for these messages."""
-        before = _messages(prefix.source)
-        beginning = self._texts(_key(before))
-        whole = await self._prompts.rendering([*before, *messages])
+        whole = await self._prompts.rendering([*_messages(prefix.source), *messages])
         self._prompts.check_length("messages", whole, max_model_len)
+        return self._behind(prefix, whole)
+
+    def _behind(self, prefix: Prefix, whole: str) -> str:
+        """The rendered text behind the prefix's messages."""
+        beginning = self._texts(_key(_messages(prefix.source)))
         if not whole.startswith(beginning):
             raise invalid(
                 "messages",

@@ -3,22 +3,27 @@
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from kvroute.contract.generation import TokenIds
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.api.schemas import ChatMessage
+from kvroute.router.prompts.chat_template import ChatTemplate, OnlyReplicaError
 from kvroute.router.prompts.segments import Cutter, SegmentCache
 
 INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
 INLINE_MESSAGES = 64  # about 1 ms of rendering
 JOB_CHARACTERS = 65_536  # of short texts in one worker's turn: a call with many shares the workers
 WORKERS = 2
+NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Prompts:
@@ -32,7 +37,10 @@ class Prompts:
     if the tokenizer's text can be cut into segments. Use chat() from one event loop only.
     """
 
-    def __init__(self, model: str | Path, revision: str = "") -> None:
+    def __init__(
+        self, model: str | Path, revision: str = "", engine_args: Mapping[str, Any] = NO_ARGS
+    ) -> None:
+        """engine_args: vLLM's, some of which are about the chat template."""
         self.model = str(model)
         tokenizer = _load(model, revision)
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -44,6 +52,12 @@ class Prompts:
         self.vocab_size = max(vocabulary.values()) + 1  # ids below it are valid
         self._longest_token = max(map(len, vocabulary))  # characters
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(
+            tokenizer,
+            template=_own_template(engine_args.get("chat_template")),
+            defaults=engine_args.get("default_chat_template_kwargs"),
+            with_unused_tools=not engine_args.get("exclude_tools_when_tool_choice_none"),
+        )
         self._backend = backend
         self._opening = _opening(backend)
         self._cutter = _cutter(backend)
@@ -111,8 +125,6 @@ class Prompts:
 
     def render(self, messages: Sequence[ChatMessage], *, is_turn: bool = True) -> str:
         """The conversation in the chat template; `is_turn`: with the assistant's turn begun."""
-        from jinja2 import TemplateError
-
         if self._tokenizer.chat_template is None:
             raise ApiError(
                 400,
@@ -135,6 +147,23 @@ class Prompts:
             return self.render(messages)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, self.render, messages)
+
+    async def call_text(
+        self,
+        body: Mapping[str, Any],
+        content_format: str,
+        *,
+        before: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """What ChatTemplate.text makes of the body of a call. OnlyReplicaError also where the
+        template refuses: a replica says so in vLLM's words."""
+        text = partial(self._template.text, body, content_format, before=before)
+        try:
+            if len(body.get("messages") or ()) <= INLINE_MESSAGES:
+                return text()
+            return await asyncio.get_running_loop().run_in_executor(self._workers, text)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise OnlyReplicaError(str(error)) from error
 
     async def rendered(self, text: str) -> TokenIds:
         """The ids of a rendered template, which already contains the special tokens."""
@@ -168,6 +197,15 @@ class Prompts:
         # `encode` holds the GIL while it works; the batch call releases it.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def _own_template(given: str | None) -> str | None:
+    """A template, or the contents of a file. [load_chat_template]"""
+    if given is None:
+        return None
+    path = Path(given)
+    is_text = any(character in given for character in "{}\n")
+    return given if is_text else path.expanduser().read_text()
 
 
 def _jobs(texts: Sequence[str]) -> Iterator[Sequence[str]]:

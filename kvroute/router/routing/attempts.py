@@ -172,7 +172,8 @@ class Attempt:
     def receive(self, chunk: Chunk, now_s: float) -> None:
         """The replica sent this chunk."""
         self.output_tokens += len(chunk.token_ids)
-        self.unfinished -= chunk.finish_reason is not None
+        if chunk.finish_reason is not None:
+            self.unfinished = 0 if chunk.http else self.unfinished - 1
         if self.last_chunk_s is None:
             self.first_tokens = self.output_tokens
             self.cached_tokens = chunk.cached_tokens

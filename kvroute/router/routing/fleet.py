@@ -101,6 +101,12 @@ class Fleet:
         return min((record.facts.max_model_len for record in self.own_records), default=None)
 
     @property
+    def content_format(self) -> str:
+        """Of messages in the chat template, on all replicas; empty: only they can render chats."""
+        formats = {record.facts.content_format for record in self.own_records}
+        return formats.pop() if len(formats) == 1 else ""
+
+    @property
     def own_records(self) -> list[ReplicaRecord]:
         """Records of the replicas that Serve runs; all records if it runs none or is unknown."""
         running = self._running() if self._running else ()

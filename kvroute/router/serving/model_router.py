@@ -19,11 +19,14 @@ from kvroute.contract.identity import identify
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.draining import draining
+from kvroute.router.api.calls import PASSED_ON, Call
+from kvroute.router.api.errors import ApiError
 from kvroute.router.api.schemas import PrefixedRequest
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.dispatch.response import respond
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit, audit_reader
@@ -42,6 +45,7 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.handshake import Handshake
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.receipts import receipt
+from kvroute.router.serving.calls import Calls, RefusedCallError
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.settings.router import RouterSettings
 from kvroute.store.clusters import Clusters, Tenant
@@ -98,6 +102,9 @@ class ModelRouter:
         self._dispatcher = Dispatcher(self._links, self._fleet, self._liveness)
         store = Prefixes(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self.prefixes = PrefixService(settings, store, self._index, self._fleet, tokenizer)
+        self._calls = Calls(
+            self._dispatcher, self._fleet, self.prefixes, lambda: self.max_model_len
+        )
         read_audit = audit_reader(self._links, unreadable)
         self._audit = Audit(self._index, self._feed, self._fleet.mirror, read_audit)
         self._canaries = Canaries(
@@ -144,6 +151,12 @@ class ModelRouter:
 
     # Requests.
 
+    @property
+    def names(self) -> list[str]:
+        """All by which clients can name it or its adapters."""
+        adapters = self._adapters
+        return [self.name, *adapters, *(f"{self.name}:{adapter}" for adapter in adapters)]
+
     def adapter(self, model: str | None) -> str | None:
         """The LoRA adapter that a client names as `adapter` or `model:adapter`. Empty: the model
         itself. None: not served here."""
@@ -179,9 +192,51 @@ class ModelRouter:
             receipt=self._receipt if with_receipts else None,
         )
 
-    async def explain(self, body: PrefixedRequest) -> list[dict[str, Any]]:
+    async def answer(
+        self, call: Call, *, request_id: str, with_receipts: bool, prefix_name: str | None
+    ) -> Response:
+        """The response to a call that a replica's HTTP application answers. ApiError.
+
+        prefix_name: of the header, if there is one.
+        """
+        if call.path in PASSED_ON:
+            return await self._calls.passed_on(call)
+        prefix = await self._prefix_of(call, prefix_name)
+        try:
+            with request_spans.step("tokenise"):
+                prompted = await self._calls.prompts(call, prefix)
+        except RefusedCallError as error:
+            self.refused(ApiError(error.refusal.status, "", code="refused_by_engine"))
+            return whole_response(error.refusal)
+        context = RequestContext(
+            time.monotonic(),
+            request_id,
+            choices=call.n,
+            prompts=len(prompted.token_ids),
+            namespace=call.cache_salt,
+            lora=self.adapter(call.model) or "",
+            named_tokens=self.prefixes.named_tokens(prefix),
+        )
+        is_isolated = bool(context.namespace or context.lora)
+        return await self._calls.respond(
+            call,
+            prompted,
+            context,
+            begun=partial(self.prefixes.count, prefix=prefix, is_isolated=is_isolated),
+            receipt=self._receipt if with_receipts else None,
+        )
+
+    async def _prefix_of(self, call: Call, name: str | None) -> Prefix | None:
+        named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
+        return await self.prefixes.catalogue.named(*named) if named else None
+
+    async def explain(self, body: Call | PrefixedRequest) -> list[dict[str, Any]]:
         """Where each prompt of a call would go now, and why; nothing is generated."""
-        prompts = await self._tokenise(body, await self.prefixes.named_by(body))
+        if isinstance(body, Call):
+            prompted = await self._calls.prompts(body, await self._prefix_of(body, None))
+            prompts = list(prompted.token_ids)
+        else:
+            prompts = await self._tokenise(body, await self.prefixes.named_by(body))
         salt, lora = body.cache_salt, self.adapter(body.model) or ""
         receipts = []
         for prompt in prompts:

@@ -42,9 +42,9 @@ class PrefixService:
         self._tasks_to_declare = settings.tasks
         self._pins_by_itself = settings.auto_pin
         self.catalogue = Catalogue(store, fleet, block_size=block_size)
-        self._composer = PrefixComposer(tokenizer)
+        self.composer = PrefixComposer(tokenizer)
         self._declarations = Declarations(
-            self.catalogue, self._composer, index.records, block_size=block_size
+            self.catalogue, self.composer, index.records, block_size=block_size
         )
         self._demand = Demand(self.catalogue, fleet)
         self._hot = HotPrefixes(block_size=block_size)
@@ -55,7 +55,7 @@ class PrefixService:
         """The background tasks by name."""
         tasks = {
             "demand": self._demand.run(),
-            "catalogue": self.catalogue.run(self._tasks_to_declare, self._composer),
+            "catalogue": self.catalogue.run(self._tasks_to_declare, self.composer),
         }
         if self._pins_by_itself:
             tasks["auto-pin"] = self._auto_pin.run()
@@ -72,7 +72,7 @@ class PrefixService:
         self, body: PrefixedRequest, prefix: Prefix | None, *, max_model_len: int
     ) -> list[TokenIds]:
         """The call's prompts, each after the prefix."""
-        composer, limit = self._composer, max_model_len
+        composer, limit = self.composer, max_model_len
         if isinstance(body, ChatCompletionRequest):
             return [await composer.chat(body.messages, prefix, max_model_len=limit)]
         assert isinstance(body, CompletionRequest)

@@ -1,0 +1,182 @@
+"""vLLM's own HTTP application on a replica's engine, without a port.
+
+Shapes, validation, defaults and errors of all its routes are vLLM's. The router sends each request
+with its prompt's token ids, which the application takes instead of rendering the prompt again.
+vLLM's private API; tests/vllm/test_http_app.py checks what this relies on.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.inputs import TokensPrompt
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.reasoning import ReasoningParserManager
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.hf import HfRenderer, resolve_chat_template_content_format
+from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.contract.http_call import HttpCall, Rendered
+from kvroute.replica.vllm_engine import repeatable
+from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
+from kvroute.replica.vllm_engine.lora import Adapters
+
+NO_AND_SOME_TOOLS: tuple[list[Any] | None, ...] = (None, [{}])
+ALWAYS = {"enable_prompt_tokens_details": True}  # clients see their cached tokens
+
+
+class HttpApp:
+    """Answers requests by vLLM's application."""
+
+    def __init__(self, app: Any, adapters: Adapters, content_format: str) -> None:
+        self.content_format = content_format  # of EngineFacts
+        self._app = app
+        self._adapters = adapters
+
+    @classmethod
+    async def start(
+        cls, llm: AsyncLLM, front_args: Mapping[str, Any], adapters: Adapters
+    ) -> "HttpApp":
+        """front_args: those of vLLM's server, by name."""
+        repeatable.install()
+        args = await asyncio.to_thread(_arguments, llm, front_args)
+        client: Any = _Client(llm)
+        tasks = await llm.get_supported_tasks()
+        app = await asyncio.to_thread(build_app, args, tasks, client.model_config)
+        await init_app_state(client, app.state, args, tasks)
+        # Middlewares belong to the router; one that buffers would part bytes from tokens.
+        app.user_middleware.clear()
+        app.middleware_stack = app.build_middleware_stack()
+        models = app.state.openai_serving_models
+        for name, adapter in adapters.known.items():
+            models.lora_requests[name] = adapter
+            models.lora_requests[f"{args.served_model_name[0]}:{name}"] = adapter
+        return cls(app, adapters, _content_format(llm, args))
+
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The response to a request with a `call`, in chunks. ValueError for an unknown adapter.
+        EngineDeadError."""
+        assert request.call is not None
+        lora = await self._adapters.ready(request.lora)
+        async with aclosing(Run(request, request.call, lora).chunks(self._app)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def render(self, call: HttpCall) -> Rendered:
+        """The prompt of that request; the engine does not run."""
+        return await Rendering(call).rendered(self._app)
+
+
+class _Client:
+    """The engine client that vLLM's handlers get."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.renderer = _Renderer(llm.renderer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        run = CURRENT.get()
+        assert run is not None, "only HTTP requests come here"
+        return run.outputs(self._llm, prompt, sampling_params, options)
+
+
+class _Renderer:
+    """vLLM's renderer. The prompt of a request that comes with its token ids is these."""
+
+    def __init__(self, renderer: Any) -> None:
+        self._renderer = renderer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+    async def render_chat_async(
+        self, conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
+    ) -> Any:
+        run = _rendered()
+        if run is None:
+            return await self._renderer.render_chat_async(
+                conversations, chat_params, tok_params, **options
+            )
+        prompt = self._prompt(run, tok_params or self._renderer.default_chat_tok_params)
+        last = [messages[-1:] for messages in conversations]  # `echo` reads it, nobody the others
+        return last, [prompt]
+
+    async def render_cmpl_async(
+        self, prompts: Sequence[Any], tok_params: Any = None, **options: Any
+    ) -> Any:
+        run = _rendered()
+        if run is None:
+            return await self._renderer.render_cmpl_async(prompts, tok_params, **options)
+        text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else None
+        return [self._prompt(run, tok_params or self._renderer.default_cmpl_tok_params, text)]
+
+    def _prompt(self, run: Run, tok_params: Any, text: str | None = None) -> Any:
+        """As the renderer would have made it: with the checks of its length, and truncated."""
+        given = TokensPrompt(prompt_token_ids=run.request.prompt_ids.tolist())
+        made = tok_params.apply_post_tokenization(self._renderer.tokenizer, given)
+        salt = run.request.namespace or None
+        prompt: Any = tokens_input(made["prompt_token_ids"], prompt=text, cache_salt=salt)
+        prompt["arrival_time"] = time.time()
+        return prompt
+
+
+def _content_format(llm: AsyncLLM, args: Any) -> str:
+    """Of messages in the chat template; empty if there is none, or vLLM renders chats without it,
+    or formats differ."""
+    is_harmony = llm.model_config.hf_config.model_type == "gpt_oss"
+    if is_harmony or not isinstance(llm.renderer, HfRenderer):
+        return ""
+    found = {
+        resolve_chat_template_content_format(
+            load_chat_template(args.chat_template),
+            tools,
+            args.chat_template_content_format,
+            llm.get_tokenizer(),
+            model_config=llm.model_config,
+        )
+        for tools in NO_AND_SOME_TOOLS
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
+def _rendered() -> Run | None:
+    """The current request if it comes with its prompt."""
+    run = CURRENT.get()
+    return run if run is not None and run.call.is_rendered else None
+
+
+def _arguments(llm: AsyncLLM, front_args: Mapping[str, Any]) -> Any:
+    """The arguments of vLLM's server. Raises ValueError."""
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    config = llm.vllm_config
+    served = config.model_config.served_model_name
+    vars(args).update(
+        model=config.model_config.model,
+        served_model_name=[served] if isinstance(served, str) else served,
+        structured_outputs_config=config.structured_outputs_config,
+        reasoning_parser=config.structured_outputs_config.reasoning_parser or None,
+        **{**ALWAYS, **front_args},
+    )
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if plugin := config.structured_outputs_config.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(plugin)
+    if args.tool_call_parser:
+        args.enable_auto_tool_choice = True
+    validate_parsed_serve_args(args)
+    return args

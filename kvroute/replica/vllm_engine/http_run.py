@@ -1,0 +1,288 @@
+"""One HTTP request in vLLM's application: what it gets, and the chunks that its response becomes.
+
+The application runs over ASGI in a task of its own and reads the engine through `outputs`. A chunk
+is one output of the engine with all bytes that the application sends until it asks for the next
+one. So the tokens and the bytes that a router has always belong together, and another replica can
+go on behind them.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+
+from kvroute.contract.generation import (
+    NO_TOKENS,
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+    Sampling,
+    client_id,
+)
+from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
+from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
+
+AHEAD = 2  # chunks that may wait to be sent; beyond them vLLM joins its outputs
+END_S = 5.0  # for the application to end once the client has left
+OURS = "kvroute_"  # how names in extra_args begin that clients may not set
+
+Message = Mapping[str, Any]  # ASGI's
+
+
+class Run:
+    """One request. lora: vLLM's argument for its adapter."""
+
+    def __init__(self, request: GenerateRequest, call: HttpCall, lora: Any = None) -> None:
+        self.call = call
+        self.random = random.Random(request.request_id)  # the same numbers on every replica
+        self.request = request
+        self._lora = lora
+        self._body: bytes | None = call.body  # until it was read
+        self._has_left = asyncio.Event()  # the client
+        self._chunks: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(AHEAD)
+        self._token_ids: list[int] = []  # generated since the last chunk
+        self._data: list[bytes] = []  # sent since the last chunk
+        self._status = 0  # 0: a chunk has it
+        self._content_type = ""
+        self._prompts = 0  # that the engine was asked to answer
+        self._can_continue = True
+        self._counts: tuple[int, int] | None = None  # cached and written tokens of the prompt
+        if call.deltas:
+            self._counts = call.cached_tokens, call.written_tokens
+
+    async def chunks(self, app: Any) -> AsyncGenerator[Chunk, None]:
+        """Runs the application. Closing the generator aborts the request at the engine."""
+        task = asyncio.create_task(self._run(app))
+        try:
+            while (chunk := await self._chunks.get()) is not None:
+                if isinstance(chunk, Exception):
+                    raise chunk
+                yield chunk
+        finally:
+            await self._leave(task)
+
+    # ASGI.
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = int(message["status"])
+            self._content_type = content_type(message)
+        elif body := message.get("body"):
+            self._data.append(body)
+
+    async def _run(self, app: Any) -> None:
+        CURRENT.set(self)
+        try:
+            headers = {"x-request-id": client_id(self.request.request_id)}
+            headers |= self.request.trace or {}
+            await app(scope(self.call.path, headers), self.receive, self.send)
+            await self._put(finish_reason="stop")
+            await self._chunks.put(None)
+        except Exception as error:  # any of the application's; the reader raises it
+            await self._chunks.put(error)
+
+    async def _leave(self, task: "asyncio.Task[None]") -> None:
+        """vLLM's handlers notice that the client has left, and abort the request."""
+        self._has_left.set()
+        while not task.done():
+            while not self._chunks.empty():
+                self._chunks.get_nowait()  # it may wait for room
+            await asyncio.wait([task], timeout=END_S)
+            task.cancel()
+
+    async def _put(self, finish_reason: str | None = None) -> None:
+        """All that came since the last chunk."""
+        tokens = tuple(self._token_ids)
+        cached_tokens, written_tokens = self._counts or (0, 0)
+        part = HttpPart(
+            b"".join(self._data),
+            self._status,
+            self._content_type,
+            (len(tokens),) if tokens else (),
+            written_tokens,
+            self._can_continue,
+        )
+        self._token_ids, self._data, self._status = [], [], 0
+        await self._chunks.put(
+            Chunk(0, "", tokens, cached_tokens, finish_reason=finish_reason, http=part)
+        )
+
+    # What vLLM's handlers ask the engine.
+
+    async def outputs(
+        self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """In the place of AsyncLLM.generate."""
+        self._prompts += 1
+        is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
+        is_text = prompt["type"] == "token"
+        self._can_continue = self._prompts == 1 and is_text and can_continue(params)
+        outputs = self._outputs(llm, prompt, _delta_params(params), options)
+        async with aclosing(_whole(outputs) if is_whole else outputs) as each:
+            async for output in each:
+                yield output
+
+    async def _outputs(
+        self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        id_ = f"{self.request.request_id}-{self._prompts}"
+        ids = prompt["prompt_token_ids"]
+        if self.call.deltas and self._prompts == 1:
+            answered = self.request.answered_ids.tolist()
+            tokenizer = llm.get_tokenizer()
+            for output in repeated(answered, self.call.deltas, ids, params, id_, tokenizer):
+                yield self._counted(output)
+            self._data, self._status = [], 0  # the client has it
+            prompt = tokens_input([*ids, *answered], cache_salt=prompt.get("cache_salt"))
+            params = rest(params, answered)
+        async with aclosing(self._engine(llm, prompt, params, id_, options)) as outputs:
+            async for output in outputs:
+                output.prompt_token_ids = ids
+                self._token_ids += [each for choice in output.outputs for each in choice.token_ids]
+                yield self._counted(output)
+                if not output.finished:  # the last tokens go with the response's end
+                    await self._put()
+
+    async def _engine(
+        self,
+        llm: AsyncLLM,
+        prompt: Any,
+        params: SamplingParams,
+        id_: str,
+        options: Mapping[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The engine's own outputs. Its death is told to the router, which goes on elsewhere; the
+        application would answer with an error."""
+        outputs = llm.generate(prompt, params, id_, **{**options, "lora_request": self._lora})
+        try:
+            async with aclosing(outputs):
+                while True:
+                    with _outside():
+                        output = await anext(outputs, None)
+                    if output is None:
+                        return
+                    yield output
+        except VllmDeadError as error:
+            await self._chunks.put(EngineDeadError(str(error)))
+            raise
+
+    def _counted(self, output: RequestOutput) -> RequestOutput:
+        """With the cached tokens that the first replica found."""
+        if self._counts is None:
+            self._counts = output.num_cached_tokens or 0, output.num_cache_creation_tokens or 0
+        output.num_cached_tokens, output.num_cache_creation_tokens = self._counts
+        return output
+
+
+class Rendering(Run):
+    """A request of which only the prompt is wanted. The application is stopped when it asks the
+    engine."""
+
+    def __init__(self, call: HttpCall) -> None:
+        super().__init__(GenerateRequest("render-0", NO_TOKENS, Sampling()), call)
+        self._prompt: Any = None
+
+    async def rendered(self, app: Any) -> Rendered:
+        task = asyncio.create_task(self._run(app))
+        ended = asyncio.create_task(self._chunks.get())
+        await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        await self._leave(task)
+        if self._prompt is not None:
+            ids = np.array(self._prompt["prompt_token_ids"], "<u4").tobytes()
+            return Rendered(ids, is_text=self._prompt["type"] == "token")
+        end = ended.result()
+        if isinstance(end, Exception):
+            raise end
+        assert end is not None
+        return Rendered(refusal=end.http)
+
+    async def outputs(
+        self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._prompt = prompt
+        raise asyncio.CancelledError  # past every handler of errors
+        yield  # this makes it a generator
+
+
+# The request that the running task works on; None outside the application.
+CURRENT: ContextVar[Run | None] = ContextVar("CURRENT", default=None)
+
+
+def scope(path: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    """ASGI's, of a POST request with a JSON body."""
+    all_headers = {"content-type": "application/json", **headers}
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in all_headers.items()],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
+def content_type(message: Message) -> str:
+    """Of an http.response.start."""
+    for name, value in message["headers"]:
+        if name.lower() == b"content-type":
+            return str(value, "latin-1")
+    return ""
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """The engine's own random ids must not use up the request's."""
+    token = CURRENT.set(None)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
+
+
+def _delta_params(params: SamplingParams) -> SamplingParams:
+    """A copy, for outputs as they come, without what only kvroute may ask."""
+    params = params.clone()
+    params.output_kind = RequestOutputKind.DELTA
+    extra_args = params.extra_args or {}
+    params.extra_args = {k: v for k, v in extra_args.items() if not k.startswith(OURS)} or None
+    return params
+
+
+async def _whole(
+    outputs: AsyncGenerator[RequestOutput, None],
+) -> AsyncGenerator[RequestOutput, None]:
+    """All outputs as one, as FINAL_ONLY gives them."""
+    whole: RequestOutput | None = None
+    async with aclosing(outputs):
+        async for output in outputs:
+            if whole is None:
+                whole = output
+            else:
+                whole.add(output, aggregate=True)
+    if whole is not None:
+        whole.outputs.sort(key=lambda choice: choice.index)
+        yield whole

@@ -1,0 +1,231 @@
+"""A request that a replica's HTTP application answers, as far as a router has to read it.
+
+The application checks the fields. A router takes what it needs to find the prompt and its replica,
+and refuses what would hold up others.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from kvroute.contract.generation import TokenIds
+from kvroute.contract.prefix_id import PrefixId
+from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+from kvroute.router.api.parsing import json_object, parse
+from kvroute.router.api.schemas import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    PREFIX_NAME,
+    ChatCompletionRequest,
+    CompletionRequest,
+    PrefixedRequest,
+)
+
+CHATS = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+# Any replica answers them, without its engine's KV cache.
+PASSED_ON = (
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/score",
+    "/v1/score",
+    "/classify",
+    "/pooling",
+)
+
+MAX_N = 128
+MAX_VALUES = 100_000  # JSON values of a body, next to token ids; a replica parses them on its loop
+MAX_NAME = 256  # characters
+# Fields that would let a client replace the prompt that was routed, or run on after its request.
+REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
+
+_PREFIX_ID = TypeAdapter[str](PrefixId)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """raw: as the client sent it."""
+
+    path: str
+    raw: bytes
+    body: Mapping[str, Any]
+
+    @property
+    def model(self) -> str | None:
+        model = self.body.get("model")
+        return model if isinstance(model, str) else None
+
+    @property
+    def cache_salt(self) -> str:
+        return self.body.get("cache_salt") or ""
+
+    @property
+    def is_stream(self) -> bool:
+        return self.body.get("stream") is True
+
+    @property
+    def n(self) -> int:
+        n = self.body.get("n")
+        return n if isinstance(n, int) and n > 0 else 1
+
+    def prompts(self) -> list[str] | list[TokenIds] | None:
+        """A completion's prompts; None if they are not what they should be."""
+        prompt = self.body.get("prompt")
+        if isinstance(prompt, str | np.ndarray):
+            return [prompt]  # type: ignore[return-value]
+        return prompt if isinstance(prompt, list) and prompt and _of_one_kind(prompt) else None
+
+    def prefix(self) -> tuple[str, str] | None:
+        """The field that names a prefix, and the prefix's name. ApiError."""
+        given = {
+            name: self.body[name]
+            for name in ("task_id", "prefix_id")
+            if self.body.get(name) is not None
+        }
+        if len(given) == 2:
+            raise invalid(
+                "prefix_id",
+                f"prefix_id is {shown(given['prefix_id'])} and task_id is "
+                f"{shown(given['task_id'])}; they mean the same thing, keep one of them",
+            )
+        for field, value in given.items():
+            return field, _prefix_id(field, value)
+        return None
+
+    def with_prompt(self, number: int) -> bytes:
+        """The body with this one of its prompts only."""
+        prompts = self.prompts()
+        assert prompts is not None
+        prompt = prompts[number]
+        alone = prompt if isinstance(prompt, str) else prompt.tolist()
+        return msgspec.json.encode({**self.body, "prompt": alone})
+
+
+def parse_call(path: str, raw: bytes) -> Call:
+    """ApiError for a body that is no JSON object, or that no replica should get."""
+    body = json_object(raw)
+    for name in REFUSED:
+        if body.get(name):
+            raise unsupported(
+                name, f"{name} is {shown(body[name])}, which is not supported; leave {name} out"
+            )
+    _check_name("cache_salt", body.get("cache_salt"))
+    _check_count("n", body.get("n"), MAX_N)
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"there are {len(messages)} messages; send {MAX_MESSAGES}")
+    prompt = body.get("prompt")
+    if path == COMPLETIONS and isinstance(prompt, list):
+        body["prompt"] = _compact(prompt)
+    _check_values(body)
+    call = Call(path, raw, body)
+    choices = len(call.prompts() or ()) * call.n if path == COMPLETIONS else call.n
+    if choices > MAX_CHOICES:
+        raise invalid("prompt", f"these are {choices} choices; ask for at most {MAX_CHOICES}")
+    return call
+
+
+def parse_request(
+    path: str, schema: type[PrefixedRequest] | None, simulated: Set[str] | None, raw: bytes
+) -> Call | PrefixedRequest:
+    """A call, or what a simulated engine is asked for. ApiError.
+
+    schema: of the route's bodies for simulated engines; None: they have no such route. simulated:
+    names of the models that these run; None: of all models.
+    """
+    if simulated is None:
+        return _simulated(path, schema, raw)
+    call = parse_call(path, raw)
+    return _simulated(path, schema, raw) if call.model in simulated else call
+
+
+def parse_any_request(simulated: Set[str] | None, raw: bytes) -> Call | PrefixedRequest:
+    """The same for a body of any generating route."""
+    body = json_object(raw)
+    if "messages" in body:
+        return parse_request(CHATS, ChatCompletionRequest, simulated, raw)
+    path = RESPONSES if "input" in body else COMPLETIONS
+    return parse_request(path, CompletionRequest, simulated, raw)
+
+
+def _simulated(path: str, schema: type[PrefixedRequest] | None, raw: bytes) -> PrefixedRequest:
+    if schema is None:
+        raise ApiError(
+            404,
+            f"POST {path}: the simulated engine does not have this route; start with --engine vllm",
+            code="not_found",
+        )
+    return parse(schema, raw)
+
+
+def _prefix_id(field: str, value: object) -> str:
+    try:
+        return _PREFIX_ID.validate_python(value)
+    except ValidationError:
+        raise invalid(field, f"{field} is {shown(value)}; expected {PREFIX_NAME}") from None
+
+
+def _check_name(name: str, value: object) -> None:
+    if value is not None and not (isinstance(value, str) and len(value) <= MAX_NAME):
+        raise invalid(
+            name, f"{name} is {shown(value)}; expected a string of up to {MAX_NAME} characters"
+        )
+
+
+def _check_count(name: str, value: object, most: int) -> None:
+    if isinstance(value, int) and value > most:
+        raise invalid(name, f"{name} is {value}; expected a whole number from 1 to {most}")
+
+
+def _compact(prompt: Sequence[Any]) -> Any:
+    """Lists of token ids as arrays, which take a tenth of the memory; anything else unchanged."""
+    if ids := _token_ids(prompt):
+        return ids[0]
+    lists = [each for each in prompt if isinstance(each, list)]
+    if len(lists) == len(prompt) <= MAX_CHOICES:
+        arrays = [array for each in lists for array in _token_ids(each)]
+        if len(arrays) == len(prompt):
+            return arrays
+    return prompt
+
+
+def _token_ids(given: Sequence[Any]) -> list[TokenIds]:
+    """The ids as one array; none if they are no token ids."""
+    if not given or not all(type(each) is int and 0 <= each < 2**32 for each in given):
+        return []
+    return [np.array(given, np.uint32)]
+
+
+def _of_one_kind(prompts: Sequence[Any]) -> bool:
+    kinds = {type(each) for each in prompts}
+    return kinds <= {str} or kinds <= {np.ndarray}
+
+
+def _check_values(body: Mapping[str, Any]) -> None:
+    """ApiError 413 for a body of too many values."""
+    left = MAX_VALUES
+    waiting: list[Iterable[Any]] = [body.values()]
+    while waiting:
+        for value in waiting.pop():
+            left -= 1
+            if isinstance(value, dict):
+                waiting.append(value.values())
+            elif isinstance(value, list):
+                waiting.append(value)
+        if left < 0:
+            raise ApiError(
+                413,
+                f"the body has more than {MAX_VALUES} JSON values; send fewer",
+                code="request_too_large",
+            )

@@ -1,0 +1,114 @@
+"""What a replica's HTTP application answers to a call becomes the response to the client."""
+
+from collections.abc import Callable, Mapping
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvroute.contract.http_call import HttpPart
+from kvroute.router.api.errors import ApiError
+from kvroute.router.dispatch.dispatcher import Generation
+
+EVENTS = "text/event-stream"
+
+Ending = Callable[[bytes], bytes]  # what is sent instead of the last bytes
+Failed = Callable[[ApiError], bytes]  # the event that says why a stream ends too early
+
+
+class Answer:
+    """One prompt's response, which may come from several replicas."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.status = 0
+        self.content_type = ""
+        self.is_complete = False
+        self._begun: bytes | None = None  # what came together with the status
+
+    async def begin(self) -> None:
+        """Returns when the status is known. ApiError when no replica can go on."""
+        data = b""
+        while not self.status and (more := await self._next()) is not None:
+            data += more
+        self._begun = data
+
+    @property
+    def is_stream(self) -> bool:
+        return self.content_type.startswith(EVENTS)
+
+    async def next(self) -> bytes | None:
+        """All that has come; None after the last part. ApiError as above."""
+        data, self._begun = self._begun, None
+        return await self._next() if data is None else data
+
+    async def whole(self) -> bytes:
+        """All that comes. ApiError as above."""
+        parts = []
+        while not self.is_complete and (data := await self.next()) is not None:
+            parts.append(data)
+        return b"".join([self._begun or b"", *parts])
+
+    async def _next(self) -> bytes | None:
+        chunk = await self.generation.next()
+        if chunk is None or chunk.http is None:
+            return None
+        if chunk.http.status:
+            self.status, self.content_type = chunk.http.status, chunk.http.content_type
+        self.is_complete = chunk.finish_reason is not None
+        return chunk.http.data
+
+
+class Relay(StreamingResponse):
+    """Server-sent events as the replica writes them."""
+
+    def __init__(
+        self, answer: Answer, headers: Mapping[str, str], *, ending: Ending, failed: Failed
+    ) -> None:
+        super().__init__((), answer.status, headers, media_type=EVENTS)
+        self._answer = answer
+        self._ending = ending
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.generation.close()
+
+    async def stream_response(self, send: Send) -> None:
+        """The last event goes out together with the end of the response."""
+        answer, status = self._answer, self.status_code
+        await send({"type": "http.response.start", "status": status, "headers": self.raw_headers})
+        try:
+            while (data := await answer.next()) is not None and not answer.is_complete:
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = self._ending(data or b"")
+        except ApiError as error:
+            data = self._failed(error)
+        await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def relayed(
+    generation: Generation, headers: Mapping[str, str], *, ending: Ending, failed: Failed
+) -> Response:
+    """The response to a call with one prompt. ApiError when no replica can go on."""
+    answer = Answer(generation)
+    is_relayed = False
+    try:
+        await answer.begin()
+        is_relayed = answer.is_stream
+        if is_relayed:
+            return Relay(answer, headers, ending=ending, failed=failed)
+        data = await answer.whole()
+    finally:
+        if not is_relayed:  # complete, or the client has left
+            generation.close()
+    data = ending(data) if answer.status == 200 else data
+    return Response(data, answer.status, headers, media_type=answer.content_type)
+
+
+def whole_response(part: HttpPart, headers: Mapping[str, str] | None = None) -> Response:
+    """A response that came as one part."""
+    return Response(part.data, part.status, headers, media_type=part.content_type)

@@ -1,0 +1,268 @@
+"""A chat's body becomes the text that vLLM would make of it, by the tokenizer's chat template.
+
+Only what is sure to be the same as in vLLM 0.32 is rendered here; a replica renders the rest. Each
+function names its model in vLLM; replicas render some of the chats again and count differences.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+BILLING_HEADER = "x-anthropic-billing-header"  # begins a line that is new in each request
+TEXT_PARTS = {  # a part's type, and its field with the text
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+ROLES = {"system", "developer", "user", "assistant", "tool"}
+# Fields of a body that change its rendering in a way that only a replica knows.
+ONLY_REPLICAS = (
+    "add_special_tokens",
+    "chat_template",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "truncate_prompt_tokens",
+)
+NOT_OF_CLIENTS = {"chat_template", "messages", "tokenize", "tools"}
+
+
+class OnlyReplicaError(Exception):
+    """A replica has to render this."""
+
+
+class ChatTemplate:
+    """One model's template. defaults: of the chat_template_kwargs. with_unused_tools: tools are in
+    the prompt even if tool_choice is "none"."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        with_unused_tools: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._defaults = defaults or {}
+        self._with_unused_tools = with_unused_tools
+        self._facts: dict[bool, _Facts] = {}  # by whether there are tools
+
+    def text(
+        self,
+        body: Mapping[str, Any],
+        content_format: str,
+        *,
+        before: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The prompt of a body of /v1/chat/completions. Raises OnlyReplicaError, or TemplateError
+        if the template refuses.
+
+        content_format: of messages in the template, "string" or "openai", as a replica has found;
+        empty: replicas render in another way. before: messages before the body's own.
+        """
+        if not content_format:
+            raise OnlyReplicaError("this model's chats are not rendered by a template")
+        if any(body.get(name) is not None for name in ONLY_REPLICAS):
+            raise OnlyReplicaError("the body has options of its own for its rendering")
+        if self._template is None and self._tokenizer.chat_template is None:
+            raise OnlyReplicaError("the model has no chat template")
+        tools = self._tools(body)
+        facts = self._facts_of(tools)
+        given = body.get("messages")
+        if not isinstance(given, list) or not given:
+            raise OnlyReplicaError("there are no messages")
+        whole = [_message(each, content_format) for each in [*before, *given]]
+        if not facts.knows_developer and any(each["role"] == "developer" for each in whole):
+            whole = _one_system(whole)
+        return str(
+            self._tokenizer.apply_chat_template(
+                whole,
+                tools=tools,
+                chat_template=self._template,
+                tokenize=False,
+                **self._options(body, facts),
+            )
+        )
+
+    def _tools(self, body: Mapping[str, Any]) -> list[Any] | None:
+        tools = body.get("tools")
+        if tools is None:
+            return None
+        if not isinstance(tools, list) or not tools:
+            raise OnlyReplicaError("tools is no list")
+        if body.get("tool_choice") == "none" and not self._with_unused_tools:
+            return None
+        return [_tool(each) for each in tools]
+
+    def _facts_of(self, tools: list[Any] | None) -> "_Facts":
+        facts = self._facts.get(bool(tools))
+        if facts is None:
+            template = self._template or self._tokenizer.get_chat_template(tools=tools)
+            facts = self._facts[bool(tools)] = _Facts(template)
+        return facts
+
+    def _options(self, body: Mapping[str, Any], facts: "_Facts") -> dict[str, Any]:
+        """[ChatCompletionRequest.build_chat_params, resolve_chat_template_kwargs]"""
+        own = body.get("chat_template_kwargs") or {}
+        if not isinstance(own, dict):
+            raise OnlyReplicaError("chat_template_kwargs is no object")
+        effort = body.get("reasoning_effort")
+        asked = {
+            "add_generation_prompt": body.get("add_generation_prompt", True),
+            "continue_final_message": body.get("continue_final_message", False),
+            "documents": body.get("documents"),
+            "reasoning_effort": effort,
+        }
+        if effort is not None and "enable_thinking" not in own:
+            asked["enable_thinking"] = effort != "none"
+        options = dict(self._defaults)
+        for some in (own, asked):
+            options |= {name: value for name, value in some.items() if value not in (None, "auto")}
+        if not isinstance(options.get("add_generation_prompt", True), bool):
+            raise OnlyReplicaError("add_generation_prompt is neither true nor false")
+        return {name: value for name, value in options.items() if name in facts.variables}
+
+
+class _Facts:
+    """What vLLM reads in a template's source."""
+
+    def __init__(self, template: str) -> None:
+        import jinja2.meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        tree = _compile_jinja_template(template).environment.parse(template)
+        variables = jinja2.meta.find_undeclared_variables(tree) | _parameters()
+        self.variables = variables - NOT_OF_CLIENTS
+        self.knows_developer = '"developer"' in template or "'developer'" in template
+
+
+def _parameters() -> set[str]:
+    """Of transformers' apply_chat_template. [_get_hf_base_chat_template_params]"""
+    from transformers import PreTrainedTokenizerBase
+
+    return set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+def _message(given: Any, content_format: str) -> Message:
+    """[_parse_chat_message_content, _postprocess_messages]"""
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        raise OnlyReplicaError("a message has another role")
+    role, parts = given["role"], _parts(given.get("content"))
+    if role == "system":
+        parts = [part for part in map(_without_header, parts) if part is not None]
+    if content_format == "openai" and role != "tool":
+        message: Message = {"role": role, "content": parts}
+    else:
+        message = {"role": role, "content": "\n".join([part["text"] for part in parts])}
+    if role == "assistant":
+        _add_assistants(message, given)
+    elif role == "tool" and "tool_call_id" in given:
+        message["tool_call_id"] = given["tool_call_id"]
+    for name in ("name", "task"):
+        if isinstance(given.get(name), str):
+            message[name] = given[name]
+    if role == "developer":
+        message["tools"] = given.get("tools")
+    return message
+
+
+def _add_assistants(message: Message, given: Mapping[str, Any]) -> None:
+    if given.get("tool_calls"):
+        if not isinstance(given["tool_calls"], list):
+            raise OnlyReplicaError("tool_calls is no list")
+        message["tool_calls"] = [_tool_call(each) for each in given["tool_calls"]]
+    reasoning = given.get("reasoning")
+    if reasoning is None:
+        reasoning = given.get("reasoning_content")
+    if reasoning is not None:
+        message["reasoning"] = message["reasoning_content"] = reasoning
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Of text only. [_parse_chat_message_content_part]"""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise OnlyReplicaError("a message's content is no text")
+    return [_part(each) for each in content]
+
+
+def _part(given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"type": "text", "text": given}
+    field = TEXT_PARTS.get(str(given.get("type"))) if isinstance(given, dict) else None
+    if field is None or not isinstance(given.get(field), str):
+        raise OnlyReplicaError("a message has more than text")
+    rest = {k: v for k, v in given.items() if k not in ("type", "text", "refusal", "thinking")}
+    return {"type": "text", "text": given[field], **rest}
+
+
+def _without_header(part: dict[str, Any]) -> dict[str, Any] | None:
+    """[_strip_claude_code_billing_header]"""
+    if not part["text"].startswith(BILLING_HEADER):
+        return part
+    rest = part["text"].partition("\n")[2]
+    return {**part, "text": rest} if rest else None
+
+
+def _tool_call(given: Any) -> dict[str, Any]:
+    """With its arguments as an object."""
+    if not isinstance(given, dict) or not isinstance(given.get("function"), dict):
+        raise OnlyReplicaError("a tool call is no function's")
+    if given.get("type", "function") != "function":
+        raise OnlyReplicaError("a tool call is no function's")
+    arguments = given["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            arguments = {}
+    as_object = arguments if isinstance(arguments, dict) else {}
+    return {**given, "function": {**given["function"], "arguments": as_object}}
+
+
+def _tool(given: Any) -> dict[str, Any]:
+    """The known fields, in vLLM's order. [ChatCompletionToolsParam, FunctionDefinition]"""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise OnlyReplicaError("a tool is no function with a name")
+    later = given.get("defer_loading")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        known["strict"] = function["strict"]
+    own_later = function.get("defer_loading")
+    if own_later is not None or later is not None:
+        known["defer_loading"] = later if own_later is None else own_later
+    tool = {"type": "function", "function": known}
+    return tool if later is None else {**tool, "defer_loading": later}
+
+
+def _one_system(messages: Sequence[Message]) -> list[Message]:
+    """Developers' messages as system messages, and all of these as one at the beginning.
+    [_convert_developer_to_system, _consolidate_system_messages]"""
+    converted = [_as_system(each) if each["role"] == "developer" else each for each in messages]
+    systems = [number for number, each in enumerate(converted) if each["role"] == "system"]
+    if systems == [0]:
+        return converted
+    texts = [_text(converted[number]["content"]) for number in systems]
+    merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+    return [merged, *(each for each in converted if each["role"] != "system")]
+
+
+def _as_system(message: Message) -> Message:
+    rest = {name: value for name, value in message.items() if name != "tools"}
+    return {**rest, "role": "system"}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join([part["text"] for part in content])
+    return str(content)

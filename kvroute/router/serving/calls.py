@@ -1,0 +1,175 @@
+"""Calls that a replica's HTTP application answers: prompts, replicas, responses."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import Response
+
+from kvroute.contract.generation import Sampling, TokenIds
+from kvroute.contract.http_call import (
+    HttpCall,
+    HttpPart,
+    encode_call,
+    part_in,
+    rendered_in,
+)
+from kvroute.router.api.calls import CHATS, COMPLETIONS, Call
+from kvroute.router.api.errors import ApiError, event
+from kvroute.router.dispatch.batch import batched
+from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
+from kvroute.router.dispatch.relay import relayed, whole_response
+from kvroute.router.dispatch.response import begin_all, placement_headers
+from kvroute.router.prompts.chat_template import OnlyReplicaError
+from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.serving.prefix_service import PrefixService
+from kvroute.store.prefixes import Prefix
+
+DONE = b"data: [DONE]\n\n"
+CHECKED = 100  # of so many prompts that a router has rendered, a replica renders one again
+# Fields of a completion that change its prompt in a way that only a replica knows.
+ONLY_REPLICAS = ("add_special_tokens", "prompt_embeds", "suffix", "truncate_prompt_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """A call's prompts. is_rendered: replicas take them as they are; else they know better."""
+
+    token_ids: Sequence[TokenIds]
+    is_rendered: bool = True
+
+
+class RefusedCallError(Exception):
+    """A replica's HTTP application refuses the body."""
+
+    def __init__(self, refusal: HttpPart) -> None:
+        self.refusal = refusal
+
+
+class Calls:
+    """One model's calls in one router."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        fleet: Fleet,
+        prefixes: PrefixService,
+        max_model_len: Callable[[], int],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._fleet = fleet
+        self._prefixes = prefixes
+        self._max_model_len = max_model_len
+
+    async def passed_on(self, call: Call) -> Response:
+        """The response of any replica to a call that needs no placement."""
+        part = part_in(await self._dispatcher.ask("http", encode_call(_http(call, call.raw))))
+        return whole_response(part)
+
+    async def prompts(self, call: Call, prefix: Prefix | None) -> Prompted:
+        """Rendered here where that is sure to be right; else by a replica. RefusedCallError."""
+        try:
+            if call.path == CHATS:
+                return Prompted([await self._chat(call, prefix)])
+            if call.path == COMPLETIONS:
+                return Prompted(await self._completions(call, prefix))
+        except OnlyReplicaError:
+            pass
+        if prefix is not None:
+            raise ApiError(
+                400,
+                f"prefix {prefix.id!r} cannot stand before this body: only chats and prompts of "
+                "text can follow a named prefix",
+                code="unsupported_parameter",
+            )
+        return await self._rendered(call)
+
+    async def respond(
+        self,
+        call: Call,
+        prompted: Prompted,
+        context: RequestContext,
+        *,
+        begun: Callable[[Generation], None],
+        receipt: Callable[[Generation], object] | None,
+    ) -> Response:
+        """The response to a generating call. ApiError when one of its prompts cannot run."""
+        prompts = prompted.token_ids
+        asked = [
+            (ids, Sampling(), self._http_call(call, number, prompted))
+            for number, ids in enumerate(prompts)
+        ]
+        generations = await begin_all(self._dispatcher, asked, context)
+        for generation in generations:
+            if not generation.is_refused:
+                begun(generation)
+        ending = partial(_with_receipts, generations, receipt) if receipt else _unchanged
+        headers, failed = placement_headers(generations), partial(event, path=call.path)
+        if len(generations) == 1:
+            return await relayed(generations[0], headers, ending=ending, failed=failed)
+        return await batched(generations, headers, n=call.n, ending=ending, failed=failed)
+
+    async def _chat(self, call: Call, prefix: Prefix | None) -> TokenIds:
+        return await self._prefixes.composer.call_chat(
+            call.body, prefix, self._fleet.content_format, max_model_len=self._max_model_len()
+        )
+
+    async def _completions(self, call: Call, prefix: Prefix | None) -> list[TokenIds]:
+        prompts = call.prompts()
+        if prompts is None or any(call.body.get(name) is not None for name in ONLY_REPLICAS):
+            raise OnlyReplicaError("the prompts are not plain")
+        try:
+            return await self._prefixes.composer.completions(
+                prompts, prefix, max_model_len=self._max_model_len()
+            )
+        except ApiError as error:
+            if error.code == "context_length_exceeded" or prefix is not None:
+                raise
+            raise OnlyReplicaError(error.message) from error
+
+    async def _rendered(self, call: Call) -> Prompted:
+        packed = await self._dispatcher.ask("render", encode_call(_http(call, call.raw)))
+        rendered = rendered_in(packed)
+        if rendered.refusal is not None:
+            raise RefusedCallError(rendered.refusal)
+        ids = np.frombuffer(rendered.token_ids, "<u4").astype(np.uint32, copy=False)
+        return Prompted([ids], rendered.is_text)
+
+    def _http_call(self, call: Call, number: int, prompted: Prompted) -> HttpCall:
+        body = call.raw if len(prompted.token_ids) == 1 else call.with_prompt(number)
+        is_checked = prompted.is_rendered and random.randrange(CHECKED) == 0
+        return _http(call, body, is_rendered=prompted.is_rendered, is_checked=is_checked)
+
+
+def _http(
+    call: Call, body: bytes, *, is_rendered: bool = False, is_checked: bool = False
+) -> HttpCall:
+    return HttpCall(call.path, body, time.time(), is_rendered, is_checked)
+
+
+def _unchanged(data: bytes) -> bytes:
+    return data
+
+
+def _with_receipts(
+    generations: Sequence[Generation], receipt: Callable[[Generation], object], data: bytes
+) -> bytes:
+    """A response's last bytes with the receipts: as a member of a whole body, or as an event."""
+    receipts = [receipt(generation) for generation in generations]
+    if data.startswith(b"{"):
+        body: dict[str, Any] = msgspec.json.decode(data)
+        return msgspec.json.encode({**body, "kvroute_receipts": receipts})
+    last = {"object": "kvroute.receipts", "choices": [], "kvroute_receipts": receipts}
+    return (
+        data.removesuffix(DONE)
+        + b"data: "
+        + msgspec.json.encode(last)
+        + b"\n\n"
+        + (DONE if data.endswith(DONE) else b"")
+    )
