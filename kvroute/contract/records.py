@@ -33,6 +33,7 @@ class Load(Struct, frozen=True, gc=False):
     used_blocks: Count = 0  # KV blocks that running requests and pins hold
     loras: tuple[Name, ...] = ()  # LoRA adapters in memory, the next one to be evicted first
     lora_load_s: Seconds = LOAD_S  # recent mean time to load one
+    rendering_differences: Count = 0  # prompts that a router has rendered in another way than vLLM
 
 
 class EngineFacts(Struct, frozen=True):

@@ -180,6 +180,18 @@ def records(unreadable: Sequence[Facts]) -> Iterator[Check]:
         yield Check("records", "ok", finding)
 
 
+def rendering(differences: Mapping[str, int]) -> Check:
+    """differences: prompts that routers have rendered in another way than vLLM, by replica."""
+    total = sum(differences.values())
+    if not total:
+        return Check("rendering", "ok", "routers render prompts as vLLM does, as far as checked")
+    finding = (
+        f"{total} of the prompts that replicas checked were rendered in another way by routers"
+    )
+    remedy = "the replicas' logs name the requests; report them with the model's chat template"
+    return Check("rendering", "wrong", finding, remedy)
+
+
 def haproxy(serve: Facts) -> Check:
     if not serve["haproxy"]:
         finding = "HAProxy is off: Serve's own proxy takes the requests, which costs throughput"

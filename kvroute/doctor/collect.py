@@ -80,6 +80,7 @@ class _Collection:
         yield from checks.leases(replicas["running"], replicas["leases_s"])
         yield from checks.clusters(found["clusters"])
         yield from checks.records(found["unreadable"])
+        yield checks.rendering(replicas.get("rendering_differences", {}))
         yield from load_checks.hits(found["hits"])
         yield from load_checks.load(replicas["backlogs_s"])
         yield checks.haproxy(found["serve"])

@@ -78,6 +78,11 @@ class ReplicaMetrics:
             "KV blocks that running requests and pins hold.",
             lambda: load().used_blocks,
         )
+        counter(
+            "kvroute_engine_rendering_differences",
+            "Prompts that a router has rendered in another way than vLLM; 1 in 100 is checked.",
+            lambda: load().rendering_differences,
+        )
         gauge("kvroute_engine_capacity_blocks", "KV blocks in all.", lambda: facts.capacity_blocks)
         gauge(
             "kvroute_engine_pinned_blocks",

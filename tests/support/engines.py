@@ -23,6 +23,7 @@ from tests.support.waiting import until
 
 BLOCK = 32
 GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+TOOL_PARSER = "hermes"
 INTERVAL = 4  # tokens in a chunk of the engine that tests share
 NAMES = ("sql", "law", "poems")  # of its adapters
 BROKEN = "broken"  # one that cannot be loaded

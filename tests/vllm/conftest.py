@@ -13,6 +13,7 @@ from tests.support.engines import (
     LAYERS,
     NAMES,
     SHALLOW_CACHE_MB,
+    TOOL_PARSER,
     Running,
     shallow_model,
     started,
@@ -38,5 +39,6 @@ async def running(
         adapters=tuple(Adapter(name=name, path=str(folder / name)) for name in (*NAMES, BROKEN)),
         max_loras=1,
         max_cpu_loras=2,
+        engine_args={"tool_call_parser": TOOL_PARSER},
     ) as running:
         yield running

@@ -157,6 +157,7 @@ class VllmEngine:
             used_blocks=round(self._stats.kv_usage * self.facts.capacity_blocks),
             loras=tuple(self._adapters.loaded),
             lora_load_s=self._adapters.load_s,
+            rendering_differences=self._http.rendering_differences,
         )
 
     async def check(self) -> None:

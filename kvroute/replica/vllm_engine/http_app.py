@@ -6,6 +6,7 @@ vLLM's private API; tests/vllm/test_http_app.py checks what this relies on.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -31,15 +32,22 @@ from kvroute.replica.vllm_engine import repeatable
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
 
+log = logging.getLogger("kvroute.replica")
+
 NO_AND_SOME_TOOLS: tuple[list[Any] | None, ...] = (None, [{}])
+HANDLERS = ("vllm.entrypoints", "vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
+MOST_LOGGED = 300  # characters of a line
 ALWAYS = {"enable_prompt_tokens_details": True}  # clients see their cached tokens
 
 
 class HttpApp:
     """Answers requests by vLLM's application."""
 
-    def __init__(self, app: Any, adapters: Adapters, content_format: str) -> None:
+    def __init__(
+        self, app: Any, renderer: "_Renderer", adapters: Adapters, content_format: str
+    ) -> None:
         self.content_format = content_format  # of EngineFacts
+        self._renderer = renderer
         self._app = app
         self._adapters = adapters
 
@@ -49,6 +57,7 @@ class HttpApp:
     ) -> "HttpApp":
         """front_args: those of vLLM's server, by name."""
         repeatable.install()
+        _shorten_logs()
         args = await asyncio.to_thread(_arguments, llm, front_args)
         client: Any = _Client(llm)
         tasks = await llm.get_supported_tasks()
@@ -61,7 +70,7 @@ class HttpApp:
         for name, adapter in adapters.known.items():
             models.lora_requests[name] = adapter
             models.lora_requests[f"{args.served_model_name[0]}:{name}"] = adapter
-        return cls(app, adapters, _content_format(llm, args))
+        return cls(app, client.renderer, adapters, _content_format(llm, args))
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """The response to a request with a `call`, in chunks. ValueError for an unknown adapter.
@@ -71,6 +80,11 @@ class HttpApp:
         async with aclosing(Run(request, request.call, lora).chunks(self._app)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    @property
+    def rendering_differences(self) -> int:
+        """Prompts that a router has rendered in another way."""
+        return self._renderer.differences
 
     async def render(self, call: HttpCall) -> Rendered:
         """The prompt of that request; the engine does not run."""
@@ -100,6 +114,7 @@ class _Renderer:
 
     def __init__(self, renderer: Any) -> None:
         self._renderer = renderer
+        self.differences = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
@@ -113,6 +128,11 @@ class _Renderer:
                 conversations, chat_params, tok_params, **options
             )
         prompt = self._prompt(run, tok_params or self._renderer.default_chat_tok_params)
+        if run.call.is_checked:
+            rendered = await self._renderer.render_chat_async(
+                conversations, chat_params, tok_params, **options
+            )
+            prompt = self._compared(prompt, rendered[1][0], run)
         last = [messages[-1:] for messages in conversations]  # `echo` reads it, nobody the others
         return last, [prompt]
 
@@ -123,7 +143,24 @@ class _Renderer:
         if run is None:
             return await self._renderer.render_cmpl_async(prompts, tok_params, **options)
         text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else None
-        return [self._prompt(run, tok_params or self._renderer.default_cmpl_tok_params, text)]
+        prompt = self._prompt(run, tok_params or self._renderer.default_cmpl_tok_params, text)
+        if run.call.is_checked:
+            (rendered,) = await self._renderer.render_cmpl_async(prompts, tok_params, **options)
+            prompt = self._compared(prompt, rendered, run)
+        return [prompt]
+
+    def _compared(self, given: Any, rendered: Any, run: Run) -> Any:
+        """The prompt as vLLM has rendered it, which is counted where it differs."""
+        if given["prompt_token_ids"] == rendered["prompt_token_ids"]:
+            return given
+        self.differences += 1
+        log.error(
+            "the router has rendered request %s in another way than vLLM: %d tokens, %d here",
+            run.request.request_id,
+            len(given["prompt_token_ids"]),
+            len(rendered["prompt_token_ids"]),
+        )
+        return {**rendered, "cache_salt": given.get("cache_salt")}
 
     def _prompt(self, run: Run, tok_params: Any, text: str | None = None) -> Any:
         """As the renderer would have made it: with the checks of its length, and truncated."""
@@ -152,6 +189,19 @@ def _content_format(llm: AsyncLLM, args: Any) -> str:
         for tools in NO_AND_SOME_TOOLS
     }
     return found.pop() if len(found) == 1 else ""
+
+
+def _shorten_logs() -> None:
+    """vLLM's handlers log a traceback for what a client did wrong; a line is enough."""
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(_short)
+
+
+def _short(record: logging.LogRecord) -> bool:
+    if record.name.startswith(HANDLERS) and record.exc_info:
+        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]!r}"[:MOST_LOGGED], ()
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def _rendered() -> Run | None:

@@ -13,6 +13,7 @@ from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 import numpy as np
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
@@ -195,7 +196,8 @@ class Rendering(Run):
     engine."""
 
     def __init__(self, call: HttpCall) -> None:
-        super().__init__(GenerateRequest("render-0", NO_TOKENS, Sampling()), call)
+        request = GenerateRequest("render-0", NO_TOKENS, Sampling())
+        super().__init__(request, msgspec.structs.replace(call, is_rendered=False))
         self._prompt: Any = None
 
     async def rendered(self, app: Any) -> Rendered:

@@ -11,21 +11,19 @@ from typing import Any
 
 from kvroute.replica.vllm_engine.http_run import CURRENT
 
-# vLLM's modules whose `time` and `uuid` are replaced where they have them.
-MODULES = (
-    "vllm.utils",
-    "vllm.entrypoints.generate.base.serving",
-    *(
-        f"vllm.entrypoints.{route}.{part}"
-        for route in (
-            "openai.chat_completion",
-            "openai.completion",
-            "openai.responses",
-            "anthropic",
-        )
-        for part in ("protocol", "serving")
-    ),
-)
+# vLLM's modules, and which names are replaced in each.
+REPLACED = {
+    "vllm.utils": ("uuid",),
+    "vllm.entrypoints.generate.base.serving": ("time",),
+    "vllm.entrypoints.openai.chat_completion.protocol": ("time",),
+    "vllm.entrypoints.openai.chat_completion.serving": ("time",),
+    "vllm.entrypoints.openai.completion.protocol": ("time",),
+    "vllm.entrypoints.openai.completion.serving": ("time",),
+    "vllm.entrypoints.openai.responses.protocol": ("time",),
+    "vllm.entrypoints.openai.responses.serving": ("time",),
+    "vllm.entrypoints.anthropic.protocol": ("time",),
+    "vllm.entrypoints.anthropic.serving": ("time", "uuid"),
+}
 
 
 class _Uuid:
@@ -50,9 +48,8 @@ class _Time:
 
 def install() -> None:
     """Once for each process."""
-    for name in MODULES:
-        module: Any = importlib.import_module(name)
-        if hasattr(module, "time"):
-            module.time = _Time()
-        if hasattr(module, "uuid"):
-            module.uuid = _Uuid()
+    ours = {"time": _Time(), "uuid": _Uuid()}
+    for name, attributes in REPLACED.items():
+        module = importlib.import_module(name)
+        for attribute in attributes:
+            setattr(module, attribute, ours[attribute])

@@ -43,6 +43,7 @@ class Prompted:
 
     token_ids: Sequence[TokenIds]
     is_rendered: bool = True
+    has_prefix: bool = False  # a named one, which is not in the body
 
 
 class RefusedCallError(Exception):
@@ -76,9 +77,10 @@ class Calls:
         """Rendered here where that is sure to be right; else by a replica. RefusedCallError."""
         try:
             if call.path == CHATS:
-                return Prompted([await self._chat(call, prefix)])
+                return Prompted([await self._chat(call, prefix)], has_prefix=prefix is not None)
             if call.path == COMPLETIONS:
-                return Prompted(await self._completions(call, prefix))
+                prompts = await self._completions(call, prefix)
+                return Prompted(prompts, has_prefix=prefix is not None)
         except OnlyReplicaError:
             pass
         if prefix is not None:
@@ -143,7 +145,8 @@ class Calls:
 
     def _http_call(self, call: Call, number: int, prompted: Prompted) -> HttpCall:
         body = call.raw if len(prompted.token_ids) == 1 else call.with_prompt(number)
-        is_checked = prompted.is_rendered and random.randrange(CHECKED) == 0
+        is_own = prompted.is_rendered and not prompted.has_prefix
+        is_checked = is_own and random.randrange(CHECKED) == 0
         return _http(call, body, is_rendered=prompted.is_rendered, is_checked=is_checked)
 
 

@@ -49,6 +49,9 @@ class Diagnosis:
                 "running": running,
                 "leases_s": leases,
                 "backlogs_s": dict(ChainMap(*(model.backlogs_s() for model in self._models))),
+                "rendering_differences": dict(
+                    ChainMap(*(model.rendering_differences() for model in self._models))
+                ),
             },
             "hits": summed([sums for model in self._models for sums in model.recent_sums()]),
             "serve": {

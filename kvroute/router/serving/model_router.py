@@ -315,6 +315,10 @@ class ModelRouter:
             for kind, summary in self._unreadable.report().items()
         ]
 
+    def rendering_differences(self) -> dict[str, int]:
+        """Prompts that routers have rendered in another way than vLLM, by replica."""
+        return {each.id: each.load.rendering_differences for each in self._fleet.own_records}
+
     def backlogs_s(self) -> dict[str, float]:
         """Prefill queued or running on each replica."""
         running = self.running

@@ -1,0 +1,190 @@
+"""Bodies that clients send, valid and not, of every route and kind that vLLM answers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+Body = dict[str, Any]
+
+CHATS = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+
+ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "get_weather", "description": "The weather", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
+STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+HISTORY = [
+    *ASK,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "20 C"},
+]
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "person",
+        "schema": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 12},
+                "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        },
+    },
+}
+NONSENSE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+
+# What can be cut anywhere and goes on elsewhere.
+CONTINUED: dict[str, Body] = {
+    "plain": {},
+    "named tool": {"tools": [STRICT], "tool_choice": NAMED},
+    "required tool": {"tools": [STRICT], "tool_choice": "required", "max_tokens": 24},
+    "auto tool": {"tools": [TOOL], "structured_outputs": {"choice": [CALLED]}, "max_tokens": 24},
+    "json schema": {"response_format": SCHEMA, "max_tokens": 24},
+    "json object": {"response_format": {"type": "json_object"}, "max_tokens": 20},
+    "regex": {"structured_outputs": {"regex": "[a-z]{12,20}"}},
+    "choice": {"structured_outputs": {"choice": ["yes, of course it is", "no, it is not"]}},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "stop": {"stop": ["e"], "min_tokens": 4},
+    "frequency penalty": {"frequency_penalty": 0.5},
+    "no end": {"ignore_eos": True},
+}
+
+_ANY: list[Body] = [
+    {"top_p": 0.5, "temperature": 0.7, "seed": 3},
+    {"top_k": 5, "temperature": 1.0, "seed": 4},
+    {"min_p": 0.1, "temperature": 1.0, "seed": 5},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5},
+    {"logit_bias": {"100": 5}},
+    {"stop_token_ids": [100]},
+    {"include_stop_str_in_output": True, "stop": ["e"]},
+    {"skip_special_tokens": False},
+    {"return_token_ids": True},
+    {"add_special_tokens": False},
+    {"cache_salt": "mine"},
+    {"user": "somebody", "unknown_field": 1},
+    # refused
+    {"temperature": "hot"},
+    {"temperature": -1},
+    {"top_p": 0},
+    {"max_tokens": 0},
+    {"max_tokens": 100_000},
+    {"n": 0},
+    {"seed": "x"},
+    {"stop": [""]},
+    {"model": "other"},
+    {"stream": "maybe"},
+    {"response_format": NONSENSE},
+    {"structured_outputs": {"regex": "("}},
+    {"logit_bias": {"9999999": 1}},
+    {"truncate_prompt_tokens": 8},
+]
+_CHATS: list[Body] = [
+    *CONTINUED.values(),
+    {"messages": HISTORY, "tools": [TOOL]},
+    {"messages": [{"role": "system", "content": "Be brief."}, *ASK]},
+    {"messages": [{"role": "developer", "content": "Be brief."}, *ASK]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
+    {"tools": [TOOL], "tool_choice": "none"},
+    {"tools": [TOOL], "parallel_tool_calls": False},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"reasoning_effort": "low"},
+    {"max_completion_tokens": 3},
+    {"echo": True},
+    {"messages": [*ASK, {"role": "assistant", "content": "It"}], "add_generation_prompt": False},
+    # refused
+    {"messages": []},
+    {"messages": "hi"},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "nobody", "content": "hi"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    {"tool_choice": NAMED},
+    {"tools": [{"type": "function"}]},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+    {"top_logprobs": 2},
+    {"chat_template": "{{ messages }}"},
+]
+_COMPLETIONS: list[Body] = [
+    {},
+    {"logprobs": 2},
+    {"echo": True},
+    {"prompt": [100, 200, 300]},
+    {"prompt": ["only one"]},
+    {"max_tokens": 3},
+    {"response_format": SCHEMA, "max_tokens": 24},
+    # refused
+    {"prompt": None},
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"prompt": {"a": 1}},
+    {"prompt": [10_000_000]},
+    {"logprobs": -1},
+]
+_RESPONSES: list[Body] = [
+    {},
+    {"instructions": "Be brief."},
+    {"input": [{"role": "user", "content": "Say hi"}]},
+    {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "auto"},
+    {"text": {"format": {"type": "json_schema", **SCHEMA["json_schema"]}}},  # type: ignore[dict-item]
+    {"metadata": {"a": "b"}, "store": False},
+    # refused
+    {"input": 5},
+    {"temperature": "hot"},
+    {"previous_response_id": "resp_unknown"},
+    {"model": "other"},
+]
+_MESSAGES: list[Body] = [
+    {},
+    {"system": "Be brief."},
+    {"system": [{"type": "text", "text": "Be brief."}]},
+    {"stop_sequences": ["e"]},
+    {
+        "tools": [{"name": "get_weather", "input_schema": PARAMETERS}],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+        "max_tokens": 24,
+    },
+    # refused
+    {"max_tokens": None},
+    {"messages": []},
+    {"messages": "hi"},
+    {"model": "other"},
+]
+
+
+def calls(model: str) -> Iterator[tuple[str, Body]]:
+    """Path and body of each, streamed and whole."""
+    own: list[tuple[str, Body, list[Body]]] = [
+        (CHATS, {"messages": ASK, "max_tokens": 8}, [*_CHATS, *_ANY]),
+        (COMPLETIONS, {"prompt": "One, two,", "max_tokens": 6}, [*_COMPLETIONS, *_ANY]),
+        (RESPONSES, {"input": "Say hi", "max_output_tokens": 12}, _RESPONSES),
+        (MESSAGES, {"messages": ASK, "max_tokens": 12}, _MESSAGES),
+    ]
+    for path, base, changes in own:
+        for change in changes:
+            for stream in (False, True):
+                yield path, {"model": model, "temperature": 0, **base, "stream": stream, **change}

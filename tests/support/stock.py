@@ -1,0 +1,59 @@
+"""vLLM's own server, next to ours. Importing this imports vLLM, which takes seconds and warns."""
+
+import asyncio
+import json
+from typing import Any
+
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.v1.engine import async_llm, output_processor
+
+from kvroute.replica.vllm_engine import http_app, http_run
+from tests.support.bodies import Body
+
+COLLECTORS = (async_llm, output_processor)  # who names RequestOutputCollector
+
+
+class Unmerged(output_processor.RequestOutputCollector):
+    """Outputs that come together stay apart: else they depend on who was slow."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._outputs: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, output: Any) -> None:
+        self._outputs.put_nowait(output)
+
+    async def get(self) -> Any:
+        output = await self._outputs.get()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    def get_nowait(self) -> None:
+        return None
+
+
+async def stock_app(llm: Any, **front_args: Any) -> Any:
+    """vLLM's application on the engine itself, as its server has it."""
+    arguments = http_app._arguments(llm, {"enable_prompt_tokens_details": True, **front_args})
+    app = build_app(arguments, ("generate",), llm.model_config)
+    await init_app_state(llm, app.state, arguments, ("generate",))
+    return app
+
+
+async def stock_answer(app: Any, path: str, body: Body | bytes) -> tuple[int, bytes]:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    given: list[dict[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not given:
+            await asyncio.Event().wait()
+        return given.pop()
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(http_run.scope(path, {"x-request-id": "id"}), receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)

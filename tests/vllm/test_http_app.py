@@ -1,0 +1,227 @@
+"""vLLM's HTTP application inside a replica answers as vLLM's own server does, and goes on with what
+another replica has begun."""
+
+import json
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest, Sampling, TokenIds
+from kvroute.contract.http_call import HttpCall
+from tests.support import bodies
+from tests.support.bodies import ASK, CHATS, COMPLETIONS, CONTINUED, MESSAGES, RESPONSES, Body
+from tests.support.engines import TOOL_PARSER, Running
+from tests.support.waiting import until
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(240),
+    pytest.mark.parametrize("running", ["vllm"], indirect=True),
+]
+
+Stock = Callable[[str, Body | bytes], Awaitable[tuple[int, bytes]]]
+
+CUTS = (1, 2, 5, 10)  # chunks that have come
+CREATED = 1_700_000_000.25
+TOOLS = [{"name": "get_weather", "input_schema": bodies.PARAMETERS}]
+FORCED = {"type": "tool", "name": "get_weather"}
+OTHERS = {
+    COMPLETIONS: {"prompt": "One, two,", "max_tokens": 14, "logprobs": 2},
+    RESPONSES: {"input": "Say hi", "max_output_tokens": 14},
+    MESSAGES: {"messages": ASK, "max_tokens": 40, "tools": TOOLS, "tool_choice": FORCED},
+}
+
+
+@pytest.fixture(autouse=True)
+def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.stock import COLLECTORS, Unmerged
+
+    for module in COLLECTORS:
+        monkeypatch.setattr(module, "RequestOutputCollector", Unmerged)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stock(running: Running) -> Stock:
+    """Status and body of what vLLM's own server answers."""
+    from tests.support.stock import stock_answer, stock_app
+
+    app = await stock_app(engine_of(running)._llm, tool_call_parser=TOOL_PARSER)
+    return partial(stock_answer, app)
+
+
+def engine_of(running: Running) -> Any:
+    return running.engine
+
+
+def request_of(path: str, body: Body | bytes, ids: TokenIds = NO_TOKENS) -> GenerateRequest:
+    """Without token ids the replica renders the prompt."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    call = HttpCall(path, raw, CREATED, is_rendered=len(ids) > 0)
+    return GenerateRequest("id-1", ids, Sampling(), call=call)
+
+
+async def prompt_of(running: Running, path: str, body: Body) -> TokenIds:
+    rendered = await running.engine.render(
+        HttpCall(path, json.dumps(body).encode(), CREATED, is_rendered=False)
+    )
+    return np.frombuffer(rendered.token_ids, "<u4")
+
+
+async def chunks_of(running: Running, request: GenerateRequest, most: int = 1000) -> list[Chunk]:
+    chunks = []
+    async with aclosing(running.engine.generate(request)) as stream:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == most:
+                break
+    return chunks
+
+
+def data_of(chunks: list[Chunk]) -> bytes:
+    return b"".join(chunk.http.data for chunk in chunks if chunk.http)
+
+
+def status_of(chunks: list[Chunk]) -> int:
+    (status,) = (chunk.http.status for chunk in chunks if chunk.http and chunk.http.status)
+    return status
+
+
+def comparable(data: bytes) -> str:
+    """Without what is drawn, dated, or depends on the cache."""
+    text = data.decode()
+    text = re.sub(r'"(created|created_at|completed_at)":\s?[\d.]+', r'"\1":0', text)
+    text = re.sub(r"\b(chatcmpl-tool|call_|msg_|resp_|rs_|fc_|chatcmpl|cmpl)[-\w]+", r"\1", text)
+    text = re.sub(r'"signature":"\w+"', '"signature":""', text)
+    text = re.sub(r"-?\d+\.\d{3,}(e-?\d+)?", "0.0", text)  # cached or not, sums differ in digits
+    return re.sub(r'"(\w*cached_tokens|\w*cache_\w+)":\s?(\d+|null)', r'"\1":0', text)
+
+
+async def test_it_answers_as_vllms_own_server(running: Running, stock: Stock) -> None:
+    """200 bodies of every route and kind, valid and not."""
+    differing, asked = [], 0
+    for path, body in bodies.calls("m"):
+        asked += 1
+        ids = await prompt_of(running, path, body)
+        ours = await chunks_of(running, request_of(path, body, ids))
+        status, data = await stock(path, body)
+        if (status_of(ours), comparable(data_of(ours))) != (status, comparable(data)):
+            differing.append((path, body, data_of(ours)[-300:], data[-300:]))
+    assert asked >= 200
+    assert differing == []
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'"a"', b"\xff", b'{"messages": 1}'])
+async def test_so_it_does_for_what_is_no_body(running: Running, stock: Stock, raw: bytes) -> None:
+    ours = await chunks_of(running, request_of(CHATS, raw))
+    status, data = await stock(CHATS, raw)
+    assert (status_of(ours), data_of(ours)) == (status, data)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("kind", [*CONTINUED, *OTHERS])
+async def test_what_was_cut_anywhere_goes_on_byte_for_byte(
+    running: Running, kind: str, is_streamed: bool
+) -> None:
+    path = kind if kind in OTHERS else CHATS
+    own = OTHERS.get(kind) or {"messages": ASK, "max_tokens": 14, **CONTINUED[kind]}
+    body = {"model": "m", "temperature": 0, "stream": is_streamed, **own}
+    request = request_of(path, body, await prompt_of(running, path, body))
+    await chunks_of(running, request)
+    undisturbed = await chunks_of(running, request)
+    assert status_of(undisturbed) == 200
+    for cut in [each for each in CUTS if each < len(undisturbed)]:
+        begun = await chunks_of(running, request, most=cut)
+        if not can_continue(begun):
+            assert "logprobs" in body
+            assert not is_streamed
+            assert not data_of(begun)  # another replica answers it from the start
+            return
+        rest = await chunks_of(running, rest_of(request, begun))
+        assert status_of(begun + rest) == 200
+        assert digits_apart(data_of(begun + rest)) == digits_apart(data_of(undisturbed))
+
+
+def can_continue(chunks: list[Chunk]) -> bool:
+    return all(chunk.http.can_continue for chunk in chunks if chunk.http)
+
+
+def rest_of(request: GenerateRequest, begun: list[Chunk]) -> GenerateRequest:
+    """As a router asks another replica."""
+    parts = [chunk.http for chunk in begun if chunk.http]
+    assert request.call
+    call = msgspec.structs.replace(
+        request.call,
+        deltas=tuple(tokens for part in parts for tokens in part.deltas),
+        cached_tokens=begun[0].cached_tokens,
+        written_tokens=parts[0].written_tokens,
+    )
+    delivered = [id_ for chunk in begun for id_ in chunk.token_ids]
+    return replace(request.after(delivered), call=call)
+
+
+def digits_apart(data: bytes) -> bytes:
+    """A logprob's last digits depend on how much of the prompt was cached."""
+    return re.sub(rb"-?\d+\.\d{4,}(e-\d+)?", lambda found: b"%.2f" % float(found[0]), data)
+
+
+@pytest.mark.parametrize(
+    "change", [{"n": 2, "temperature": 1.0}, {"presence_penalty": 1.0}, {"use_beam_search": True}]
+)
+async def test_it_says_what_cannot_go_on(running: Running, change: Body) -> None:
+    body = {"model": "m", "messages": ASK, "max_tokens": 6, **change}
+    request = request_of(CHATS, body, await prompt_of(running, CHATS, body))
+    assert not can_continue(await chunks_of(running, request))
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+async def test_nothing_runs_for_a_client_that_has_left(running: Running, is_streamed: bool) -> None:
+    body = {"model": "m", "messages": ASK, "max_tokens": 900, "ignore_eos": True}
+    request = request_of(CHATS, body | {"stream": is_streamed})
+    await chunks_of(running, request, most=1)
+    states = engine_of(running)._llm.output_processor.request_states
+    await until(lambda: not states)
+
+
+async def test_routes_without_an_answer_of_the_engine_are_vllms(
+    running: Running, stock: Stock
+) -> None:
+    own: dict[str, Body] = {
+        "/tokenize": {"model": "m", "messages": ASK},
+        "/detokenize": {"model": "m", "tokens": [1, 2, 3]},
+        "/v1/messages/count_tokens": {"model": "m", "messages": ASK},
+        "/v1/embeddings": {"model": "m", "input": "hi"},
+    }
+    for path, body in own.items():
+        ours = await chunks_of(running, request_of(path, body))
+        assert (status_of(ours), data_of(ours)) == await stock(path, body)
+
+
+async def test_a_clients_own_extra_arguments_cannot_be_ours(running: Running) -> None:
+    """Such as a pin that would hold blocks for ever."""
+    body = {"model": "m", "messages": ASK, "max_tokens": 2, "vllm_xargs": {"kvroute_pin": "x"}}
+    assert status_of(await chunks_of(running, request_of(CHATS, body))) == 200
+    llm = engine_of(running)._llm
+    assert not await llm.engine_core.call_utility_async("kvroute_pinned", "x")
+
+
+async def test_vllm_still_has_what_is_replaced(running: Running) -> None:
+    """The hooks into the pinned version; see docs/upgrading.md."""
+    from kvroute.replica.vllm_engine import http_app, repeatable
+
+    for name, attributes in repeatable.REPLACED.items():
+        module = __import__(name, fromlist=["_"])
+        for attribute in attributes:
+            assert hasattr(module, attribute), (name, attribute)
+    renderer = engine_of(running)._llm.renderer
+    replaced = [name for name in vars(http_app._Renderer) if name.startswith("render_")]
+    assert len(replaced) == 2
+    assert all(hasattr(renderer, name) for name in replaced)
