@@ -1,0 +1,134 @@
+"""What a router reads of a call, and what it refuses for everybody's sake."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.router.api.calls import (
+    CHATS,
+    COMPLETIONS,
+    MAX_N,
+    MAX_VALUES,
+    RESPONSES,
+    Call,
+    parse_any_request,
+    parse_call,
+    parse_request,
+)
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.schemas import MAX_CHOICES, MAX_MESSAGES, ChatCompletionRequest
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = (
+    *("model", "messages", "prompt", "n", "stream", "cache_salt", "prefix_id", "task_id", "tools"),
+)
+
+
+def called(path: str = COMPLETIONS, **body: Any) -> Call:
+    return parse_call(path, json.dumps(body).encode())
+
+
+def refusal(path: str = COMPLETIONS, **body: Any) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        called(path, **body)
+    return refused.value
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from([CHATS, COMPLETIONS]))
+def test_any_body_is_read_or_refused(body: dict[str, Any], path: str) -> None:
+    try:
+        call = called(path, **body)
+        call.prefix()
+    except ApiError as error:
+        status = error.status
+    else:
+        status = 200
+    assert status < 500
+    if status != 200:
+        return
+    prompts = call.prompts()
+    assert prompts is None or all(isinstance(each, str | np.ndarray) for each in prompts)
+    assert isinstance(call.cache_salt, str)
+    assert 1 <= call.n <= MAX_N
+
+
+@given(st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1), min_size=1, max_size=5))
+def test_token_ids_are_arrays(prompts: list[list[int]]) -> None:
+    found = called(prompt=prompts).prompts()
+    assert found is not None
+    assert [list(map(int, each)) for each in found] == prompts
+    alone = called(prompt=prompts[0]).prompts() or []
+    assert [list(map(int, each)) for each in alone] == prompts[:1]
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]])
+def test_each_prompt_gets_a_body_of_its_own(prompt: list[Any]) -> None:
+    call = called(prompt=prompt, max_tokens=3)
+    for number, each in enumerate(prompt):
+        assert json.loads(call.with_prompt(number)) == {"prompt": each, "max_tokens": 3}
+
+
+@pytest.mark.parametrize("prompt", [5, {"a": 1}, ["a", [1]], [[]], [-1], [2**32], [True], [1.5]])
+def test_what_is_no_prompt_is_left_to_the_replica(prompt: Any) -> None:
+    assert called(prompt=prompt).prompts() is None
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("n", {"n": MAX_N + 1}),
+        ("prompt", {"prompt": ["a"] * (MAX_CHOICES + 1)}),
+        ("prompt", {"prompt": ["a"] * 100, "n": 100}),
+        ("cache_salt", {"cache_salt": "x" * 257}),
+        ("cache_salt", {"cache_salt": 5}),
+        ("messages", {"messages": [0] * (MAX_MESSAGES + 1)}),
+        ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
+        ("background", {"background": True}),
+    ],
+)
+def test_what_no_replica_should_get_is_refused(param: str, body: dict[str, Any]) -> None:
+    assert (refusal(**body).status, refusal(**body).param) == (400, param)
+
+
+def test_a_body_of_too_many_values_is_refused_but_not_for_its_token_ids() -> None:
+    many = [0] * (MAX_VALUES + 1)
+    assert refusal(CHATS, tools=many).status == 413
+    assert refusal(CHATS, tools=[{"a": [many]}]).status == 413
+    assert len((called(prompt=many).prompts() or [[]])[0]) == len(many)
+
+
+def test_a_prefix_has_one_name() -> None:
+    assert called(prefix_id=5).prefix() == ("prefix_id", "5")
+    assert called(task_id="law").prefix() == ("task_id", "law")
+    assert called().prefix() is None
+    for body in ({"prefix_id": "a", "task_id": "b"}, {"prefix_id": [1]}, {"prefix_id": "x" * 129}):
+        with pytest.raises(ApiError, match="prefix_id"):
+            called(**body).prefix()
+
+
+def test_a_simulated_model_is_asked_in_its_own_way() -> None:
+    chat = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    for simulated, kind in ((None, ChatCompletionRequest), ({"m"}, ChatCompletionRequest)):
+        assert isinstance(parse_request(CHATS, ChatCompletionRequest, simulated, chat), kind)
+    assert isinstance(parse_request(CHATS, ChatCompletionRequest, {"other"}, chat), Call)
+    with pytest.raises(ApiError, match="does not have this route") as refused:
+        parse_request(RESPONSES, None, None, b"{}")
+    assert refused.value.status == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [({"messages": []}, CHATS), ({"input": "hi"}, RESPONSES), ({"prompt": "hi"}, COMPLETIONS)],
+)
+def test_a_body_tells_its_route(body: dict[str, Any], path: str) -> None:
+    call = parse_any_request(frozenset(), json.dumps(body).encode())
+    assert isinstance(call, Call)
+    assert call.path == path

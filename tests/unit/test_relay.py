@@ -1,0 +1,209 @@
+"""A call's response is relayed as replicas write it, whatever becomes of them."""
+
+import json
+import random
+import time
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.responses import Response
+from starlette.types import Message
+
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling
+from kvroute.contract.http_call import HttpCall, HttpPart
+from kvroute.router.api.errors import ApiError, event
+from kvroute.router.dispatch.batch import batched, one_body
+from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
+from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.dispatch.relay import relayed
+from kvroute.router.dispatch.response import begin_all
+from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.routing.fleet import Fleet
+from tests.support.wired import Wired
+
+TOKENS = 12
+DONE = b"data: [DONE]\n\n"
+IMMORTAL = -1
+
+
+class Applications:
+    """In the place of vLLM's: each answers with the numbers of its tokens. The first that is asked
+    dies after lives[0] chunks, and so on."""
+
+    def __init__(self, *lives: int, can_continue: bool = True, status: int = 200) -> None:
+        self.requests: list[GenerateRequest] = []
+        self._lives = lives
+        self._can_continue = can_continue
+        self._status = status
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        call, life = request.call, self._lives[len(self.requests) - 1]
+        assert call is not None
+        assert sum(call.deltas) == request.answered
+        status, stream = self._status, json.loads(call.body)["stream"]
+        kind = "text/event-stream" if stream else "application/json"
+        if status != 200:
+            part = HttpPart(b'{"error": "no"}', status, "application/json")
+            yield Chunk(0, "", (), 0, finish_reason="stop", http=part)
+            return
+        for number in range(request.answered, TOKENS):
+            if life == 0:
+                raise EngineDeadError("as planned")
+            life -= 1
+            is_last = number == TOKENS - 1
+            data = event_of(number) if stream else b""
+            if is_last:
+                data = data + usage() + DONE if stream else whole()
+            has_head = number == 0 if stream else is_last
+            part = HttpPart(
+                data,
+                status if has_head else 0,
+                kind if has_head else "",
+                (1,),
+                can_continue=self._can_continue,
+            )
+            reason = "stop" if is_last else None
+            yield Chunk(0, "", (number,), 7, finish_reason=reason, http=part)
+
+
+def event_of(number: int, index: int = 0) -> bytes:
+    choice = {"index": index, "text": f" {number}"}
+    return b"data: " + json.dumps({"choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+
+
+def usage(tokens: int = TOKENS) -> bytes:
+    counts = {"choices": [], "usage": {"completion_tokens": tokens}}
+    return b"data: " + json.dumps(counts, separators=(",", ":")).encode() + b"\n\n"
+
+
+def whole() -> bytes:
+    text = "".join(f" {number}" for number in range(TOKENS))
+    choices = [{"index": 0, "text": text}]
+    return json.dumps({"choices": choices, "usage": {"completion_tokens": TOKENS}}).encode()
+
+
+STREAM = b"".join(map(event_of, range(TOKENS))) + usage() + DONE
+
+
+async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> Response:
+    """Through a dispatcher; the response is read to its end."""
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+    wired = Wired({f"r{number}": apps.generate for number in range(len(apps._lives))})
+    liveness = Liveness(lambda: wired, wired.links, fleet, hang_timeout_s=5)
+    dispatcher = Dispatcher(wired.links, fleet, liveness)
+    call = HttpCall("/v1/completions", json.dumps({"stream": stream}).encode(), 1.0)
+    context = RequestContext(time.monotonic(), "id", prompts=prompts)
+    asked = [(np.arange(9, dtype=np.uint32) + n, Sampling(), call) for n in range(prompts)]
+    async with wired:
+        generations = await begin_all(dispatcher, asked, context)
+        response = await _response(generations)
+        await _read(response)
+    return response
+
+
+async def _response(generations: list[Generation]) -> Response:
+    failed = partial(event, path="/v1/completions")
+    if len(generations) == 1:
+        return await relayed(generations[0], {}, ending=bytes, failed=failed)
+    return await batched(generations, {}, n=1, ending=bytes, failed=failed)
+
+
+async def _read(response: Response) -> None:
+    """Its body, streamed or not, is in `response.body` then."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("nobody leaves")
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+    await response(scope, receive, send)
+    response.body = b"".join(message.get("body", b"") for message in sent)
+
+
+@pytest.mark.parametrize("lives", [[IMMORTAL], [1], [5], [TOKENS - 1], [3, 0], [0]])
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_response_is_the_same_however_many_replicas_it_takes(
+    lives: list[int], stream: bool
+) -> None:
+    apps = Applications(*lives, IMMORTAL)
+    response = await ask(apps, stream=stream)
+    assert response.body == (STREAM if stream else whole())
+    assert len(apps.requests) == len(lives) + (lives != [IMMORTAL])
+
+
+async def test_who_goes_on_is_told_what_the_first_one_has_answered() -> None:
+    apps = Applications(5, IMMORTAL)
+    await ask(apps)
+    first, second = apps.requests
+    assert first.call
+    assert second.call
+    assert (first.call.deltas, second.call.deltas) == ((), (1,) * 5)
+    assert second.call.cached_tokens == 7
+    assert (second.call.created, second.call.body) == (first.call.created, first.call.body)
+    assert second.request_id == first.request_id  # which seeds the ids in the response
+
+
+async def test_what_cannot_go_on_begins_again_unless_the_client_has_read_of_it() -> None:
+    apps = Applications(5, IMMORTAL, can_continue=False)
+    assert (await ask(apps, stream=False)).body == whole()
+    assert apps.requests[1].answered == 0
+    streamed = await ask(Applications(5, IMMORTAL, can_continue=False))
+    assert bytes(streamed.body).startswith(event_of(0))
+    assert b"was lost while it answered" in streamed.body
+
+
+async def test_a_refusal_passes_with_its_status() -> None:
+    for stream in (True, False):
+        response = await ask(Applications(IMMORTAL, status=422), stream=stream)
+        assert (response.status_code, response.body) == (422, b'{"error": "no"}')
+
+
+async def test_several_prompts_make_one_stream() -> None:
+    response = await ask(Applications(*[IMMORTAL] * 3), prompts=3)
+    *events, last, done, end = bytes(response.body).split(b"\n\n")
+    assert (done, end) == (DONE.strip(), b"")
+    assert last + b"\n\n" == usage(3 * TOKENS)
+    for index in range(3):
+        own = [each + b"\n\n" for each in events if b'"index":%d' % index in each]
+        assert own == [event_of(number, index) for number in range(TOKENS)]
+
+
+async def test_several_prompts_make_one_body() -> None:
+    response = await ask(Applications(*[IMMORTAL] * 3), stream=False, prompts=3)
+    body = json.loads(bytes(response.body))
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert body["usage"] == {"completion_tokens": 3 * TOKENS}
+
+
+async def test_one_prompts_refusal_is_that_of_all() -> None:
+    response = await ask(Applications(*[IMMORTAL] * 3, status=400), prompts=3)
+    assert (response.status_code, response.body) == (400, b'{"error": "no"}')
+
+
+async def test_several_prompts_survive_a_replica() -> None:
+    response = await ask(Applications(4, *[IMMORTAL] * 3), stream=False, prompts=3)
+    assert json.loads(bytes(response.body))["usage"] == {"completion_tokens": 3 * TOKENS}
+
+
+def test_choices_of_several_prompts_are_numbered_through() -> None:
+    choices = [{"index": 0}, {"index": 1}]
+    counts: dict[str, Any] = {"total": 2, "details": {"cached": 1, "other": None}}
+    body = json.loads(one_body([{"choices": choices, "usage": counts}] * 2, n=2))
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"] == {"total": 4, "details": {"cached": 2, "other": None}}
+
+
+def test_an_event_of_an_error_has_the_shape_of_its_route() -> None:
+    error = ApiError(503, "gone")
+    assert json.loads(event(error).removeprefix(b"data: "))["error"]["message"] == "gone"
+    name, data = event(error, path="/v1/messages").split(b"\n", 1)
+    assert name == b"event: error"
+    said = json.loads(data.removeprefix(b"data: "))
+    assert said == {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}}
