@@ -1,5 +1,6 @@
 """Bodies that clients send, valid and not, of every route and kind that vLLM answers."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,18 @@ CONTINUED: dict[str, Body] = {
     "stop": {"stop": ["e"], "min_tokens": 4},
     "frequency penalty": {"frequency_penalty": 0.5},
     "no end": {"ignore_eos": True},
+}
+
+# The same on other routes.
+OTHERS: dict[str, Body] = {
+    COMPLETIONS: {"prompt": "One, two,", "max_tokens": 14, "logprobs": 2},
+    RESPONSES: {"input": "Say hi", "max_output_tokens": 14},
+    MESSAGES: {
+        "messages": ASK,
+        "max_tokens": 20,
+        "tools": [{"name": "get_weather", "input_schema": PARAMETERS}],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+    },
 }
 
 _ANY: list[Body] = [
@@ -188,3 +201,29 @@ def calls(model: str) -> Iterator[tuple[str, Body]]:
         for change in changes:
             for stream in (False, True):
                 yield path, {"model": model, "temperature": 0, **base, "stream": stream, **change}
+
+
+def comparable(data: bytes) -> str:
+    """Without what is drawn, dated, or depends on the cache."""
+    text = data.decode()
+    text = re.sub(r'"(created|created_at|completed_at)":\s?[\d.]+', r'"\1":0', text)
+    text = re.sub(r"\b(chatcmpl-tool|call_|msg_|resp_|rs_|fc_|chatcmpl|cmpl)[-\w]+", r"\1", text)
+    text = re.sub(r'"signature":"\w+"', '"signature":""', text)
+    text = re.sub(r"-?\d+\.\d{3,}(e-?\d+)?", "0.0", text)  # cached or not, sums differ in digits
+    return re.sub(r'"(\w*cached_tokens|\w*cache_\w+)":\s?(\d+|null)', r'"\1":0', text)
+
+
+def joined_events(stream: str) -> str:
+    """A stream's events; a busy engine's have several tokens. Text that two events have one after
+    the other counts as one."""
+    texts: list[str] = []
+    for event in stream.split("\n\n"):
+        frame, text = _TEXT.sub('"text":""', event), "".join(_TEXT.findall(event))
+        if texts and texts[-2] == frame:
+            texts[-1] += text
+        else:
+            texts += [frame, text]
+    return "\n".join(texts)
+
+
+_TEXT = re.compile(r'"(?:text|content|delta|partial_json|arguments)":\s?"((?:[^"\\]|\\.)*)"')

@@ -17,7 +17,14 @@ import pytest_asyncio
 from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest, Sampling, TokenIds
 from kvroute.contract.http_call import HttpCall
 from tests.support import bodies
-from tests.support.bodies import ASK, CHATS, COMPLETIONS, CONTINUED, MESSAGES, RESPONSES, Body
+from tests.support.bodies import (
+    ASK,
+    CHATS,
+    CONTINUED,
+    OTHERS,
+    Body,
+    comparable,
+)
 from tests.support.engines import TOOL_PARSER, Running
 from tests.support.waiting import until
 
@@ -32,13 +39,6 @@ Stock = Callable[[str, Body | bytes], Awaitable[tuple[int, bytes]]]
 
 CUTS = (1, 2, 5, 10)  # chunks that have come
 CREATED = 1_700_000_000.25
-TOOLS = [{"name": "get_weather", "input_schema": bodies.PARAMETERS}]
-FORCED = {"type": "tool", "name": "get_weather"}
-OTHERS = {
-    COMPLETIONS: {"prompt": "One, two,", "max_tokens": 14, "logprobs": 2},
-    RESPONSES: {"input": "Say hi", "max_output_tokens": 14},
-    MESSAGES: {"messages": ASK, "max_tokens": 40, "tools": TOOLS, "tool_choice": FORCED},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -93,16 +93,6 @@ def data_of(chunks: list[Chunk]) -> bytes:
 def status_of(chunks: list[Chunk]) -> int:
     (status,) = (chunk.http.status for chunk in chunks if chunk.http and chunk.http.status)
     return status
-
-
-def comparable(data: bytes) -> str:
-    """Without what is drawn, dated, or depends on the cache."""
-    text = data.decode()
-    text = re.sub(r'"(created|created_at|completed_at)":\s?[\d.]+', r'"\1":0', text)
-    text = re.sub(r"\b(chatcmpl-tool|call_|msg_|resp_|rs_|fc_|chatcmpl|cmpl)[-\w]+", r"\1", text)
-    text = re.sub(r'"signature":"\w+"', '"signature":""', text)
-    text = re.sub(r"-?\d+\.\d{3,}(e-?\d+)?", "0.0", text)  # cached or not, sums differ in digits
-    return re.sub(r'"(\w*cached_tokens|\w*cache_\w+)":\s?(\d+|null)', r'"\1":0', text)
 
 
 async def test_it_answers_as_vllms_own_server(running: Running, stock: Stock) -> None:

@@ -17,6 +17,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from dashboards.replica import REPLICA
 from kvroute.local.processes import is_alive
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.bodies import (
+    ASK,
+    CHATS,
+    COMPLETIONS,
+    CONTINUED,
+    HISTORY,
+    MESSAGES,
+    OTHERS,
+    PARAMETERS,
+    RESPONSES,
+    TOOL,
+    Body,
+    comparable,
+    joined_events,
+)
 from tests.support.clients import async_openai_client
 from tests.support.collector import Collector, Span, collecting
 from tests.support.serving import COMMAND, Cluster, doctor, name_of, start_cluster
@@ -39,6 +54,7 @@ TASKS = {
 }
 # Answers are compared: in float32 they are equal. A token takes twice the memory then.
 EXACT = ("--dtype", "float32", "--kv-cache-memory-mb", "1024")
+TOOLS = ("--engine-arg", "tool_call_parser=hermes")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +69,7 @@ def cluster(collector: Collector) -> Iterator[Cluster]:
     env = {"MULTI_TASK_PROMPT_STR": json.dumps(tasks), **collector.env}
     # Its engines take all cores that they get: the tests beside these come first.
     command = ("nice", "-n", "10", *COMMAND)
-    options = ("--max-model-len", "4096", *EXACT)
+    options = ("--max-model-len", "4096", *EXACT, *TOOLS)
     with start_cluster(*options, env=env, deadline_s=400, command=command) as cluster:
         yield cluster
 
@@ -204,6 +220,104 @@ def sample(target: dict[str, Any], name: str) -> float:
     return sum(s.value for family in families for s in family.samples if s.name == name)
 
 
+LONG = "You are a careful assistant who knows the weather of every city. " * 40
+FLAT = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
+
+
+@pytest.mark.parametrize(
+    ("path", "first", "more"),
+    [
+        (
+            CHATS,
+            {
+                "tools": [TOOL],
+                "max_tokens": 4,
+                "messages": [{"role": "system", "content": LONG}, *ASK],
+            },
+            {"messages": [{"role": "system", "content": LONG}, *HISTORY]},
+        ),
+        (
+            RESPONSES,
+            {"instructions": LONG, "tools": [FLAT], "max_output_tokens": 4, "input": ASK},
+            {"input": [*ASK, {"role": "user", "content": "And in Oslo?"}]},
+        ),
+        (
+            MESSAGES,
+            {"system": LONG, "max_tokens": 4, "messages": ASK},
+            {"messages": [*ASK, {"role": "assistant", "content": "Mild."}, *ASK]},
+        ),
+    ],
+    ids=["chat with tools", "response", "message"],
+)
+async def test_an_agents_next_turn_goes_where_its_prefix_is(
+    cluster: Cluster, path: str, first: Body, more: Body
+) -> None:
+    def told(body: Body) -> tuple[int, int]:
+        """Cached tokens as the router expects them, and as the engine found them."""
+        answer = httpx.post(cluster.url + path, json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+        cached = details.get("cached_tokens", details.get("cache_read_input_tokens"))
+        return int(answer.headers["x-kvroute-expected-tokens"]), cached
+
+    body = {"model": BUILTIN_MODEL, "temperature": 0, "cache_salt": path.replace("/", "-"), **first}
+    assert told(body) == (0, 0)
+    await until(lambda: told(body)[0] > 400)
+    found: list[tuple[int, int]] = []  # an idle fleet may make a second copy first
+
+    def is_cached() -> bool:
+        found.append(told({**body, **more}))
+        return found[-1][0] > 400
+
+    await until(is_cached)
+    assert found[-1][0] == found[-1][1]
+
+
+def test_prompts_of_one_call_and_their_receipts_are_one_response(cluster: Cluster) -> None:
+    body = {"prompt": ["One, two,", "A, B,", "x"], "n": 2, "max_tokens": 4}
+    headers = {"x-kvroute-receipt": "1"}
+    for stream in (False, True):
+        answer = httpx.post(
+            cluster.url + COMPLETIONS,
+            json={**body, "stream": stream},
+            headers=headers,
+            timeout=120,
+        )
+        assert {int(n) for n in re.findall(r'"index":\s?(\d+)', answer.text)} == set(range(6))
+        assert answer.text.count('"expected_tokens":') == 3  # a receipt for each
+
+
+def test_what_the_model_cannot_do_is_refused_in_vllms_words(cluster: Cluster) -> None:
+    for path, body, said in (
+        (CHATS, {"messages": ASK, "temperature": "hot"}, "temperature"),
+        (CHATS, {"messages": [], "tools": [TOOL]}, "empty conversation"),
+        (MESSAGES, {"messages": ASK}, "max_tokens"),
+        ("/v1/embeddings", {"input": "hi"}, "Not Found"),
+    ):
+        answer = httpx.post(cluster.url + path, json={"model": BUILTIN_MODEL, **body}, timeout=60)
+        assert 400 <= answer.status_code < 500
+        assert said in answer.text
+
+
+def test_a_named_prefix_stands_before_any_body(cluster: Cluster) -> None:
+    shown = httpx.get(f"{cluster.url}/v1/prefixes/law", timeout=10).json()
+    for path, body in (
+        (CHATS, {"messages": ASK, "tools": [TOOL], "max_tokens": 2}),
+        (RESPONSES, {"input": "Say hi", "max_output_tokens": 2}),
+        (MESSAGES, {"messages": ASK, "max_tokens": 2}),
+    ):
+        answer = httpx.post(
+            cluster.url + path,
+            json={"model": BUILTIN_MODEL, **body},
+            headers={"x-kvroute-prefix": "law"},
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        expected = int(answer.headers["x-kvroute-expected-tokens"])
+        assert expected >= shown["full_blocks"] * BLOCK
+
+
 def test_a_stream_ends_with_its_usage(vllm: OpenAI) -> None:
     events = list(
         vllm.chat.completions.create(
@@ -240,23 +354,53 @@ def undisturbed(cluster: Cluster) -> list[tuple[str, int]]:
     return asyncio.run(all_recited())
 
 
+# Path and body of what agents ask, of every kind that can be cut anywhere.
+AGENTS = [
+    *((CHATS, {"messages": ASK, "max_tokens": 24, **own}) for own in CONTINUED.values()),
+    *OTHERS.items(),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_agents(cluster: Cluster) -> list[str]:
+    async def all_answered() -> list[str]:
+        return await asyncio.gather(*(agents_call(cluster, *call) for call in AGENTS))
+
+    return asyncio.run(all_answered())
+
+
+async def agents_call(cluster: Cluster, path: str, own: Body) -> str:
+    """A stream, without what is drawn and dated, with its pieces of text joined."""
+    body = {"model": BUILTIN_MODEL, "temperature": 0, "stream": True, **own}
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return joined_events(comparable(answer.content))
+
+
 @pytest.mark.parametrize(
     ("is_engine", "blow"),
     [(True, signal.SIGKILL), (False, signal.SIGSTOP)],
     ids=["engine dies", "replica hangs"],
 )
 async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
-    cluster: Cluster, undisturbed: list[tuple[str, int]], is_engine: bool, blow: signal.Signals
+    cluster: Cluster,
+    undisturbed: list[tuple[str, int]],
+    undisturbed_agents: list[str],
+    is_engine: bool,
+    blow: signal.Signals,
 ) -> None:
     await until(lambda: len(replicas(cluster)) == 2, within_s=180)  # the last victim's successor
     async with async_openai_client(cluster.url, timeout_s=120) as client:
         pieces: list[str] = []  # the replica that made each
         reciting = asyncio.gather(*(recite(client, series, pieces) for series in SERIES))
+        working = asyncio.gather(*(agents_call(cluster, *call) for call in AGENTS))
         await until(lambda: len(pieces) >= 5 * len(SERIES), within_s=60)
         replica = psutil.Process(replicas(cluster)[pieces[0]]["pid"])
         engine = engine_of(replica)
         (engine if is_engine else replica).send_signal(blow)
         assert await reciting == undisturbed
+        assert await working == undisturbed_agents
     await until(lambda: pieces[0] not in replicas(cluster), within_s=180)
     await until(lambda: not is_alive(replica) and not is_alive(engine), within_s=30)
 

@@ -68,8 +68,12 @@ class PrefixComposer:
         self._prompts.check_length("messages", text, max_model_len)
         if not before or prefix is None:
             rest = await self._prompts.rendered(text)
-            return _joined(prefix, self._prompts.without_opening(rest)) if prefix else rest
+            return self.behind(prefix, rest) if prefix else rest
         return _joined(prefix, await self._prompts.rendered(self._behind(prefix, text)))
+
+    def behind(self, prefix: Prefix, prompt: TokenIds) -> TokenIds:
+        """A rendered prompt behind a prefix of text."""
+        return _joined(prefix, self._prompts.without_opening(prompt))
 
     async def completions(
         self,

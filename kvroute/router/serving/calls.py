@@ -83,14 +83,8 @@ class Calls:
                 return Prompted(prompts, has_prefix=prefix is not None)
         except OnlyReplicaError:
             pass
-        if prefix is not None:
-            raise ApiError(
-                400,
-                f"prefix {prefix.id!r} cannot stand before this body: only chats and prompts of "
-                "text can follow a named prefix",
-                code="unsupported_parameter",
-            )
-        return await self._rendered(call)
+        prompted = await self._rendered(call)
+        return prompted if prefix is None else self._behind(prefix, prompted)
 
     async def respond(
         self,
@@ -142,6 +136,17 @@ class Calls:
             raise RefusedCallError(rendered.refusal)
         ids = np.frombuffer(rendered.token_ids, "<u4").astype(np.uint32, copy=False)
         return Prompted([ids], rendered.is_text)
+
+    def _behind(self, prefix: Prefix, prompted: Prompted) -> Prompted:
+        if "prompt" not in prefix.source or not prompted.is_rendered:
+            raise ApiError(
+                400,
+                f"prefix {prefix.id!r} cannot stand before this body: one that is declared as "
+                "messages stands before chats of text only; declare it as a prompt",
+                code="unsupported_parameter",
+            )
+        ids = [self._prefixes.composer.behind(prefix, each) for each in prompted.token_ids]
+        return Prompted(ids, has_prefix=True)
 
     def _http_call(self, call: Call, number: int, prompted: Prompted) -> HttpCall:
         body = call.raw if len(prompted.token_ids) == 1 else call.with_prompt(number)
