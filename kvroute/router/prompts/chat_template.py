@@ -12,13 +12,7 @@ from typing import Any
 Message = dict[str, Any]
 
 BILLING_HEADER = "x-anthropic-billing-header"  # begins a line that is new in each request
-TEXT_PARTS = {  # a part's type, and its field with the text
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
+TEXT_PARTS = {"text": "text", "refusal": "refusal"}  # a part's type, and its field with the text
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 # Fields of a body that change its rendering in a way that only a replica knows.
 ONLY_REPLICAS = (
@@ -124,8 +118,10 @@ class ChatTemplate:
         options = dict(self._defaults)
         for some in (own, asked):
             options |= {name: value for name, value in some.items() if value not in (None, "auto")}
-        if not isinstance(options.get("add_generation_prompt", True), bool):
-            raise OnlyReplicaError("add_generation_prompt is neither true nor false")
+        if NOT_OF_CLIENTS & options.keys():
+            raise OnlyReplicaError("chat_template_kwargs has more than options")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            _flag(options, name)
         return {name: value for name, value in options.items() if name in facts.variables}
 
 
@@ -153,13 +149,15 @@ def _message(given: Any, content_format: str) -> Message:
     """[_parse_chat_message_content, _postprocess_messages]"""
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise OnlyReplicaError("a message has another role")
-    role, parts = given["role"], _parts(given.get("content"))
-    if role == "system":
-        parts = [part for part in map(_without_header, parts) if part is not None]
-    if content_format == "openai" and role != "tool":
-        message: Message = {"role": role, "content": parts}
+    role = given["role"]
+    parts = _parts(given.get("content"), may_have_header=role == "system")
+    texts = [part["text"] for part in parts]
+    if content_format != "openai":
+        message: Message = {"role": role, "content": "\n".join(filter(None, texts))}
+    elif role == "tool":
+        message = {"role": role, "content": "\n".join(texts)}
     else:
-        message = {"role": role, "content": "\n".join([part["text"] for part in parts])}
+        message = {"role": role, "content": parts}
     if role == "assistant":
         _add_assistants(message, given)
     elif role == "tool" and "tool_call_id" in given:
@@ -168,7 +166,9 @@ def _message(given: Any, content_format: str) -> Message:
         if isinstance(given.get(name), str):
             message[name] = given[name]
     if role == "developer":
-        message["tools"] = given.get("tools")
+        if given.get("tools") is not None:
+            raise OnlyReplicaError("a developer brings tools")
+        message["tools"] = None  # there, as in vLLM
     return message
 
 
@@ -184,37 +184,41 @@ def _add_assistants(message: Message, given: Mapping[str, Any]) -> None:
         message["reasoning"] = message["reasoning_content"] = reasoning
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
+def _parts(content: Any, *, may_have_header: bool) -> list[dict[str, Any]]:
     """Of text only. [_parse_chat_message_content_part]"""
     if content is None:
         return []
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
         raise OnlyReplicaError("a message's content is no text")
+    if may_have_header:
+        content = [part for part in map(_without_header, content) if part is not None]
     return [_part(each) for each in content]
 
 
-def _part(given: Any) -> dict[str, Any]:
-    if isinstance(given, str):
-        return {"type": "text", "text": given}
-    field = TEXT_PARTS.get(str(given.get("type"))) if isinstance(given, dict) else None
+def _part(given: dict[str, Any]) -> dict[str, Any]:
+    field = TEXT_PARTS.get(str(given.get("type")))
     if field is None or not isinstance(given.get(field), str):
         raise OnlyReplicaError("a message has more than text")
-    rest = {k: v for k, v in given.items() if k not in ("type", "text", "refusal", "thinking")}
+    rest = {name: value for name, value in given.items() if name not in ("type", field)}
+    if rest.keys() - {"cache_control"}:
+        raise OnlyReplicaError("a text has other fields")  # vLLM leaves some out
     return {"type": "text", "text": given[field], **rest}
 
 
 def _without_header(part: dict[str, Any]) -> dict[str, Any] | None:
     """[_strip_claude_code_billing_header]"""
-    if not part["text"].startswith(BILLING_HEADER):
+    text = part.get("text") if part.get("type") == "text" else None
+    if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
         return part
-    rest = part["text"].partition("\n")[2]
+    rest = text.partition("\n")[2]
     return {**part, "text": rest} if rest else None
 
 
 def _tool_call(given: Any) -> dict[str, Any]:
-    """With its arguments as an object."""
+    """With its arguments as an object, and the known fields in vLLM's order, which some templates
+    show. [ChatCompletionMessageFunctionToolCallParam]"""
     if not isinstance(given, dict) or not isinstance(given.get("function"), dict):
         raise OnlyReplicaError("a tool call is no function's")
     if given.get("type", "function") != "function":
@@ -226,7 +230,13 @@ def _tool_call(given: Any) -> dict[str, Any]:
         except json.JSONDecodeError:
             arguments = {}
     as_object = arguments if isinstance(arguments, dict) else {}
-    return {**given, "function": {**given["function"], "arguments": as_object}}
+    function = _in_order(given["function"] | {"arguments": as_object}, "arguments", "name")
+    return _in_order(given | {"function": function}, "id", "function", "type")
+
+
+def _in_order(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """These fields first."""
+    return {**{name: given[name] for name in names if name in given}, **given}
 
 
 def _tool(given: Any) -> dict[str, Any]:
@@ -234,15 +244,23 @@ def _tool(given: Any) -> dict[str, Any]:
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise OnlyReplicaError("a tool is no function with a name")
-    later = given.get("defer_loading")
+    strict, later = _flag(function, "strict"), _flag(given, "defer_loading")
+    own_later = _flag(function, "defer_loading")
     known = {name: function.get(name) for name in ("name", "description", "parameters")}
-    if function.get("strict") is not None:
-        known["strict"] = function["strict"]
-    own_later = function.get("defer_loading")
+    if strict is not None:
+        known["strict"] = strict
     if own_later is not None or later is not None:
         known["defer_loading"] = later if own_later is None else own_later
     tool = {"type": "function", "function": known}
     return tool if later is None else {**tool, "defer_loading": later}
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool | None:
+    """vLLM's validation reads "yes" and 1 as true."""
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise OnlyReplicaError(f"{name} is neither true nor false")
+    return value
 
 
 def _one_system(messages: Sequence[Message]) -> list[Message]:
