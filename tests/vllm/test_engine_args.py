@@ -70,9 +70,22 @@ def test_what_vllm_does_not_take_is_told_in_its_words(
 
 
 def test_the_arguments_that_a_user_may_not_give_are_vllms() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from kvroute.replica.vllm_engine.engine_args import ENGINE, FRONT
 
-    assert {*OWNED, *FIXED} <= set(AsyncEngineArgs.__dataclass_fields__)
+    assert {*OWNED, *FIXED} <= ENGINE | FRONT
+
+
+def test_the_arguments_of_vllms_server_are_checked_too_and_kept_apart() -> None:
+    from kvroute.replica.vllm_engine.engine_args import checked, front_args
+
+    given = {"tool_call_parser": "hermes", "max_num_batched_tokens": 4096}
+    assert complaints(**given) == ""
+    assert (checked(given), front_args(given)) == (
+        {"max_num_batched_tokens": 4096},
+        {"tool_call_parser": "hermes"},
+    )
+    assert "did you mean tool_call_parser" in complaints(tool_cal_parser="hermes")
+    assert "enable_auto_tool_choice is 'a'" in complaints(enable_auto_tool_choice="a")
 
 
 def test_the_data_types_are_vllms() -> None:
