@@ -90,6 +90,8 @@ def test_what_is_no_prompt_is_left_to_the_replica(prompt: Any) -> None:
         ("cache_salt", {"cache_salt": "x" * 257}),
         ("cache_salt", {"cache_salt": 5}),
         ("messages", {"messages": [0] * (MAX_MESSAGES + 1)}),
+        ("input", {"input": [0] * 4097}),
+        ("tools", {"tools": [0] * 4097}),
         ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
         ("background", {"background": True}),
     ],
@@ -100,7 +102,7 @@ def test_what_no_replica_should_get_is_refused(param: str, body: dict[str, Any])
 
 def test_a_body_of_too_many_values_is_refused_but_not_for_its_token_ids() -> None:
     many = [0] * (MAX_VALUES + 1)
-    assert refusal(CHATS, tools=many).status == 413
+    assert refusal(CHATS, metadata=many).status == 413
     assert refusal(CHATS, tools=[{"a": [many]}]).status == 413
     assert len((called(prompt=many).prompts() or [[]])[0]) == len(many)
 

@@ -22,6 +22,7 @@ from tests.support.bodies import (
     CHATS,
     CONTINUED,
     OTHERS,
+    RESPONSES,
     Body,
     comparable,
 )
@@ -161,6 +162,20 @@ def rest_of(request: GenerateRequest, begun: list[Chunk]) -> GenerateRequest:
 def digits_apart(data: bytes) -> bytes:
     """A logprob's last digits depend on how much of the prompt was cached."""
     return re.sub(rb"-?\d+\.\d{4,}(e-\d+)?", lambda found: b"%.2f" % float(found[0]), data)
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHATS, "messages"), (RESPONSES, "input")])
+async def test_many_bad_items_are_refused_for_the_first(
+    running: Running, path: str, field: str
+) -> None:
+    """The errors of all would hold up other requests for seconds."""
+    first, all_ = [
+        await chunks_of(running, request_of(path, {"model": "m", field: [{"role": 1}] * many}))
+        for many in (1, 2000)
+    ]
+    assert status_of(first) == status_of(all_) == 400
+    counts = {re.findall(rb"(\d+) validation errors", data_of(each))[0] for each in (first, all_)}
+    assert len(counts) == 1
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ PASSED_ON = (
 MAX_N = 128
 MAX_VALUES = 100_000  # JSON values of a body, next to token ids; a replica parses them on its loop
 MAX_NAME = 256  # characters
+MOST_ITEMS = {"messages": MAX_MESSAGES, "input": 4096, "tools": 4096}  # 100 us each in a replica
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
 
@@ -122,9 +123,10 @@ def parse_call(path: str, raw: bytes) -> Call:
             )
     _check_name("cache_salt", body.get("cache_salt"))
     _check_count("n", body.get("n"), MAX_N)
-    messages = body.get("messages")
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise invalid("messages", f"there are {len(messages)} messages; send {MAX_MESSAGES}")
+    for name, most in MOST_ITEMS.items():
+        items = body.get(name)
+        if isinstance(items, list) and len(items) > most:
+            raise invalid(name, f"{name} has {len(items)} items; send {most} at most")
     prompt = body.get("prompt")
     if path == COMPLETIONS and isinstance(prompt, list):
         body["prompt"] = _compact(prompt)
