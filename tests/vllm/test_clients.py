@@ -78,7 +78,7 @@ MESSAGE: Any = {
     "max_tokens": 12,
     "extra_body": {"temperature": 0},
 }
-ENOUGH = 64  # tokens for a call of the tool, or for a booking
+ENOUGH = 120  # tokens for a call of the tool, or for a booking, with the spaces between
 
 
 class Booking(BaseModel):
