@@ -18,6 +18,7 @@ from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import Kind
 from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, encode
 
+SLICE = 32  # chunks that are delivered in one round of the loop
 MOST_UNSENT = 64_000_000  # bytes for a replica that does not read; then it gets no more
 
 
@@ -128,6 +129,7 @@ class Link(Connection):
         self._numbers = count()
         self._streams: dict[int, Stream] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._undelivered: deque[tuple[int, Chunk] | Ended] = deque()
         self._receive: dict[int, Callable[[bytes], None]] = {
             Kind.CHALLENGE: self._prove,
             Kind.WELCOME: self._welcome,
@@ -137,6 +139,13 @@ class Link(Connection):
 
     def __str__(self) -> str:
         return f"the connection to replica {self.replica_id}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests. A transport that closes takes none, although connection_lost
+        comes only in the loop's next round."""
+        is_lost = self.closed.done() or self.transport is None
+        return not is_lost and not self.transport.is_closing()  # type: ignore[union-attr]
 
     @property
     def streams(self) -> int:
@@ -175,6 +184,7 @@ class Link(Connection):
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(error)
+        self._undelivered.clear()
         self._streams.clear()
         self._calls.clear()
         if not self.ready.done():
@@ -193,7 +203,7 @@ class Link(Connection):
             receive(payload)
 
     def _send(self, kind: Kind, payload: bytes) -> None:
-        if self.transport is None or self.closed.done() or self.transport.is_closing():
+        if self.transport is None or not self.is_open:
             raise LostError("there is no connection")
         if self.transport.get_write_buffer_size() > MOST_UNSENT:
             raise RefusedError("the replica does not read")
@@ -216,12 +226,26 @@ class Link(Connection):
 
     def _deltas(self, payload: bytes) -> None:
         deltas = structs.decode_deltas(payload)
-        streams = self._streams
-        for number, chunk in deltas.chunks:
-            if stream := streams.get(number):
-                stream.push(chunk)
-        for ended in deltas.ended:
-            self._ended(ended)
+        is_first = not self._undelivered
+        self._undelivered.extend(deltas.chunks)
+        self._undelivered.extend(deltas.ended)
+        if is_first:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Each chunk wakes its request. A frame can have those of hundreds, whose first tokens take
+        a millisecond each: then others get a turn between them."""
+        streams, undelivered = self._streams, self._undelivered
+        for _ in range(SLICE):
+            if not undelivered:
+                return
+            item = undelivered.popleft()
+            if isinstance(item, Ended):
+                self._ended(item)
+            elif stream := streams.get(item[0]):
+                stream.push(item[1])
+        if undelivered:
+            self.loop.call_soon(self._deliver)
 
     def _ended(self, ended: Ended) -> None:
         error = _error(ended)

@@ -16,6 +16,7 @@ from kvroute.router.routing.ledger import CAUSES
 from tests.support.clients import openai_client
 from tests.support.scraping import scrape, targets, total, wait_until
 from tests.support.serving import Cluster
+from tests.support.workloads import BLOCK
 
 PROMPTS = np.random.default_rng(7).integers(1000, 9000, (10, 100)).tolist()  # 3 blocks and 4 tokens
 ANSWER_TOKENS = 4
@@ -56,12 +57,22 @@ def test_every_token_of_a_known_workload_is_counted_for_what_became_of_it(cluste
     router.subtract(before["router"])
     replica.subtract(before["replica"])
     tokens = {cause: router[f"kvroute_prompt_tokens_total{{{cause}}}"] for cause in CAUSES}
-    assert {cause: n for cause, n in tokens.items() if n} == {"hit": 960, "new": 960, "tail": 80}
+    # On a busy machine a router may hear too late that the request before has ended.
+    spilled = tokens.pop("spilled")
+    assert spilled <= 960 / 2
+    hits = 960 - spilled
+    assert {cause: n for cause, n in tokens.items() if n} == {"hit": hits, "new": 960, "tail": 80}
     assert router["kvroute_reusable_tokens_total"] == 960
-    assert replica["kvroute_engine_cached_tokens_total"] == 960
+    assert replica["kvroute_engine_cached_tokens_total"] == hits
     assert replica["kvroute_engine_prompt_tokens_total"] == 2000
-    assert replica["kvroute_engine_stored_blocks_total"] == blocks
-    assert replica["kvroute_publisher_blocks"] == blocks
+    assert replica["kvroute_engine_stored_blocks_total"] == blocks + spilled / BLOCK
+    wait_until(
+        lambda: (
+            total(cluster, "replica")["kvroute_publisher_blocks"]
+            - before["replica"]["kvroute_publisher_blocks"]
+            == blocks + spilled / BLOCK
+        )
+    )
     for told in (
         router["kvroute_output_tokens_total"],
         replica["kvroute_engine_output_tokens_total"],

@@ -245,6 +245,19 @@ async def test_a_request_waits_for_a_replica_with_room_and_too_many_are_refused(
     assert [said(chunks)[3] for chunks in answers] == ["length"] * 2
 
 
+async def test_a_connection_that_is_about_to_end_takes_nothing_more() -> None:
+    """The loop hears of the end only in its next round; a request must not ask there again and
+    again until then."""
+    async with Client(IMMORTAL, IMMORTAL).serving() as client:
+        link = client.wired.links._links["r0"]
+        assert link.transport
+        link.transport.abort()
+        assert not link.closed.done()
+        assert client.wired.links.connected() == ["r1"]
+        assert said(await client.asked())[3] == "length"
+        assert {each.replica_id for each in client.diary.attempts} == {"r1"}
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: int) -> None:
     """They go on elsewhere, or there, when it is connected again."""

@@ -23,6 +23,7 @@ from kvroute.contract.generation import (
 from kvroute.wire import server as replicas_end
 from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, Kind, Reader, frames
 from kvroute.wire.link import (
+    SLICE,
     FailedError,
     Link,
     LostError,
@@ -32,7 +33,15 @@ from kvroute.wire.link import (
     connect,
 )
 from kvroute.wire.server import PortsTakenError, Server
-from kvroute.wire.structs import Challenge, Welcome, begin_of, encode, request_in
+from kvroute.wire.structs import (
+    Challenge,
+    Deltas,
+    Ended,
+    Welcome,
+    begin_of,
+    encode,
+    request_in,
+)
 from tests.support.waiting import until
 
 LOOPBACK = "127.0.0.1"
@@ -498,6 +507,25 @@ def test_no_bytes_stop_a_router(said: bytes, kind: int) -> None:
             assert await asyncio.wait_for(other.call("echo", b"fine"), 5) == b"fine"
 
     asyncio.run(run())
+
+
+async def test_a_frame_of_many_chunks_lets_others_have_their_turns() -> None:
+    link, many = Link("r", b"secret"), 5 * SLICE // 2
+    streams = [Stream(link, number, MOST) for number in range(many)]
+    link._streams |= dict(enumerate(streams))
+    ended = [Ended(number, "done") for number in range(many)]
+    for token_id in (1, 2):
+        first = [(number, chunk(token_id)) for number in range(many)]
+        link.received(Kind.DELTAS, encode(Deltas(first, ended if token_id == 2 else [])))
+    assert sum(bool(stream._chunks) for stream in streams) == SLICE
+    for stream in streams:
+        joined = await stream.next()
+        assert joined
+        rest = await stream.next()
+        ids = joined.token_ids + (rest.token_ids if rest else ())
+        assert ids == (1, 2)
+        assert rest is None or await stream.next() is None
+    assert not link.streams
 
 
 async def test_a_port_is_taken_from_the_range_or_the_error_says_which() -> None:

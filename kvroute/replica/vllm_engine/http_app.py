@@ -8,8 +8,8 @@ vLLM's private API; tests/vllm/test_http_app.py checks what this relies on.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -62,7 +62,8 @@ class HttpApp:
         args = await asyncio.to_thread(_arguments, llm, front_args)
         client: Any = _Client(llm)
         tasks = await llm.get_supported_tasks()
-        app = await asyncio.to_thread(build_app, args, tasks, client.model_config)
+        with _root_logger_kept():
+            app = await asyncio.to_thread(build_app, args, tasks, client.model_config)
         await init_app_state(client, app.state, args, tasks)
         # Middlewares belong to the router; one that buffers would part bytes from tokens.
         app.user_middleware.clear()
@@ -190,6 +191,18 @@ def _content_format(llm: AsyncLLM, args: Any) -> str:
         for tools in NO_AND_SOME_TOOLS
     }
     return found.pop() if len(found) == 1 else ""
+
+
+@contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """vLLM's application imports a package that sets up the root logger for itself."""
+    root = logging.getLogger()
+    level, handlers = root.level, [*root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 def _shorten_logs() -> None:

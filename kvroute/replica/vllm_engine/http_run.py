@@ -202,14 +202,14 @@ class Rendering(Run):
 
     async def rendered(self, app: Any) -> Rendered:
         task = asyncio.create_task(self._run(app))
-        ended = asyncio.create_task(self._chunks.get())
-        await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        await self._leave(task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            await self._leave(task)
         if self._prompt is not None:
             ids = np.array(self._prompt["prompt_token_ids"], "<u4").tobytes()
             return Rendered(ids, is_text=self._prompt["type"] == "token")
-        end = ended.result()
+        end = self._chunks.get_nowait()
         if isinstance(end, Exception):
             raise end
         assert end is not None

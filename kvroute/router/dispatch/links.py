@@ -82,7 +82,7 @@ class Links:
     def _open(self, replica_id: str) -> Link | None:
         """The connection to it, unless it has just ended."""
         link = self._links.get(replica_id)
-        return None if link is None or link.closed.done() else link
+        return link if link is not None and link.is_open else None
 
     async def run(self) -> None:
         """Keeps connections until cancelled; then all end."""
