@@ -9,7 +9,7 @@ from msgspec import Struct
 class HttpCall(Struct, frozen=True, array_like=True):
     """What the replica's HTTP application gets, next to the prompt's token ids.
 
-    The last four fields say what another replica has answered; the application repeats it without
+    The last three fields say what another replica has answered; the application repeats it without
     sending it, and goes on.
     """
 

@@ -23,6 +23,7 @@ from kvroute.router.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     PrefixedRequest,
+    two_prefixes,
 )
 
 CHATS = "/v1/chat/completions"
@@ -72,10 +73,6 @@ class Call:
         return self.body.get("cache_salt") or ""
 
     @property
-    def is_stream(self) -> bool:
-        return self.body.get("stream") is True
-
-    @property
     def n(self) -> int:
         n = self.body.get("n")
         return n if isinstance(n, int) and n > 0 else 1
@@ -95,11 +92,7 @@ class Call:
             if self.body.get(name) is not None
         }
         if len(given) == 2:
-            raise invalid(
-                "prefix_id",
-                f"prefix_id is {shown(given['prefix_id'])} and task_id is "
-                f"{shown(given['task_id'])}; they mean the same thing, keep one of them",
-            )
+            raise two_prefixes(**given)
         for field, value in given.items():
             return field, _prefix_id(field, value)
         return None

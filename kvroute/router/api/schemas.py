@@ -18,7 +18,7 @@ from pydantic import (
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import PrefixId
-from kvroute.router.api.errors import invalid, shown, unsupported
+from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 from kvroute.router.api.sampling import Name, SamplingRequest, Tokens, TopLogprobs, as_one, problem
 
 MAX_CHOICES = 1024  # prompts times n in one request
@@ -86,6 +86,14 @@ class ChatMessage(BaseModel):
         return value
 
 
+def two_prefixes(*, prefix_id: object, task_id: object) -> ApiError:
+    return invalid(
+        "prefix_id",
+        f"prefix_id is {shown(prefix_id)} and task_id is {shown(task_id)}; they mean the same "
+        "thing, keep one of them",
+    )
+
+
 class PrefixedRequest(SamplingRequest):
     """A request that may name the prefix that it starts with."""
 
@@ -95,11 +103,7 @@ class PrefixedRequest(SamplingRequest):
     @model_validator(mode="after")
     def _one_prefix(self) -> Self:
         if self.task_id is not None and self.prefix_id is not None:
-            raise invalid(
-                "prefix_id",
-                f"prefix_id is {shown(self.prefix_id)} and task_id is {shown(self.task_id)}; they "
-                "mean the same thing, keep one of them",
-            )
+            raise two_prefixes(prefix_id=self.prefix_id, task_id=self.task_id)
         return self
 
     def prefix(self) -> tuple[str, str] | None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 from fastapi import Response
 
 from kvroute.contract.generation import Sampling, TokenIds
@@ -21,6 +20,7 @@ from kvroute.contract.http_call import (
 )
 from kvroute.router.api.calls import CHATS, COMPLETIONS, Call
 from kvroute.router.api.errors import ApiError, event
+from kvroute.router.api.responses import DONE
 from kvroute.router.dispatch.batch import batched
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.relay import relayed, whole_response
@@ -30,8 +30,8 @@ from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.store.prefixes import Prefix
+from kvroute.wire.structs import token_ids_of
 
-DONE = b"data: [DONE]\n\n"
 CHECKED = 100  # of so many prompts that a router has rendered, a replica renders one again
 # Fields of a completion that change its prompt in a way that only a replica knows.
 ONLY_REPLICAS = ("add_special_tokens", "prompt_embeds", "suffix", "truncate_prompt_tokens")
@@ -134,8 +134,7 @@ class Calls:
         rendered = rendered_in(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)
-        ids = np.frombuffer(rendered.token_ids, "<u4").astype(np.uint32, copy=False)
-        return Prompted([ids], rendered.is_text)
+        return Prompted([token_ids_of(rendered.token_ids)], rendered.is_text)
 
     def _behind(self, prefix: Prefix, prompted: Prompted) -> Prompted:
         if "prompt" not in prefix.source or not prompted.is_rendered:
