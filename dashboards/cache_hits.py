@@ -13,6 +13,7 @@ LEDGER = (  # from the prompt's start to its end, as in kvroute/router/routing/l
     ("spilled", "orange"),
     ("unpinned", "yellow"),
     ("evicted", "dark-orange"),
+    ("broken", "dark-yellow"),
     ("new", "blue"),
     ("isolated", "purple"),
     ("tail", "gray"),
@@ -22,9 +23,9 @@ CAUSES = (
     "dashboard Routing. stale: expected, but evicted; see the publishers' lag. spilled: cached on "
     "another replica, mostly a busy one; more replicas. unpinned: of a named prefix that no "
     "replica kept; a larger `--pin-share`. evicted: cached before, but not now; more memory for "
-    "caches. new: never cached; let prompts begin alike. isolated: new, of a prompt "
-    "with a `cache_salt`; fewer salts, if that is allowed. tail: not a full block; a smaller "
-    "`--block-size`."
+    "caches. broken: behind a place where a chat changed; `kvroute doctor` names it. new: never "
+    "cached; let prompts begin alike. isolated: new, of a prompt with a `cache_salt`; fewer salts, "
+    "if that is allowed. tail: not a full block; a smaller `--block-size`."
 )
 
 
