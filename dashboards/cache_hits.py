@@ -40,7 +40,7 @@ def share_of(*causes: str) -> str:
 def waterfall() -> tuple[Query, ...]:
     """From all prompt tokens down to the cached ones; each bar stands on the shares below it."""
     names = [cause for cause, _ in LEDGER]
-    steps = {cause: f"{len(names) - i} {cause}" for i, cause in enumerate(names)}
+    steps = {cause: f"{len(names) - i:02} {cause}" for i, cause in enumerate(names)}
     floors = (on(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
     return (
         Query(" or ".join(floors), "floor", "transparent"),

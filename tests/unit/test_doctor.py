@@ -1,6 +1,5 @@
 """The doctor says what is wrong with a cluster, what to do, and nothing of what is well."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -134,17 +133,18 @@ def test_a_replica_with_another_tokenizer_is_wrong() -> None:
     assert wrong.finding == "replica a: its tokenizer is another one"
 
 
-def of_hits(
-    requests: int = 100, broken_at: Sequence[tuple[str, int, int]] = (), **tokens: int
-) -> list[Check]:
-    """broken_at: role, token and lost tokens of each place where chats changed."""
+def of_hits(requests: int = 100, **tokens: int) -> list[Check]:
+    ledger = dict.fromkeys(CAUSES, 0) | tokens
+    return [*load_checks.hits({"window_s": 300, "requests": requests, "tokens": ledger})]
+
+
+def of_changes(*places: tuple[str, int, int]) -> list[Check]:
+    """Of 1,000 tokens. places: where chats changed: role, token, and how many tokens were lost."""
+    lost = sum(tokens for _, _, tokens in places)
+    ledger = dict.fromkeys(CAUSES, 0) | {"hit": 1000 - lost, "broken": lost}
     names = ("role", "token", "tokens")
-    found = {
-        "window_s": 300,
-        "requests": requests,
-        "tokens": dict.fromkeys(CAUSES, 0) | tokens,
-        "broken": [dict(zip(names, place, strict=True)) for place in broken_at],
-    }
+    broken = [dict(zip(names, place, strict=True)) for place in places]
+    found = {"window_s": 300, "requests": 100, "tokens": ledger, "broken": broken}
     return [*load_checks.hits(found)]
 
 
@@ -165,7 +165,7 @@ def test_few_misses_are_told_largest_first_and_are_well() -> None:
 
 
 def test_chats_that_change_near_their_beginning_are_a_warning_with_the_place() -> None:
-    (check,) = of_hits(hit=880, broken=120, broken_at=[("system", 1203, 120)])
+    (check,) = of_changes(("system", 1203, 120))
     assert (check.name, check.grade) == ("hits", "warning")
     assert check.finding == (
         "12% of prompt tokens were missed since chats change at token 1,203, in the system message"
@@ -174,17 +174,15 @@ def test_chats_that_change_near_their_beginning_are_a_warning_with_the_place() -
 
 
 def test_each_notable_place_is_told_and_many_small_ones_are_told_together() -> None:
-    two = of_hits(
-        hit=80, broken=20, broken_at=[("tools", 50, 11), ("user", 900, 7), ("tool", 9, 2)]
-    )
+    two = of_changes(("tools", 50, 110), ("user", 900, 70), ("tool", 9, 20))
     assert ["tools" in check.finding for check in two] == [True, False]
     assert "the same tools" in two[0].remedy
-    (many,) = of_hits(hit=80, broken=20, broken_at=[("system", n * 100, 4) for n in range(3)])
-    assert many.finding.startswith("20% of prompt tokens were missed since chats change at many")
+    (many,) = of_changes(*(("system", n * 100, 40) for n in range(3)))
+    assert many.finding.startswith("12% of prompt tokens were missed since chats change at many")
 
 
 def test_chats_that_lose_little_are_well() -> None:
-    (check,) = of_hits(hit=970, broken=30, broken_at=[("system", 1203, 30)])
+    (check,) = of_changes(("system", 1203, 30))
     assert check.grade == "ok"
     assert "broken 3%" in check.finding
 
