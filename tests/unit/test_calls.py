@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from kvroute.router.api.calls import (
     CHATS,
     COMPLETIONS,
+    MAX_CHOICES,
     MAX_N,
     MAX_VALUES,
     RESPONSES,
     Call,
-    parse_any_request,
+    parse_any,
     parse_call,
-    parse_request,
 )
+from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.schemas import MAX_CHOICES, MAX_MESSAGES, ChatCompletionRequest
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -116,21 +116,9 @@ def test_a_prefix_has_one_name() -> None:
             called(**body).prefix()
 
 
-def test_a_simulated_model_is_asked_in_its_own_way() -> None:
-    chat = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    for simulated, kind in ((None, ChatCompletionRequest), ({"m"}, ChatCompletionRequest)):
-        assert isinstance(parse_request(CHATS, ChatCompletionRequest, simulated, chat), kind)
-    assert isinstance(parse_request(CHATS, ChatCompletionRequest, {"other"}, chat), Call)
-    with pytest.raises(ApiError, match="does not have this route") as refused:
-        parse_request(RESPONSES, None, None, b"{}")
-    assert refused.value.status == 404
-
-
 @pytest.mark.parametrize(
     ("body", "path"),
     [({"messages": []}, CHATS), ({"input": "hi"}, RESPONSES), ({"prompt": "hi"}, COMPLETIONS)],
 )
 def test_a_body_tells_its_route(body: dict[str, Any], path: str) -> None:
-    call = parse_any_request(frozenset(), json.dumps(body).encode())
-    assert isinstance(call, Call)
-    assert call.path == path
+    assert parse_any(json.dumps(body).encode()).path == path

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.generation import EngineDeadError, GenerateRequest, Sampling
+from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord
 from kvroute.local.launch import refuse_closed_folder
 from kvroute.local.progress import StartError
@@ -25,6 +25,7 @@ from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.breaks import Break, Difference, Span
 from kvroute.router.routing.fleet import Fleet
+from tests.support.answers import completion
 from tests.support.records import FACTS, LOAD
 
 BLOCK = 32
@@ -53,14 +54,14 @@ class Router:
         *,
         stop_after: int | None = None,
         broken: Break | None = None,
-        **sampling: Any,
+        **fields: Any,
     ) -> None:
         """As the dispatcher does: sends, listens to so many chunks, and ends."""
         token_ids = np.arange(prompt, dtype=np.uint32)
-        request = GenerateRequest("r", token_ids, Sampling(**{"max_tokens": 8} | sampling))
+        request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, "", ["a"], now_s)
-        context = RequestContext(now_s, choices=request.sampling.n, broken=broken)
+        context = RequestContext(now_s, broken=broken)
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -139,7 +140,7 @@ async def test_a_line_names_the_place_where_its_chat_changed(router: Router) -> 
 
 
 async def test_choices_count_together(router: Router) -> None:
-    await router.answer(100, n=3)
+    await router.answer(100, n=3, temperature=1)
     assert [(line["output_length"], line["outcome"]) for line in await logged(router)] == [
         (24, "ok")
     ]

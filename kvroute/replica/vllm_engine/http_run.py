@@ -26,7 +26,6 @@ from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,
     GenerateRequest,
-    Sampling,
     client_id,
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
@@ -93,7 +92,7 @@ class Run:
             headers = {"x-request-id": client_id(self.request.request_id)}
             headers |= self.request.trace or {}
             await app(scope(self.call.path, headers), self.receive, self.send)
-            await self._put(finish_reason="stop")
+            await self._put(is_last=True)
             await self._chunks.put(None)
         except Exception as error:  # any of the application's; the reader raises it
             await self._chunks.put(error)
@@ -107,7 +106,7 @@ class Run:
             await asyncio.wait([task], timeout=END_S)
             task.cancel()
 
-    async def _put(self, finish_reason: str | None = None) -> None:
+    async def _put(self, *, is_last: bool = False) -> None:
         """All that came since the last chunk."""
         tokens = tuple(self._token_ids)
         cached_tokens, written_tokens = self._counts or (0, 0)
@@ -120,9 +119,7 @@ class Run:
             self._can_continue,
         )
         self._token_ids, self._data, self._status = [], [], 0
-        await self._chunks.put(
-            Chunk(0, "", tokens, cached_tokens, finish_reason=finish_reason, http=part)
-        )
+        await self._chunks.put(Chunk(tokens, cached_tokens, is_last, part))
 
     # What vLLM's handlers ask the engine.
 
@@ -196,7 +193,7 @@ class Rendering(Run):
     engine."""
 
     def __init__(self, call: HttpCall) -> None:
-        request = GenerateRequest("render-0", NO_TOKENS, Sampling())
+        request = GenerateRequest("render-0", NO_TOKENS)
         super().__init__(request, msgspec.structs.replace(call, is_rendered=False))
         self._prompt: Any = None
 

@@ -14,20 +14,17 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from redis.exceptions import RedisError
 
-from kvroute.contract.generation import TokenIds
 from kvroute.contract.identity import identify
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.draining import draining
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.schemas import PrefixedRequest
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
-from kvroute.router.dispatch.response import respond
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
@@ -169,33 +166,6 @@ class ModelRouter:
         name = model.removeprefix(f"{self.name}:")
         return name if name in self._adapters else None
 
-    async def respond(
-        self, body: PrefixedRequest, *, request_id: str, with_receipts: bool
-    ) -> Response:
-        """The response to a call. ApiError when one of its prompts cannot run."""
-        prefix = await self.prefixes.named_by(body)
-        prompts = await self._tokenise(body, prefix)
-        context = RequestContext(
-            time.monotonic(),
-            request_id,
-            choices=body.n,
-            prompts=len(prompts),
-            namespace=body.cache_salt,
-            lora=self.adapter(body.model) or "",
-            named_tokens=self.prefixes.named_tokens(prefix),
-        )
-        is_isolated = bool(context.namespace or context.lora)
-        return await respond(
-            self._dispatcher,
-            body,
-            prompts,
-            context,
-            model=self.name,
-            max_model_len=self.max_model_len,
-            begun=partial(self.prefixes.count, prefix=prefix, is_isolated=is_isolated),
-            receipt=self._receipt if with_receipts else None,
-        )
-
     async def answer(
         self, call: Call, *, request_id: str, with_receipts: bool, prefix_name: str | None
     ) -> Response:
@@ -245,18 +215,14 @@ class ModelRouter:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
         return await self.prefixes.catalogue.named(*named) if named else None
 
-    async def explain(self, body: Call | PrefixedRequest) -> list[dict[str, Any]]:
-        """Where each prompt of a call would go now, and why; nothing is generated."""
-        broken = None
-        if isinstance(body, Call):
-            prompted = await self._calls.prompts(body, await self._prefix_of(body, None))
-            prompts = list(prompted.token_ids)
-            broken = self._broken(body, prompted, self._chats.look)
-        else:
-            prompts = await self._tokenise(body, await self.prefixes.named_by(body))
-        salt, lora = body.cache_salt, self.adapter(body.model) or ""
+    async def explain(self, call: Call) -> list[dict[str, Any]]:
+        """Where each prompt of a call would go now, and why; nothing is generated.
+        RefusedCallError."""
+        prompted = await self._calls.prompts(call, await self._prefix_of(call, None))
+        broken = self._broken(call, prompted, self._chats.look)
+        salt, lora = call.cache_salt, self.adapter(call.model) or ""
         receipts = []
-        for prompt in prompts:
+        for prompt in prompted.token_ids:
             running, now_s = self._liveness.trusted(), time.monotonic()
             placement = self._fleet.place(prompt, salt, running, now_s, lora)
             receipts.append(receipt(placement, policy=self.settings.policy, broken=broken))
@@ -349,10 +315,6 @@ class ModelRouter:
         """Where chats changed in the same time, the costliest first."""
         return [{**place, "model": self.name} for place in self._telemetry.places.worst()]
 
-    async def _tokenise(self, body: PrefixedRequest, prefix: Prefix | None) -> list[TokenIds]:
-        with request_spans.step("tokenise"):
-            return await self.prefixes.tokenise(body, prefix, max_model_len=self.max_model_len)
-
     def _status(self, record: ReplicaRecord, blocks: int | None) -> dict[str, Any]:
         return {
             "id": record.id,
@@ -368,7 +330,7 @@ class ModelRouter:
             "degraded": self._fleet.handshake.degraded.get(record.id),
         }
 
-    def _receipt(self, generation: Generation, broken: Break | None = None) -> dict[str, Any]:
+    def _receipt(self, generation: Generation, broken: Break | None) -> dict[str, Any]:
         """The receipt of a prompt in generation."""
         return receipt(generation.placement, policy=self.settings.policy, broken=broken) | {
             "request_id": generation.request_id,
