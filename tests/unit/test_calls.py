@@ -12,6 +12,7 @@ from kvroute.router.api.calls import (
     CHATS,
     COMPLETIONS,
     MAX_CHOICES,
+    MAX_COPIED,
     MAX_N,
     MAX_VALUES,
     RESPONSES,
@@ -105,6 +106,14 @@ def test_a_body_of_too_many_values_is_refused_but_not_for_its_token_ids() -> Non
     assert refusal(CHATS, metadata=many).status == 413
     assert refusal(CHATS, tools=[{"a": [many]}]).status == 413
     assert len((called(prompt=many).prompts() or [[]])[0]) == len(many)
+
+
+def test_many_prompts_take_no_large_fields_with_them() -> None:
+    stops, most = "x" * 40_000, MAX_COPIED // 40_100
+    assert len(called(prompt=["a"] * most, stop=stops).prompts() or ()) == most
+    assert called(prompt=["a" * 4000] * 1000).prompts()
+    refused = refusal(prompt=["a"] * (most + 3), stop=stops)
+    assert (refused.status, refused.code) == (413, "request_too_large")
 
 
 def test_a_prefix_has_one_name() -> None:

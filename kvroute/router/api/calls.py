@@ -41,6 +41,7 @@ MAX_N = 128
 MAX_CHOICES = 1024  # prompts times n in one request
 MAX_VALUES = 100_000  # JSON values of a body, next to token ids; a replica parses them on its loop
 MAX_NAME = 256  # characters
+MAX_COPIED = 16 << 20  # bytes of the fields next to the prompts, of which each prompt gets a copy
 MOST_ITEMS = {"messages": MAX_MESSAGES, "input": 4096, "tools": 4096}  # 100 us each in a replica
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
@@ -126,6 +127,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     choices = len(call.prompts() or ()) * call.n if path == COMPLETIONS else call.n
     if choices > MAX_CHOICES:
         raise invalid("prompt", f"these are {choices} choices; ask for at most {MAX_CHOICES}")
+    _check_copies(call)
     return call
 
 
@@ -177,6 +179,21 @@ def _token_ids(given: Sequence[Any]) -> list[TokenIds]:
 def _of_one_kind(prompts: Sequence[Any]) -> bool:
     kinds = {type(each) for each in prompts}
     return kinds <= {str} or kinds <= {np.ndarray}
+
+
+def _check_copies(call: Call) -> None:
+    """ApiError 413 for many prompts with large fields next to them."""
+    prompts = len(call.prompts() or ()) if call.path == COMPLETIONS else 1
+    if prompts < 2 or prompts * len(call.raw) <= MAX_COPIED:
+        return
+    each = len(msgspec.json.encode({**call.body, "prompt": None}))
+    if prompts * each > MAX_COPIED:
+        raise ApiError(
+            413,
+            f"the fields next to prompt take {each} bytes, and each of the {prompts} prompts needs "
+            f"a copy; the limit is {MAX_COPIED} together. Send fewer prompts at once",
+            code="request_too_large",
+        )
 
 
 def _check_values(body: Mapping[str, Any]) -> None:
