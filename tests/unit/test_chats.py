@@ -208,6 +208,11 @@ def test_a_body_without_messages_is_no_chat(path: str, body: dict[str, Any]) -> 
     assert conversation(path, body) is None
 
 
+def test_a_response_that_goes_on_from_a_stored_one_is_not_followed() -> None:
+    body = {"previous_response_id": "resp_1", "input": "And then?"}
+    assert conversation("/v1/responses", body) is None
+
+
 def test_a_completion_is_no_chat() -> None:
     assert conversation("/v1/completions", {"prompt": "Hello", "messages": []}) is None
 

@@ -8,12 +8,13 @@ from kvroute.router.prompts.chat_template import without_header
 
 
 def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
-    """None if it is no chat. What an API has in a field of its own, as `system`, comes first."""
+    """None if it is no chat, or not all of it. What an API has in a field of its own, as `system`,
+    comes first."""
     if path == CHATS:
         given, instructions = body.get("messages"), None
     elif path == MESSAGES:
         given, instructions = body.get("messages"), body.get("system")
-    elif path == RESPONSES:
+    elif path == RESPONSES and body.get("previous_response_id") is None:
         given, instructions = body.get("input"), body.get("instructions")
     else:
         return None

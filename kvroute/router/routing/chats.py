@@ -72,10 +72,10 @@ class Earlier:
 
     def is_same_chat(self, differ: Difference | None) -> bool:
         """Chats may have one message in common by chance; then most of the prompts must be, too."""
-        if self.is_whole or self.behind >= SURE_MESSAGES:
+        if max(self.behind, self.parted if self.is_whole else 0) >= SURE_MESSAGES:
             return True
         if differ is None:
-            return False
+            return self.is_whole
         return differ.token + differ.alike > max(differ.before.tokens, differ.after.tokens)
 
 

@@ -190,7 +190,7 @@ class ModelRouter:
             namespace=call.cache_salt,
             lora=self.adapter(call.model) or "",
             named_tokens=self.prefixes.named_tokens(prefix),
-            broken=self._broken(call, prompted, self._chats.see),
+            broken=self._broken(call, prefix, prompted, self._chats.see),
         )
         is_isolated = bool(context.namespace or context.lora)
         return await self._calls.respond(
@@ -202,13 +202,18 @@ class ModelRouter:
         )
 
     def _broken(
-        self, call: Call, prompted: Prompted, compare: Callable[..., Break | None]
+        self,
+        call: Call,
+        prefix: Prefix | None,
+        prompted: Prompted,
+        compare: Callable[..., Break | None],
     ) -> Break | None:
         """What broke the prompt's prefix since the chat's earlier turn; None if it is no chat."""
         messages = conversation(call.path, call.body)
         if messages is None:
             return None
-        scope = f"{self.adapter(call.model)}|{call.cache_salt}"
+        name = prefix.id if prefix else ""
+        scope = f"{self.adapter(call.model)}|{name}|{call.cache_salt}"
         return compare(messages, prompted.token_ids[0], tools=call.body.get("tools"), scope=scope)
 
     async def _prefix_of(self, call: Call, name: str | None) -> Prefix | None:
@@ -218,8 +223,9 @@ class ModelRouter:
     async def explain(self, call: Call) -> list[dict[str, Any]]:
         """Where each prompt of a call would go now, and why; nothing is generated.
         RefusedCallError."""
-        prompted = await self._calls.prompts(call, await self._prefix_of(call, None))
-        broken = self._broken(call, prompted, self._chats.look)
+        prefix = await self._prefix_of(call, None)
+        prompted = await self._calls.prompts(call, prefix)
+        broken = self._broken(call, prefix, prompted, self._chats.look)
         salt, lora = call.cache_salt, self.adapter(call.model) or ""
         receipts = []
         for prompt in prompted.token_ids:
