@@ -109,7 +109,7 @@ def test_a_chat_that_changes_in_front_is_told_with_its_place(shown: Page, client
     shown.wait_for("document.querySelector('.receipt dl') !== null")
     facts = str(shown.tell("document.querySelector('.receipt dl').textContent"))
     assert re.search(
-        r"the system message \(number 0\): \d tokens? became \d, and \d+ tokens", facts
+        r"the system message \(number 0\): \d tokens? became \d, and [\d,]+ tokens", facts
     )
     shown.tell("document.querySelector('#pause').click()")
     assert shown.errors == []
