@@ -14,6 +14,8 @@ from kvroute.contract.generation import TokenIds
 ALIKE = 16  # tokens in a row that both prompts have, so that they count as going on alike
 SURE = 64  # as many cannot be alike by chance, as a chat's markup between two messages can
 REACH = 2_048  # tokens; what comes soon behind the place is looked for so far behind it at least
+SEARCHED = 131_072  # tokens behind the place; so the longest prompts take milliseconds
+STEP = 1_024  # tokens compared at once, at first: most differences come early
 TOKEN_BYTES = 4
 
 
@@ -87,9 +89,9 @@ def difference(old: TokenIds, new: TokenIds, *, seed: int) -> Difference | None:
 
 def _alike_again(old: TokenIds, new: TokenIds) -> tuple[int, int, int] | None:
     """Where both go on alike: the position in `old`, that in `new`, and for how many tokens."""
-    packed = new.tobytes()
+    packed = new[:SEARCHED].tobytes()
     enough = max(ALIKE, min(SURE, len(old) // 2))
-    for probe in _probes(len(old) - ALIKE):
+    for probe in _probes(min(len(old), SEARCHED) - ALIKE):
         for there in _places(packed, old[probe : probe + ALIKE].tobytes(), probe):
             back = _same(old[:probe][::-1], new[:there][::-1])
             alike = back + _same(old[probe:], new[there:])
@@ -120,10 +122,15 @@ def _places(packed: bytes, tokens: bytes, probe: int) -> Iterator[int]:
 
 def _same(one: TokenIds, other: TokenIds) -> int:
     """How many tokens both begin with."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    first = int(differ.argmax()) if length else 0
-    return first if length and differ[first] else length
+    length, begin, step = min(len(one), len(other)), 0, STEP
+    while begin < length:
+        end = min(begin + step, length)
+        differ = one[begin:end] != other[begin:end]
+        first = int(differ.argmax())
+        if differ[first]:
+            return begin + first
+        begin, step = end, 2 * step
+    return length
 
 
 def _span(token_ids: TokenIds, seed: int) -> Span:

@@ -33,7 +33,7 @@ OTHERS = ("tools", "template", "other")  # definitions of tools; how messages be
 PLACES = (*ROLES, *OTHERS)
 # Items of /v1/responses that have no role.
 TYPES = {"reasoning": "assistant", "function_call": "assistant", "function_call_output": "tool"}
-NO_TEXT = ("role", "content", "cache_control")  # clients move the last one from turn to turn
+HASHED = {"role", "content", "cache_control"}  # clients move the last one from turn to turn
 
 encode = msgspec.json.Encoder().encode
 
@@ -229,7 +229,9 @@ def _pieces(message: Mapping[str, Any], content: Any) -> Iterator[bytes]:
         yield from map(_piece, content)
     elif content is not None:
         yield encode(content)
-    if rest := {name: each for name, each in message.items() if name not in NO_TEXT and each}:
+    if message.keys() <= HASHED:
+        return
+    if rest := {name: each for name, each in message.items() if name not in HASHED and each}:
         yield encode(rest)
 
 
