@@ -32,6 +32,7 @@ from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
 
 AHEAD = 2  # chunks that may wait to be sent; beyond them vLLM joins its outputs
+WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
 END_S = 5.0  # for the application to end once the client has left
 OURS = "kvroute_"  # how names in extra_args begin that clients may not set
 
@@ -131,7 +132,10 @@ class Run:
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
         is_text = prompt["type"] == "token"
         self._can_continue = self._prompts == 1 and is_text and can_continue(params)
-        outputs = self._outputs(llm, prompt, _delta_params(params), options)
+        deltas = _delta_params(params)
+        if is_whole:
+            deltas.stream_interval = WHOLE_TOKENS
+        outputs = self._outputs(llm, prompt, deltas, options)
         async with aclosing(_whole(outputs) if is_whole else outputs) as each:
             async for output in each:
                 yield output

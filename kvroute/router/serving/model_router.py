@@ -173,15 +173,25 @@ class ModelRouter:
 
         prefix_name: of the header, if there is one.
         """
+        try:
+            response = await self._answer(
+                call, request_id=request_id, with_receipts=with_receipts, prefix_name=prefix_name
+            )
+        except RefusedCallError as error:
+            response = whole_response(error.refusal)
+        if response.status_code >= 400:
+            self.refused(ApiError(response.status_code, "", code="refused_by_engine"))
+        return response
+
+    async def _answer(
+        self, call: Call, *, request_id: str, with_receipts: bool, prefix_name: str | None
+    ) -> Response:
+        """The same. RefusedCallError."""
         if call.path in PASSED_ON:
             return await self._calls.passed_on(call)
         prefix = await self._prefix_of(call, prefix_name)
-        try:
-            with request_spans.step("tokenise"):
-                prompted = await self._calls.prompts(call, prefix)
-        except RefusedCallError as error:
-            self.refused(ApiError(error.refusal.status, "", code="refused_by_engine"))
-            return whole_response(error.refusal)
+        with request_spans.step("tokenise"):
+            prompted = await self._calls.prompts(call, prefix)
         context = RequestContext(
             time.monotonic(),
             request_id,
