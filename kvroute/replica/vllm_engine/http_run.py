@@ -124,7 +124,7 @@ class Run:
 
     # What vLLM's handlers ask the engine.
 
-    async def outputs(
+    def outputs(
         self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         """In the place of AsyncLLM.generate."""
@@ -136,9 +136,7 @@ class Run:
         if is_whole:
             deltas.stream_interval = WHOLE_TOKENS
         outputs = self._outputs(llm, prompt, deltas, options)
-        async with aclosing(_whole(outputs) if is_whole else outputs) as each:
-            async for output in each:
-                yield output
+        return _whole(outputs) if is_whole else outputs
 
     async def _outputs(
         self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
@@ -153,34 +151,21 @@ class Run:
             self._data, self._status = [], 0  # the client has it
             prompt = tokens_input([*ids, *answered], cache_salt=prompt.get("cache_salt"))
             params = rest(params, answered)
-        async with aclosing(self._engine(llm, prompt, params, id_, options)) as outputs:
-            async for output in outputs:
-                output.prompt_token_ids = ids
-                self._token_ids += [each for choice in output.outputs for each in choice.token_ids]
-                yield self._counted(output)
-                if not output.finished:  # the last tokens go with the response's end
-                    await self._put()
-
-    async def _engine(
-        self,
-        llm: AsyncLLM,
-        prompt: Any,
-        params: SamplingParams,
-        id_: str,
-        options: Mapping[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """The engine's own outputs. Its death is told to the router, which goes on elsewhere; the
-        application would answer with an error."""
         outputs = llm.generate(prompt, params, id_, **{**options, "lora_request": self._lora})
         try:
             async with aclosing(outputs):
-                while True:
-                    with _outside():
-                        output = await anext(outputs, None)
-                    if output is None:
-                        return
-                    yield output
+                with _outside():
+                    output = await anext(outputs, None)
+                while output is not None:
+                    output.prompt_token_ids = ids
+                    for choice in output.outputs:
+                        self._token_ids += choice.token_ids
+                    yield self._counted(output)
+                    if not output.finished:  # the last tokens go with the response's end
+                        await self._put()
+                    output = await anext(outputs, None)
         except VllmDeadError as error:
+            # The router is told, and goes on elsewhere; the application would answer with an error.
             await self._chunks.put(EngineDeadError(str(error)))
             raise
 
@@ -258,7 +243,7 @@ def content_type(message: Message) -> str:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """The engine's own random ids must not use up the request's."""
+    """The engine draws ids of its own at first, which must not use up the request's."""
     token = CURRENT.set(None)
     try:
         yield
