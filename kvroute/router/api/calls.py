@@ -207,20 +207,25 @@ def _of_one_kind(prompts: Sequence[Any]) -> bool:
     return kinds <= {str} or kinds <= {np.ndarray}
 
 
-def _check_values(body: Mapping[str, Any]) -> None:
-    """ApiError 413 for a body of too many values."""
-    left = MAX_VALUES
-    waiting: list[Iterable[Any]] = [body.values()]
-    while waiting:
+def values_in(values: Iterable[Any]) -> int:
+    """How many JSON values these are, at any depth; beyond MAX_VALUES they are not counted."""
+    found = 0
+    waiting = [values]
+    while waiting and found <= MAX_VALUES:
         for value in waiting.pop():
-            left -= 1
+            found += 1
             if isinstance(value, dict):
                 waiting.append(value.values())
             elif isinstance(value, list):
                 waiting.append(value)
-        if left < 0:
-            raise ApiError(
-                413,
-                f"the body has more than {MAX_VALUES} JSON values; send fewer",
-                code="request_too_large",
-            )
+    return found
+
+
+def _check_values(body: Mapping[str, Any]) -> None:
+    """ApiError 413 for a body of too many values."""
+    if values_in(body.values()) > MAX_VALUES:
+        raise ApiError(
+            413,
+            f"the body has more than {MAX_VALUES} JSON values; send fewer",
+            code="request_too_large",
+        )
