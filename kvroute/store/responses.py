@@ -35,7 +35,7 @@ MOST_LINKS = 1000  # responses in one conversation
 LARGEST_SHARE = 16  # a response takes at most this part of the limit
 MOST_REMOVED = 1000  # in one script, some milliseconds
 CONNECTIONS = 16  # of the router's 100 that these scripts may take
-INLINE_BYTES = 64 << 10  # more is compressed in a thread; that is about 1 ms
+INLINE_BYTES = 32 << 10  # more is compressed in a thread; that is about 1 ms
 LARGEST_RESPONSES = 4  # times the largest body may be a response, which has log-probabilities
 LEVEL = 1  # of zlib: three times as fast as its default, and nearly as small
 
