@@ -85,7 +85,7 @@ async def test_what_is_not_to_be_stored_is_not(
     conversations: Conversations, given: dict[str, Any]
 ) -> None:
     first = await ask(conversations, input="Hi", **given)
-    body = {"id": "resp_1", "output": [], "previous_response_id": None}
+    body: Any = {"id": "resp_1", "output": [], "previous_response_id": None}
     assert await answer(first, "resp_1") == body
     error = await refused(conversations, input="a", previous_response_id="resp_1")
     assert (error.status, error.code) == (400, "previous_response_not_found")
@@ -152,6 +152,17 @@ async def test_without_redis_a_response_is_not_stored_and_the_next_one_waits_for
     error = await refused(conversations, input="a", previous_response_id="resp_1")
     assert error.status == 503
     await client.aclose()
+
+
+async def test_a_redis_that_hangs_holds_up_the_end_for_a_second(empty_redis: Redis) -> None:
+    store = responses(empty_redis)
+    turn = await ask(Conversations(store, most_bytes=MB), input="Hi")
+    await empty_redis.client_pause(5000)
+    began_s = time.monotonic()
+    assert (await answer(turn, "resp_1"))["id"] == "resp_1"
+    assert 0.9 < time.monotonic() - began_s < 3
+    assert store.counts["failed"] == 1
+    await empty_redis.client_unpause()
 
 
 async def test_a_response_of_another_kind_is_passed_on(conversations: Conversations) -> None:

@@ -46,7 +46,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[OpenAI]:
     """One that makes a connection for each request, which may thus go to any router."""
-    limits = httpx.Limits(max_keepalive_connections=0)
+    limits: Any = httpx.Limits(max_keepalive_connections=0)
     with OpenAI(
         base_url=f"{cluster.url}/v1",
         api_key="none",

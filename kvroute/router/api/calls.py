@@ -62,6 +62,7 @@ class Call:
     path: str
     raw: bytes
     body: Mapping[str, Any]
+    input_values: int = 0  # JSON values in the items of a list `input`
 
     @property
     def model(self) -> str | None:
@@ -124,7 +125,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     if path == COMPLETIONS and isinstance(prompt, list):
         body["prompt"] = _compact(prompt)
     _check_values(body)
-    call = Call(path, raw, body)
+    call = Call(path, raw, body, _input_values(body.get("input")))
     choices = len(call.prompts() or ()) * call.n if path == COMPLETIONS else call.n
     if choices > MAX_CHOICES:
         raise invalid("prompt", f"these are {choices} choices; ask for at most {MAX_CHOICES}")
@@ -219,6 +220,10 @@ def values_in(values: Iterable[Any]) -> int:
             elif isinstance(value, list):
                 waiting.append(value)
     return found
+
+
+def _input_values(given: object) -> int:
+    return values_in(given) if isinstance(given, list) else 0
 
 
 def _check_values(body: Mapping[str, Any]) -> None:

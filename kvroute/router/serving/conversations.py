@@ -32,7 +32,7 @@ RECEIPTS = "kvroute_receipts"  # a member of a response that is not vLLM's
 class Input:
     """Input items of the Responses API."""
 
-    items: bytes  # JSON array
+    items: bytes | msgspec.Raw  # JSON array
     count: int = 0
     values: int = 0  # JSON values in them
 
@@ -99,7 +99,7 @@ class Conversations:
             return None
         *before, last = turns
         try:
-            items = _decoded(joined([bytes(turn.items) for turn in before]))
+            items = _decoded(joined([turn.items for turn in before]))
             return items + _decoded(last.items)[: last.inputs]
         except DECODE_ERRORS:  # of another writer: they are no objects
             return None
@@ -127,7 +127,7 @@ class Conversations:
         """The call with the whole conversation as its input. ApiError when that is too long."""
         count = own.count + sum(turn.count for turn in turns)
         values = own.values + sum(turn.values for turn in turns)
-        items = joined([*(bytes(turn.items) for turn in turns), own.items])
+        items = joined([*(turn.items for turn in turns), own.items])
         others = {k: v for k, v in members(call.raw).items() if k not in (PREVIOUS, "input")}
         raw = encode({**others, "input": msgspec.Raw(items)})
         if count > MOST_ITEMS["input"] or values > MAX_VALUES or len(raw) > self._most_bytes:
@@ -172,10 +172,10 @@ def _input(call: Call) -> Input:
         return NO_INPUT
     if not isinstance(given, str | list):
         raise invalid("input", f"input is {shown(given)}; expected a string or a list of items")
-    raw = bytes(members(call.raw)["input"])
+    raw = members(call.raw)["input"]
     if isinstance(given, list):
-        return Input(raw, len(given), values_in(given))
-    return Input(b'[{"role":"user","content":' + raw + b"}]", 1, 3)
+        return Input(raw, len(given), call.input_values)
+    return Input(b"".join((b'[{"role":"user","content":', raw, b"}]")), 1, 3)
 
 
 def _turn(response: Members, own: Input) -> tuple[str, Turn]:
