@@ -42,9 +42,7 @@ LEVEL = 1  # of zlib: three times as fast as its default, and nearly as small
 
 Outcome = Literal["stored", "too_large", "known", "failed"]  # known: under this id already
 
-
 EMPTY = re.compile(rb"\[\s*\]")
-
 T = TypeVar("T")
 
 

@@ -19,7 +19,7 @@ from kvroute.router.api.calls import MAX_NAME, MAX_VALUES, MOST_ITEMS, RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
 from kvroute.store.outage import Outage
-from kvroute.store.responses import Responses, TooLongError, Turn, joined
+from kvroute.store.responses import MOST_LINKS, Responses, TooLongError, Turn, joined
 
 log = logging.getLogger("kvroute.conversations")
 
@@ -198,8 +198,9 @@ def _decoded(array: bytes | msgspec.Raw) -> list[dict[str, Any]]:
 def _too_long(id_: str) -> ApiError:
     return ApiError(
         413,
-        f"the conversation up to {shown(id_)} is too long: more than {MOST_ITEMS['input']} items, "
-        f"{MAX_VALUES} JSON values or KVROUTE_MAX_BODY_MB; begin a new one, with less as input",
+        f"the conversation up to {shown(id_)} is too long: more than {MOST_LINKS} responses, "
+        f"{MOST_ITEMS['input']} items, {MAX_VALUES} JSON values or KVROUTE_MAX_BODY_MB; begin a "
+        "new one, with less as input",
         param=PREVIOUS,
         code="request_too_large",
     )
