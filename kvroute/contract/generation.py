@@ -18,45 +18,17 @@ BYTES_A_TOKEN = 64  # of an HTTP response, when what waits for a client is weigh
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters under vLLM's names; the defaults are OpenAI's."""
-
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    n: int = 1  # choices, generated from one shared prompt
-    logprobs: int | None = None  # alternatives reported for each generated token; None: no logprobs
-    ignore_eos: bool = False
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether a second engine can continue a response exactly where the first one failed.
-
-        It cannot with several choices: a prompt can hold only one of them. It cannot with a
-        presence penalty: that applies once per token, however often the token occurs, and the
-        second engine does not count the tokens of the first one.
-        """
-        return self.n == 1 and self.presence_penalty == 0
-
-
-@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     request_id: str
     token_ids: TokenIds  # shape (n,): the prompt, then the tokens that another engine generated
-    sampling: Sampling  # of the whole response, including tokens from another engine
     namespace: str = ""  # cache salt: prefixes are shared within one namespace only
     answered: int = 0  # how many trailing token_ids belong to the response
     trace: TraceContext | None = None  # the parent span; None: not traced
     lora: str = ""  # name of the LoRA adapter; empty: the base model
     pin: str = ""  # the prompt's full blocks stay in the KV cache under this name
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
-    call: HttpCall | None = None  # the HTTP request to answer; then `sampling` is not used
+    call: HttpCall | None = None  # the HTTP request to answer; else nobody reads the tokens
+    max_tokens: int = 1  # to generate without a call
 
     @property
     def prompt_ids(self) -> TokenIds:
@@ -72,27 +44,13 @@ class GenerateRequest:
         return replace(self, token_ids=token_ids, answered=self.answered + len(delivered))
 
 
-class Alternative(Struct, frozen=True, array_like=True, gc=False):
-    token: str
-    token_id: int
-    logprob: float
-
-
-class TokenLogprob(Struct, frozen=True, array_like=True):
-    chosen: Alternative
-    top: tuple[Alternative, ...] = ()  # likeliest first
-
-
 class Chunk(Struct, frozen=True, array_like=True):
-    """The next tokens of one choice; under load a chunk has several tokens."""
+    """The next tokens; under load a chunk has several."""
 
-    index: int  # which of the n choices
-    text: str  # may be empty: a character can need several tokens, a stop string is held back
     token_ids: tuple[int, ...]
     cached_tokens: int  # prompt tokens served from the KV cache; the same in all chunks
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None  # "stop" | "length" on a choice's last chunk
-    http: HttpPart | None = None  # of a request with a `call`; then `text` and `logprobs` are empty
+    is_last: bool = False
+    http: HttpPart | None = None  # of a request with a `call`
 
 
 def dispatch_id(client_id: str) -> str:
@@ -106,27 +64,20 @@ def client_id(dispatch_id: str) -> str:
 
 
 def weight(chunk: Chunk) -> int:
-    """Its tokens, and the alternatives of their logprobs; an HTTP response's bytes as tokens."""
-    tokens = len(chunk.token_ids)
-    if chunk.http is not None:
-        return tokens + len(chunk.http.data) // BYTES_A_TOKEN
-    if chunk.logprobs:
-        tokens += sum([1 + len(each.top) for each in chunk.logprobs])
-    return tokens
+    """Its tokens, with an HTTP response's bytes as tokens."""
+    data = 0 if chunk.http is None else len(chunk.http.data)
+    return len(chunk.token_ids) + data // BYTES_A_TOKEN
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk with the content of all; they are of one choice."""
+    """One chunk with the content of all."""
     if len(chunks) == 1:
         return chunks[0]
     last = chunks[-1]
     return Chunk(
-        last.index,
-        "".join([chunk.text for chunk in chunks]),
         tuple([id_ for chunk in chunks for id_ in chunk.token_ids]),
         last.cached_tokens,
-        tuple([each for chunk in chunks for each in chunk.logprobs]),
-        last.finish_reason,
+        last.is_last,
         joined_parts([chunk.http for chunk in chunks if chunk.http]) if last.http else None,
     )
 

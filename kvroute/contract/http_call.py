@@ -9,8 +9,8 @@ from msgspec import Struct
 class HttpCall(Struct, frozen=True, array_like=True):
     """What the replica's HTTP application gets, next to the prompt's token ids.
 
-    The last three fields say what another replica has answered; the application repeats it without
-    sending it, and goes on.
+    The fields from `deltas` to `written_tokens` say what another replica has answered; the
+    application repeats it without sending it, and goes on.
     """
 
     path: str
@@ -21,6 +21,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     deltas: tuple[int, ...] = ()  # tokens in each of the engine's outputs
     cached_tokens: int = 0  # prompt tokens from the KV cache, as the first replica found them
     written_tokens: int = 0  # prompt tokens written to the KV cache there
+    problem: str = ""  # why the router has not rendered the body
 
 
 class HttpPart(Struct, frozen=True, array_like=True):

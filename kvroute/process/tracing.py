@@ -125,13 +125,8 @@ class Tracing:
                 "kvroute.request_id": request.request_id,
                 "kvroute.answered_tokens": request.answered,
                 "gen_ai.usage.input_tokens": len(request.prompt_ids),
-                **({} if request.call else _limit(request)),
             },
         )
-
-
-def _limit(request: GenerateRequest) -> dict[str, int]:
-    return {"gen_ai.request.max_tokens": request.sampling.max_tokens}
 
 
 class _FirstOnly(logging.Handler):

@@ -18,7 +18,6 @@ from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,
     GenerateRequest,
-    Sampling,
     client_id,
 )
 from kvroute.contract.http_call import call_in, encode_part, encode_rendered, joined_parts
@@ -134,7 +133,7 @@ class Replica:
 
     async def _http(self, call: bytes) -> bytes:
         """The whole response to an HTTP request for which the engine does not generate."""
-        request = GenerateRequest(f"http-{id(call)}", NO_TOKENS, Sampling(), call=call_in(call))
+        request = GenerateRequest(f"http-{id(call)}", NO_TOKENS, call=call_in(call))
         async with contextlib.aclosing(self._engine.generate(request)) as chunks:
             return encode_part(joined_parts([chunk.http async for chunk in chunks if chunk.http]))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from redis.exceptions import RedisError
 
-from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.replica.engine.pins import room_for_pin
 from kvroute.replica.engine.protocol import Engine
@@ -31,8 +31,6 @@ LONGEST_SLICE_TOKENS = 256
 SLICE_S = 0.2  # ... and the longest time for it, so that streams continue
 START_S = 60.0  # the longest that prefixes delay a start, but for the last one that it computes
 DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
-
-COMPUTE = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +201,7 @@ class Warmer:
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
         # With one more token, any one, all blocks can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
-        request = GenerateRequest(f"warm {prefix.name} {blocks}", token_ids, COMPUTE, pin=pin)
+        request = GenerateRequest(f"warm {prefix.name} {blocks}", token_ids, pin=pin)
         async for _ in self._engine.generate(request):
             pass
         return time.monotonic() - began_s

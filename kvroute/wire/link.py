@@ -41,7 +41,7 @@ class SlowReaderError(ValueError):
 class Stream:
     """One request's chunks. What comes while nobody waits for it is joined.
 
-    most: tokens, and the alternatives of their logprobs, that may wait.
+    most: weight (contract/generation.py) of what may wait.
     """
 
     __slots__ = ("_chunks", "_end", "_link", "_most", "_number", "_waiter", "_waiting")
@@ -50,13 +50,13 @@ class Stream:
         self._link = link
         self._number = number
         self._most = most
-        self._chunks: deque[Chunk] = deque()
+        self._chunks: list[Chunk] = []
         self._waiting = 0
         self._end: Exception | None = None  # after these chunks
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Chunk | None:
-        """All that has come for one choice as one chunk; None after the last one. LostError,
+        """All that has come as one chunk; None after the last one. LostError,
         EngineDeadError: another replica can go on. RefusedError, before the first chunk: another
         one may have room. ValueError: the request can never run. FailedError."""
         while not self._chunks:
@@ -70,14 +70,7 @@ class Stream:
             finally:
                 self._waiter = None
         self._waiting = 0
-        if len(self._chunks) == 1:
-            return self._chunks.popleft()
-        index = self._chunks[0].index
-        chunks = [chunk for chunk in self._chunks if chunk.index == index]
-        if len(chunks) == len(self._chunks):
-            self._chunks.clear()
-        else:
-            self._chunks = deque([chunk for chunk in self._chunks if chunk.index != index])
+        chunks, self._chunks = self._chunks, []
         return joined(chunks)
 
     def cancel(self) -> None:

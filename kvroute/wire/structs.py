@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvroute.contract.generation import Chunk, GenerateRequest, Sampling, TokenIds
+from kvroute.contract.generation import Chunk, GenerateRequest, TokenIds
 from kvroute.contract.http_call import HttpCall
 
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = 16
 
 # How a request ends. refused: the replica has no room, or is to stop. invalid: it can never run.
@@ -46,13 +46,13 @@ class Begin(Struct, array_like=True):
     stream: int  # its number on this connection
     request_id: str
     token_ids: bytes  # 4 each, little endian
-    sampling: Sampling
     namespace: str = ""
     answered: int = 0
     trace: dict[str, str] | None = None
     lora: str = ""
     expected_tokens: int = 0
     call: HttpCall | None = None
+    max_tokens: int = 1
 
 
 class Cancel(Struct, array_like=True):
@@ -103,13 +103,13 @@ def begin_of(stream: int, request: GenerateRequest) -> Begin:
         stream,
         request.request_id,
         np.ascontiguousarray(request.token_ids, TOKEN_ID).tobytes(),
-        request.sampling,
         request.namespace,
         request.answered,
         None if request.trace is None else dict(request.trace),
         request.lora,
         request.expected_tokens,
         request.call,
+        request.max_tokens,
     )
 
 
@@ -123,13 +123,13 @@ def request_of(begin: Begin) -> GenerateRequest:
     return GenerateRequest(
         begin.request_id,
         token_ids_of(begin.token_ids),
-        begin.sampling,
         begin.namespace,
         begin.answered,
         begin.trace,
         begin.lora,
         expected_tokens=begin.expected_tokens,
         call=begin.call,
+        max_tokens=begin.max_tokens,
     )
 
 

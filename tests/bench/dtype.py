@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.generation import GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import prepare_vllm
@@ -140,8 +140,7 @@ async def _stream(running: Running, prompt: int, answer: int) -> list[Moment]:
     """When each token came. The prompt is like no other."""
     number = next(_numbers)
     ids = np.random.default_rng(number).integers(1_000, 40_000, prompt).astype(np.uint32)
-    sampling = Sampling(max_tokens=answer, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(str(number), ids, sampling)
+    request = GenerateRequest(str(number), ids, max_tokens=answer)
     return [running.now() async for _ in running.engine.generate(request)]
 
 

@@ -1,7 +1,8 @@
 """What the way through HAProxy and the router adds to a replica.
 
 One simulated engine without delays answers prompts of equal length twice: called directly through
-its Serve handle, and as a client of the HTTP endpoint. All of them share the machine's cores.
+a connection such as routers have, and as a client of the HTTP endpoint. All of them share the
+machine's cores.
 """
 
 import asyncio
@@ -12,13 +13,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 
-from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.local.embedded_redis import embedded_redis
 from kvroute.local.ports import free_port
 from kvroute.local.progress import Progress
@@ -26,7 +27,10 @@ from kvroute.local.ray_cluster import deploy, local_ray
 from kvroute.local.signals import StopSignals
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.settings.serve import ServeSettings
+from kvroute.wire.address import address_in
+from kvroute.wire.link import Stream, connect
 from tests.bench.report import Row, Section
+from tests.support.answers import completion
 
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 16
@@ -62,15 +66,14 @@ def path() -> Section:
 async def compare(url: str) -> list[Row]:
     from ray import serve
 
-    handle = serve.get_deployment_handle("Replica", "kvroute").options(stream=True)
+    handle = serve.get_deployment_handle("Replica", "kvroute")
+    address = address_in(await handle.record_routing_stats.remote())
+    link = await connect("replica", address.host, address.port, address.secret, within_s=10)
 
     async def direct(prompt: list[int]) -> float:
-        request = GenerateRequest(
-            uuid.uuid4().hex,
-            np.array(prompt, np.uint32),
-            Sampling(max_tokens=ANSWER_TOKENS, ignore_eos=True),
-        )
-        return await first_of(handle.generate.remote(request))
+        ids, call = np.array(prompt, np.uint32), completion(max_tokens=ANSWER_TOKENS)
+        request = GenerateRequest(uuid.uuid4().hex, ids, call=call)
+        return await first_of(_chunks(link.open(request, most_waiting=10_000)))
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -90,6 +93,11 @@ async def compare(url: str) -> list[Row]:
             for concurrent in (1, 16)
             for name, ask in (("replica", direct), ("HAProxy + router + replica", routed))
         ]
+
+
+async def _chunks(stream: Stream) -> AsyncIterator[Chunk]:
+    while (chunk := await stream.next()) is not None:
+        yield chunk
 
 
 async def first_of(stream: object, begun: float | None = None) -> float:

@@ -256,13 +256,14 @@ def test_a_route_of_a_bad_body_is_refused_like_the_request(simulated_cluster: Cl
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_gets_a_receipt_when_it_asks_for_one(client: OpenAI, stream: bool) -> None:
+    streamed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     answer: Any = client.chat.completions.create(
-        **CHAT, stream=stream, extra_headers={"x-kvroute-receipt": "1"}
+        **CHAT, **(streamed if stream else {}), extra_headers={"x-kvroute-receipt": "1"}
     )
-    last = list(answer)[-1] if stream else answer
+    with_usage, last = [*answer][-2:] if stream else (answer, answer)
     (receipt,) = last.kvroute_receipts
     assert receipt["replica"] == receipt["choice"]
-    assert receipt["cached_tokens"] == last.usage.prompt_tokens_details.cached_tokens
+    assert receipt["cached_tokens"] == with_usage.usage.prompt_tokens_details.cached_tokens
 
 
 def test_explain_prints_what_tipped_the_scales(simulated_cluster: Cluster) -> None:

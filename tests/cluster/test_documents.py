@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli import app
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest
+from kvroute.replica.sim_engine.sampling import Chat, Completion
 from tests.support.documents import (
     ADDRESS,
     API,
@@ -129,7 +129,7 @@ def test_every_metric_is_in_its_page_as_it_is() -> None:
 
 
 def test_every_request_field_is_in_the_api_page() -> None:
-    fields = set(ChatCompletionRequest.model_fields) | set(CompletionRequest.model_fields)
+    fields = {*Chat.__struct_fields__, *Completion.__struct_fields__}
     assert fields <= set(re.findall(r"`(\w+)`", API.read_text()))
 
 

@@ -5,7 +5,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -13,15 +13,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.api.parsing import UNSUPPORTED
-from kvroute.router.api.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    PrefixDeclaration,
-)
+from kvroute.replica.sim_engine.sampling import UNSUPPORTED, Chat, Completion
+from kvroute.router.api.declaration import PrefixDeclaration
 from tests.support.serving import Cluster
 
 pytestmark = pytest.mark.timeout(1800)
@@ -29,12 +24,13 @@ pytestmark = pytest.mark.timeout(1800)
 EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 6  # for each test
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
+ROUTED = ("model", "cache_salt", "prefix_id", "task_id", "tools")  # fields that routers read
 PREFIX = {"id": "fuzzed", "prompt": "Hello", "pinned": False, "ttl_s": 1}
-BASES: dict[str, tuple[dict[str, Any], type[BaseModel]]] = {
-    "/v1/chat/completions": (CHAT, ChatCompletionRequest),
-    "/v1/completions": (COMPLETION, CompletionRequest),
-    "/v1/route": (COMPLETION, CompletionRequest),
-    "/v1/prefixes": (PREFIX, PrefixDeclaration),
+BASES: dict[str, tuple[dict[str, Any], Iterable[str]]] = {
+    "/v1/chat/completions": (CHAT, {"messages", *ROUTED, *Chat.__struct_fields__}),
+    "/v1/completions": (COMPLETION, {"prompt", *ROUTED, *Completion.__struct_fields__}),
+    "/v1/route": (COMPLETION, {"prompt", *ROUTED, *Completion.__struct_fields__}),
+    "/v1/prefixes": (PREFIX, PrefixDeclaration.model_fields),
 }
 PATHS = (
     *("/health", "/metrics", "/v1", "/v1/models", "/v1/models/{}", "/v1/prefixes"),
@@ -90,8 +86,8 @@ def check(answer: httpx.Response) -> None:
 
 def changed(data: st.DataObject, path: str) -> dict[str, Any]:
     """A good body of which some fields are changed."""
-    base, model = BASES[path]
-    names = sorted({*model.model_fields, *UNSUPPORTED})
+    base, fields = BASES[path]
+    names = sorted({*fields, *UNSUPPORTED})
     body = dict(base)
     for name in data.draw(st.lists(st.sampled_from(names), max_size=3, unique=True)):
         value = data.draw(values)

@@ -76,7 +76,9 @@ async def pulse(url: str) -> AsyncIterator[list[float]]:
 
 
 def router(cluster: Cluster) -> psutil.Process:
-    return next(each for each in cluster.processes() if "kvroute:Router" in each.cmdline()[0])
+    return next(
+        each for each in cluster.processes() if "kvroute:Router" in " ".join(each.cmdline())
+    )
 
 
 @pytest.mark.parametrize("name", BODIES)

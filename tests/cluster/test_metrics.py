@@ -120,7 +120,7 @@ def test_a_refusal_is_counted_by_its_code(cluster: Cluster) -> None:
         requests.post(f"{cluster.url}/v1/completions", json=body, timeout=10)
     refused = Counter(refusals())
     refused.subtract(before)
-    assert +refused == {"model_not_found": 1, "invalid_value": 1}
+    assert +refused == {"model_not_found": 1, "refused_by_engine": 1}
 
 
 def test_metrics_of_a_process_found_by_chance_are_not_offered(cluster: Cluster) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvroute.contract.records import ReplicaRecord, Warm
+from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import parse
-from kvroute.router.api.schemas import ChatCompletionRequest, PrefixDeclaration
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.declarations import Declarations
 from kvroute.router.prompts.composer import PrefixComposer
@@ -232,29 +232,4 @@ def test_a_bad_declaration_is_refused_by_the_name_of_its_field(
         good["prompt"] = "You are a lawyer."
     with pytest.raises(ApiError, match="expected") as refusal:
         declaration(**{**good, **fields})
-    assert (refusal.value.status, refusal.value.param) == (400, param)
-
-
-def chat(**fields: Any) -> ChatCompletionRequest:
-    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    return parse(ChatCompletionRequest, json.dumps(body).encode())
-
-
-def test_a_request_names_a_prefix_by_number_or_string() -> None:
-    assert chat(task_id=1).prefix() == chat(task_id="1").prefix() == ("task_id", "1")
-    assert chat(prefix_id="law").prefix() == ("prefix_id", "law")
-    assert chat().prefix() is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"task_id": 1, "prefix_id": "law"}, "prefix_id"),
-        ({"task_id": 1.5}, "task_id"),
-        ({"prefix_id": ["law"]}, "prefix_id"),
-    ],
-)
-def test_a_request_that_names_none_or_two_is_refused(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as refusal:
-        chat(**fields)
     assert (refusal.value.status, refusal.value.param) == (400, param)

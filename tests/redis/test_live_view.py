@@ -100,7 +100,7 @@ class Seen:
 
 
 def answer(attempt: Attempt, cached_tokens: int = 0) -> None:
-    attempt.receive(Chunk(0, "", (1,), cached_tokens, finish_reason="stop"), 1.5)
+    attempt.receive(Chunk((1,), cached_tokens, is_last=True), 1.5)
     attempt.end()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description, Warm
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
@@ -86,8 +86,7 @@ class Replica:
 
     async def ask(self, token_ids: list[int], max_tokens: int = 1) -> int:
         """The prompt tokens that came from the cache."""
-        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-        request = GenerateRequest("r", np.array(token_ids, np.uint32), sampling)
+        request = GenerateRequest("r", np.array(token_ids, np.uint32), max_tokens=max_tokens)
         chunks = [chunk async for chunk in self.engine.generate(request)]
         return chunks[0].cached_tokens
 

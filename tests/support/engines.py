@@ -10,19 +10,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.generation import Chunk, GenerateRequest, Sampling
+from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import start_engine
 from kvroute.settings.replica import ReplicaSettings
+from tests.support.answers import completion, ids_of
 from tests.support.waiting import until
 
 BLOCK = 32
-GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+TOKENS = 8  # of an answer
 TOOL_PARSER = "hermes"
 INTERVAL = 4  # tokens in a chunk of the engine that tests share
 NAMES = ("sql", "law", "poems")  # of its adapters
@@ -40,17 +42,15 @@ class Running:
     requests: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
 
-    async def ask(
-        self, prompt: list[int], sampling: Sampling = GREEDY, namespace: str = ""
-    ) -> list[Chunk]:
-        return await self.run(request_of(prompt, sampling, namespace))
+    async def ask(self, prompt: list[int], namespace: str = "", **fields: Any) -> list[Chunk]:
+        return await self.run(request_of(prompt, namespace, **fields))
 
     async def pin(self, name: str, prompt: list[int], namespace: str = "") -> None:
-        request = request_of([*prompt, 0], replace(GREEDY, max_tokens=1), namespace)
-        await self.run(replace(request, pin=name))
+        ids = np.array([*prompt, 0], np.uint32)
+        await self.run(GenerateRequest("", ids, namespace, pin=name))
 
     async def cached_tokens(self, prompt: list[int]) -> int:
-        return (await self.ask([*prompt, 0], replace(GREEDY, max_tokens=1)))[0].cached_tokens
+        return (await self.ask([*prompt, 0], max_tokens=1))[0].cached_tokens
 
     async def flood(self, seeds: range) -> None:
         """Half of the prompts one by one, half at once; 750 tokens each."""
@@ -125,17 +125,24 @@ def shallow_model(folder: Path) -> Path:
     return folder
 
 
-def request_of(prompt: list[int], sampling: Sampling, namespace: str = "") -> GenerateRequest:
-    return GenerateRequest("r", np.array(prompt, np.uint32), sampling, namespace)
+def request_of(prompt: list[int], namespace: str = "", **fields: Any) -> GenerateRequest:
+    """A completion. fields: of its body."""
+    call = completion(**{"max_tokens": TOKENS} | fields)
+    return GenerateRequest("r", np.array(prompt, np.uint32), namespace, call=call)
+
+
+def rest_of(request: GenerateRequest, begun: list[Chunk]) -> GenerateRequest:
+    """What another engine gets once these chunks have come."""
+    assert request.call
+    parts = [chunk.http for chunk in begun if chunk.http]
+    call = msgspec.structs.replace(
+        request.call,
+        deltas=tuple(tokens for part in parts for tokens in part.deltas),
+        cached_tokens=begun[0].cached_tokens,
+        written_tokens=parts[0].written_tokens,
+    )
+    return replace(request.after(ids_of(begun)), call=call)
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:
     return list(map(int, np.random.default_rng(seed).integers(1000, 40_000, tokens)))
-
-
-def text_of(chunks: list[Chunk], index: int = 0) -> str:
-    return "".join(chunk.text for chunk in chunks if chunk.index == index)
-
-
-def ids_of(chunks: list[Chunk]) -> list[int]:
-    return [token_id for chunk in chunks for token_id in chunk.token_ids]

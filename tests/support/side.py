@@ -6,7 +6,7 @@ import random
 import numpy as np
 
 from kvroute.contract.audit_report import ReplicaAudit
-from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description, EngineFacts
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
@@ -57,7 +57,7 @@ class Side:
     async def work(self, requests: int) -> None:
         for seed in np.random.default_rng(0).integers(0, 20, requests):
             prompt = np.arange(40, dtype=np.uint32) + 100 * int(seed)
-            await self.generate(GenerateRequest("r", prompt, Sampling(max_tokens=20)))
+            await self.generate(GenerateRequest("r", prompt, max_tokens=20))
 
     async def drift(self) -> dict[str, int]:
         (report,) = await self.audit.run()

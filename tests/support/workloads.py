@@ -10,7 +10,6 @@ from openai import OpenAI
 
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.router.api.schemas import ChatMessage
 from kvroute.router.prompts.tokenizer import Prompts
 
 ADAPTERS = ("sql", "law")
@@ -56,8 +55,8 @@ class UnboundedCache:
 
     def reusable_tokens(self, messages: list[dict[str, str]]) -> int:
         """Tokens of this prompt in full blocks that an earlier one had; then it is seen too."""
-        conversation = [ChatMessage.model_validate(message) for message in messages]
-        token_ids = asyncio.run(self._prompts.chat(conversation))
+        text = asyncio.run(self._prompts.chat_text({"messages": messages}, "string"))
+        token_ids = asyncio.run(self._prompts.rendered(text))
         chain = fingerprints(token_ids, block_size=BLOCK, parent=self._root)
         blocks = 0
         for fingerprint in chain[: reusable_blocks(len(token_ids), BLOCK)]:

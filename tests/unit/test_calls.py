@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from kvroute.router.api.calls import (
     CHATS,
     COMPLETIONS,
+    MAX_CHOICES,
+    MAX_COPIED,
     MAX_N,
     MAX_VALUES,
     RESPONSES,
     Call,
-    parse_any_request,
+    parse_any,
     parse_call,
-    parse_request,
 )
+from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.schemas import MAX_CHOICES, MAX_MESSAGES, ChatCompletionRequest
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -107,6 +108,14 @@ def test_a_body_of_too_many_values_is_refused_but_not_for_its_token_ids() -> Non
     assert len((called(prompt=many).prompts() or [[]])[0]) == len(many)
 
 
+def test_many_prompts_take_no_large_fields_with_them() -> None:
+    stops, most = "x" * 40_000, MAX_COPIED // 40_100
+    assert len(called(prompt=["a"] * most, stop=stops).prompts() or ()) == most
+    assert called(prompt=["a" * 4000] * 1000).prompts()
+    refused = refusal(prompt=["a"] * (most + 3), stop=stops)
+    assert (refused.status, refused.code) == (413, "request_too_large")
+
+
 def test_a_prefix_has_one_name() -> None:
     assert called(prefix_id=5).prefix() == ("prefix_id", "5")
     assert called(task_id="law").prefix() == ("task_id", "law")
@@ -116,21 +125,9 @@ def test_a_prefix_has_one_name() -> None:
             called(**body).prefix()
 
 
-def test_a_simulated_model_is_asked_in_its_own_way() -> None:
-    chat = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    for simulated, kind in ((None, ChatCompletionRequest), ({"m"}, ChatCompletionRequest)):
-        assert isinstance(parse_request(CHATS, ChatCompletionRequest, simulated, chat), kind)
-    assert isinstance(parse_request(CHATS, ChatCompletionRequest, {"other"}, chat), Call)
-    with pytest.raises(ApiError, match="does not have this route") as refused:
-        parse_request(RESPONSES, None, None, b"{}")
-    assert refused.value.status == 404
-
-
 @pytest.mark.parametrize(
     ("body", "path"),
     [({"messages": []}, CHATS), ({"input": "hi"}, RESPONSES), ({"prompt": "hi"}, COMPLETIONS)],
 )
 def test_a_body_tells_its_route(body: dict[str, Any], path: str) -> None:
-    call = parse_any_request(frozenset(), json.dumps(body).encode())
-    assert isinstance(call, Call)
-    assert call.path == path
+    assert parse_any(json.dumps(body).encode()).path == path

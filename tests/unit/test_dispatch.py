@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling, TokenIds
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenIds
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.api.schemas import CompletionRequest
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.links import UnansweredError
 from kvroute.router.dispatch.liveness import Liveness
@@ -27,10 +26,20 @@ from kvroute.router.dispatch.losses import (
     SOON_TOKENS,
     Losses,
 )
-from kvroute.router.dispatch.response import respond
+from kvroute.router.dispatch.start import begin_all
 from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.routing.fleet import Fleet
 from kvroute.wire.server import Generate
+from tests.support.answers import (
+    COMPLETIONS,
+    completion,
+    data_of,
+    end_of,
+    ids_of,
+    logprobs_of,
+    status_of,
+    text_of,
+)
 from tests.support.waiting import until
 from tests.support.wired import Wired
 
@@ -96,25 +105,22 @@ class Client:
         for engine in self.engines.all.values():
             await engine.close()
 
-    async def ask(self, prompt: TokenIds = PROMPT, **sampling: Any) -> list[Chunk]:
+    async def ask(self, prompt: TokenIds = PROMPT, **fields: Any) -> list[Chunk]:
         async with self.serving():
-            return await self.asked(prompt, **sampling)
+            return await self.asked(prompt, **fields)
 
-    async def asked(self, prompt: TokenIds = PROMPT, **sampling: Any) -> list[Chunk]:
+    async def asked(self, prompt: TokenIds = PROMPT, **fields: Any) -> list[Chunk]:
         """While it serves."""
-        greedy = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
-        context = RequestContext(time.monotonic(), choices=greedy.n)
-        generation = await self.dispatcher.begin(prompt, greedy, context)
+        call = completion(**{"max_tokens": 12} | fields)
+        generation = await self.dispatcher.begin(prompt, call, RequestContext(time.monotonic()))
         chunks = []
         while chunk := await generation.next():
             chunks.append(chunk)
         return chunks
 
 
-def said(chunks: list[Chunk]) -> tuple[str, list[int], list[int], str | None]:
-    ids = [id_ for chunk in chunks for id_ in chunk.token_ids]
-    logprobs = [logprob.chosen.token_id for chunk in chunks for logprob in chunk.logprobs]
-    return "".join(chunk.text for chunk in chunks), ids, logprobs, chunks[-1].finish_reason
+def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:
+    return text_of(chunks), ids_of(chunks), logprobs_of(chunks), end_of(chunks)
 
 
 @pytest.mark.parametrize("lives", [[0], [1], [5], [11], [12], [3, 0], [0] * (LOSSES - 1)])
@@ -125,11 +131,26 @@ async def test_an_answer_is_the_same_however_many_replicas_it_takes(lives: list[
 
 @pytest.mark.parametrize("life", range(1, 8))
 async def test_a_stop_string_ends_the_answer_whoever_says_which_part_of_it(life: int) -> None:
-    whole = "".join(chunk.text for chunk in await Client(IMMORTAL).ask())
+    whole = text_of(await Client(IMMORTAL).ask())
     stop = whole[len(whole) // 2 - 8 :][:8]
-    undisturbed = await Client(IMMORTAL).ask(stop=(stop,))
-    assert undisturbed[-1].finish_reason == "stop"
-    assert said(await Client(life, IMMORTAL).ask(stop=(stop,))) == said(undisturbed)
+    undisturbed = await Client(IMMORTAL).ask(stop=stop)
+    assert end_of(undisturbed) == "stop"
+    assert said(await Client(life, IMMORTAL).ask(stop=stop)) == said(undisturbed)
+
+
+@pytest.mark.parametrize("life", [0, 1, 5, 11])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+async def test_a_response_has_the_same_bytes_whoever_writes_which_part_of_it(
+    path: str, life: int
+) -> None:
+    """But for its id, which is the request's."""
+    with_logprobs = {"stream": False, "logprobs": True if "chat" in path else 1}
+    kinds: list[dict[str, Any]] = [{}, with_logprobs]
+    for fields in kinds:
+        undisturbed = await Client(IMMORTAL).ask(path=path, **fields)
+        disturbed = await Client(life, IMMORTAL).ask(path=path, **fields)
+        assert data_of(disturbed) == data_of(undisturbed)
+        assert status_of(disturbed) == 200
 
 
 async def test_who_goes_on_is_told_what_was_said() -> None:
@@ -147,10 +168,15 @@ async def test_after_the_last_token_nobody_needs_to_go_on() -> None:
     assert len(client.requests) == 1
 
 
-@pytest.mark.parametrize("sampling", [{"n": 2, "temperature": 1.0}, {"presence_penalty": 1.0}])
-async def test_what_cannot_go_on_exactly_ends_in_an_error(sampling: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match="presence_penalty"):
-        await Client(5, IMMORTAL).ask(**sampling)
+async def test_what_cannot_go_on_exactly_ends_in_an_error() -> None:
+    with pytest.raises(ApiError, match="n above 1"):
+        await Client(5, IMMORTAL).ask(n=2, temperature=1.0)
+
+
+async def test_what_cannot_go_on_begins_again_while_the_client_has_nothing() -> None:
+    whole: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 1, "stream": False}
+    undisturbed = await Client(IMMORTAL).ask(**whole)
+    assert data_of((await Client(5, IMMORTAL).ask(**whole))[-1:]) == data_of(undisturbed)
 
 
 async def test_replicas_that_were_dead_already_are_few_enough() -> None:
@@ -198,17 +224,10 @@ async def test_no_load_is_left_where_a_replica_was_lost() -> None:
 async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have_begun() -> None:
     client = Client(IMMORTAL, IMMORTAL)
     client.engines.all["r1"] = SimulatedEngine(replace(INSTANT, decode_step_s=1000))
-    body = CompletionRequest(prompt=["one", "two"], max_tokens=12)
+    prompts = [(PROMPT, completion(max_tokens=12)), (PROMPT + 1, completion(max_tokens=12))]
     async with client.serving():
-        asking = asyncio.create_task(
-            respond(
-                *(client.dispatcher, body, [PROMPT, PROMPT + 1]),
-                RequestContext(time.monotonic()),
-                model="m",
-                max_model_len=1000,
-                begun=lambda generation: None,
-            )
-        )
+        context = RequestContext(time.monotonic())
+        asking = asyncio.create_task(begin_all(client.dispatcher, prompts, context))
         await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
         asking.cancel()
         await asyncio.wait([asking])
@@ -292,8 +311,9 @@ async def test_every_attempt_ends_once_with_what_became_of_it() -> None:
 
 async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
     client = Client(IMMORTAL)
-    with pytest.raises(ApiError, match="9000 tokens"):
-        await client.ask(np.zeros(9000, np.uint32))
+    chunks = await client.ask(np.zeros(9000, np.uint32))
+    assert status_of(chunks) == 400
+    assert b"9000 tokens" in data_of(chunks)
     assert [attempt.outcome for attempt in client.diary.attempts] == ["refused"]
 
 

@@ -16,7 +16,6 @@ from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import TokenIds
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.schemas import ChatMessage
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.prefixes import Prefix
@@ -74,8 +73,8 @@ async def follow(
     composer: PrefixComposer, prefix: Prefix | None, endpoint: str, text: str
 ) -> TokenIds:
     if endpoint == "chat":
-        message = ChatMessage(role="user", content=text)
-        return await composer.chat([message], prefix, max_model_len=8192)
+        body = {"messages": [{"role": "user", "content": text}]}
+        return await composer.chat(body, prefix, "string", max_model_len=8192)
     (token_ids,) = await composer.completions([text], prefix, max_model_len=8192)
     return token_ids
 
@@ -104,12 +103,12 @@ def test_the_prefixs_blocks_are_the_same_before_any_text(
 @settings(max_examples=80, deadline=None)
 @given(text=st.text())
 def test_a_chat_after_messages_has_the_tokens_of_the_whole_chat(
-    composer: PrefixComposer, prompts: Prompts, text: str
+    composer: PrefixComposer, text: str
 ) -> None:
     async def both() -> tuple[TokenIds, TokenIds]:
         prefix = await declared(composer, {"messages": [SYSTEM]})
-        system = ChatMessage.model_validate(SYSTEM)
-        whole = await prompts.chat([system, ChatMessage(role="user", content=text)])
+        body = {"messages": [SYSTEM, {"role": "user", "content": text}]}
+        whole = await composer.chat(body, None, "string", max_model_len=8192)
         return await follow(composer, prefix, "chat", text), whole
 
     joined, whole = asyncio.run(both())

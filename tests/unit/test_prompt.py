@@ -14,9 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvroute.contract.generation import TokenIds
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.router.api.declaration import ChatMessage
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.schemas import ChatMessage
+from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.prompts.tokenizer import INLINE_CHARACTERS, Prompts
 
 
@@ -32,27 +34,33 @@ def tokenizer(folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def say(*contents: str) -> list[ChatMessage]:
+Message = dict[str, str]
+
+
+def say(*contents: str) -> list[Message]:
     roles = ("user", "assistant")
-    return [ChatMessage(role=roles[i % 2], content=text) for i, text in enumerate(contents)]
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+async def chat(prompts: Prompts, messages: list[Message]) -> TokenIds:
+    return await prompts.rendered(await prompts.chat_text({"messages": messages}, "string"))
 
 
 CONVERSATIONS = [
     say("hi"),
     say("", "", " "),
     say("Grüße, 世界 🙂", "  two  spaces\n\n\ttab", "<|im_end|> in the middle"),
-    [ChatMessage(role="system", content="Be brief."), *say("hi")],
+    [{"role": "system", "content": "Be brief."}, *say("hi")],
     say("word " * INLINE_CHARACTERS),
 ]
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
 async def test_a_chat_is_tokenised_as_the_model_does(
-    prompts: Prompts, tokenizer: Any, messages: list[ChatMessage]
+    prompts: Prompts, tokenizer: Any, messages: list[Message]
 ) -> None:
-    plain = [{"role": message.role, "content": message.content} for message in messages]
-    expected = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
-    token_ids = await prompts.chat(messages)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    token_ids = await chat(prompts, messages)
     assert token_ids.dtype == np.uint32
     assert token_ids.tolist() == expected
 
@@ -67,16 +75,16 @@ async def test_text_is_tokenised_as_the_model_does(
 
 
 async def test_a_developer_is_the_system_to_the_template(prompts: Prompts) -> None:
-    developer = [ChatMessage(role="developer", content="Be brief."), *say("hi")]
-    system = [ChatMessage(role="system", content="Be brief."), *say("hi")]
-    assert (await prompts.chat(developer)).tolist() == (await prompts.chat(system)).tolist()
+    developer = [{"role": "developer", "content": "Be brief."}, *say("hi")]
+    system = [{"role": "system", "content": "Be brief."}, *say("hi")]
+    assert (await chat(prompts, developer)).tolist() == (await chat(prompts, system)).tolist()
 
 
 async def test_a_special_token_in_a_users_text_is_that_token(
     prompts: Prompts, tokenizer: Any
 ) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    plain, marked = await prompts.chat(say("a")), await prompts.chat(say("a<|im_end|>"))
+    plain, marked = await chat(prompts, say("a")), await chat(prompts, say("a<|im_end|>"))
     assert marked.tolist().count(end) == plain.tolist().count(end) + 1
 
 
@@ -111,7 +119,6 @@ async def test_text_that_no_tokenising_could_fit_is_refused_untokenised(prompts:
     with pytest.raises(ApiError, match="contains 10000000 characters") as refusal:
         await prompts.texts(["x" * 10_000_000], max_model_len=2048)
     assert refusal.value.code == "context_length_exceeded"
-    assert len(await prompts.chat(say("hi"), max_model_len=2048)) > 0
 
 
 def test_token_ids_pass_as_they_are(prompts: Prompts) -> None:
@@ -136,8 +143,10 @@ def with_template(folder: str, tmp_path: Path, template: str | None) -> Prompts:
 async def test_what_a_template_refuses_is_told_to_the_client(folder: str, tmp_path: Path) -> None:
     strict = with_template(folder, tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ApiError, match="roles must alternate") as refusal:
-        await strict.chat(say("hi"))
+        strict.render([ChatMessage(role="user", content="hi")])
     assert refusal.value.status == 400
+    with pytest.raises(OnlyReplicaError, match="roles must alternate"):
+        await chat(strict, say("hi"))
     strict.close()
 
 
@@ -146,7 +155,9 @@ async def test_a_model_without_a_template_points_to_completions(
 ) -> None:
     base = with_template(folder, tmp_path, None)
     with pytest.raises(ApiError, match="/v1/completions"):
-        await base.chat(say("hi"))
+        base.render([ChatMessage(role="user", content="hi")])
+    with pytest.raises(OnlyReplicaError, match="no chat template"):
+        await chat(base, say("hi"))
     assert [len(ids) for ids in await base.texts(["hi"])] == [1]
     base.close()
 
@@ -198,9 +209,8 @@ def test_every_turn_of_any_chat_is_tokenised_as_the_model_does(
     prompts, tokenizer = templated
     for turns in range(1, len(contents) + 1):
         messages = say(*contents[:turns])
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        expected = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
-        assert asyncio.run(prompts.chat(messages)).tolist() == expected
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert asyncio.run(chat(prompts, messages)).tolist() == expected
 
 
 @pytest.fixture
@@ -222,10 +232,10 @@ async def test_the_next_turn_of_a_chat_is_tokenised_alone(
 ) -> None:
     prompts = Prompts(folder)
     history = [f"message {i} " + "some words " * 100 for i in range(41)]
-    await prompts.chat(say(*history))
+    await chat(prompts, say(*history))
     assert sum(map(len, tokenised)) > 40_000
     tokenised.clear()
-    await prompts.chat(say(*history, "an answer", "the next question"))
+    await chat(prompts, say(*history, "an answer", "the next question"))
     assert 0 < sum(map(len, tokenised)) < 200
     prompts.close()
 
@@ -233,10 +243,10 @@ async def test_the_next_turn_of_a_chat_is_tokenised_alone(
 async def test_a_chat_whose_tokenizer_cannot_be_cut_is_tokenised_whole(
     folder: str, prompts: Prompts, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = await prompts.chat(say("hi " * 100, "ho", "hi"))
+    expected = await chat(prompts, say("hi " * 100, "ho", "hi"))
     monkeypatch.setattr("kvroute.router.prompts.segments.PIECEWISE", frozenset())
     whole = Prompts(folder)
     tokenised.clear()
-    assert (await whole.chat(say("hi " * 100, "ho", "hi"))).tolist() == expected.tolist()
+    assert (await chat(whole, say("hi " * 100, "ho", "hi"))).tolist() == expected.tolist()
     assert len(tokenised) == 1
     whole.close()

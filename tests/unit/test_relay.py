@@ -12,14 +12,14 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, event
 from kvroute.router.dispatch.batch import batched, one_body
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import relayed
-from kvroute.router.dispatch.response import begin_all
+from kvroute.router.dispatch.start import begin_all
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
 from tests.support.wired import Wired
@@ -48,7 +48,7 @@ class Applications:
         kind = "text/event-stream" if stream else "application/json"
         if status != 200:
             part = HttpPart(b'{"error": "no"}', status, "application/json")
-            yield Chunk(0, "", (), 0, finish_reason="stop", http=part)
+            yield Chunk((), 0, is_last=True, http=part)
             return
         for number in range(request.answered, TOKENS):
             if life == 0:
@@ -66,8 +66,7 @@ class Applications:
                 (1,),
                 can_continue=self._can_continue,
             )
-            reason = "stop" if is_last else None
-            yield Chunk(0, "", (number,), 7, finish_reason=reason, http=part)
+            yield Chunk((number,), 7, is_last, part)
 
 
 def event_of(number: int, index: int = 0) -> bytes:
@@ -97,7 +96,7 @@ async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> R
     dispatcher = Dispatcher(wired.links, fleet, liveness)
     call = HttpCall("/v1/completions", json.dumps({"stream": stream}).encode(), 1.0)
     context = RequestContext(time.monotonic(), "id", prompts=prompts)
-    asked = [(np.arange(9, dtype=np.uint32) + n, Sampling(), call) for n in range(prompts)]
+    asked = [(np.arange(9, dtype=np.uint32) + n, call) for n in range(prompts)]
     async with wired:
         generations = await begin_all(dispatcher, asked, context)
         response = await _response(generations)

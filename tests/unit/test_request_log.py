@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.generation import EngineDeadError, GenerateRequest, Sampling
+from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord
 from kvroute.local.launch import refuse_closed_folder
 from kvroute.local.progress import StartError
@@ -24,6 +24,7 @@ from kvroute.router.observability import request_log
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
+from tests.support.answers import completion
 from tests.support.records import FACTS, LOAD
 
 BLOCK = 32
@@ -45,13 +46,13 @@ class Router:
         self.fleet.update([ReplicaRecord("a", "1", 0, FACTS, LOAD)])
         self.fleet.mirror.join("a")
 
-    async def answer(self, prompt: int, *, stop_after: int | None = None, **sampling: Any) -> None:
+    async def answer(self, prompt: int, *, stop_after: int | None = None, **fields: Any) -> None:
         """As the dispatcher does: sends, listens to so many chunks, and ends."""
         token_ids = np.arange(prompt, dtype=np.uint32)
-        request = GenerateRequest("r", token_ids, Sampling(**{"max_tokens": 8} | sampling))
+        request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, "", ["a"], now_s)
-        context = RequestContext(now_s, choices=request.sampling.n)
+        context = RequestContext(now_s)
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -119,7 +120,7 @@ def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id:
 
 
 async def test_choices_count_together(router: Router) -> None:
-    await router.answer(100, n=3)
+    await router.answer(100, n=3, temperature=1)
     assert [(line["output_length"], line["outcome"]) for line in await logged(router)] == [
         (24, "ok")
     ]

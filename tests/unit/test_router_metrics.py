@@ -47,7 +47,7 @@ class Told:
 
 
 def say(attempt: Attempt, *, at_s: float, is_last: bool = False) -> None:
-    attempt.receive(Chunk(0, "", (1,), 0, finish_reason="stop" if is_last else None), at_s)
+    attempt.receive(Chunk((1,), 0, is_last), at_s)
 
 
 def test_an_answer_of_two_replicas_is_one_request_that_waited_once() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, Sampling
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.records import Load
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
@@ -20,6 +20,9 @@ from kvroute.replica.engine.kv_events import (
 )
 from kvroute.replica.sim_engine import simulated
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from tests.support.answers import completion, end_of, logprobs_of
+from tests.support.answers import ids_of as said
+from tests.support.answers import text_of as text
 
 SIZE = 32  # tokens in a block
 
@@ -42,23 +45,15 @@ async def make() -> AsyncGenerator[MakeEngine, None]:
         await engine.close()
 
 
-def request(prompt: int | list[int], namespace: str = "", **sampling: Any) -> GenerateRequest:
-    """A greedy request; a number stands for a prompt of that many tokens, 0, 1, 2 ..."""
+def request(prompt: int | list[int], namespace: str = "", **fields: Any) -> GenerateRequest:
+    """A greedy completion; a number stands for a prompt of that many tokens, 0, 1, 2 ..."""
     token_ids = list(range(prompt)) if isinstance(prompt, int) else prompt
-    greedy = Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling})
-    return GenerateRequest("r", np.array(token_ids, dtype=np.uint32), greedy, namespace)
+    call = completion(**{"max_tokens": 8} | fields)
+    return GenerateRequest("r", np.array(token_ids, dtype=np.uint32), namespace, call=call)
 
 
 async def run(engine: SimulatedEngine, request: GenerateRequest) -> list[Chunk]:
     return [chunk async for chunk in engine.generate(request)]
-
-
-def said(chunks: list[Chunk], index: int = 0) -> list[int]:
-    return [id_ for chunk in chunks if chunk.index == index for id_ in chunk.token_ids]
-
-
-def text(chunks: list[Chunk]) -> str:
-    return "".join(chunk.text for chunk in chunks)
 
 
 async def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> int:
@@ -173,7 +168,7 @@ async def test_two_hundred_streams_finish_together_in_good_time(make: MakeEngine
     answers = await asyncio.gather(*(run(engine, each) for each in requests))
     assert time.perf_counter() - start_s < 5
     assert all(len(said(answer)) == 50 for answer in answers)
-    assert all(answer[-1].finish_reason == "length" for answer in answers)
+    assert all(end_of(answer) == "length" for answer in answers)
 
 
 async def test_an_answer_resumed_on_another_engine_goes_on_identically(make: MakeEngine) -> None:
@@ -193,31 +188,32 @@ async def test_text_ends_before_a_stop_string_that_spans_tokens(make: MakeEngine
     engine = make()
     whole = text(await run(engine, request(10)))
     stop = whole[8:15]
-    chunks = await run(engine, request(10, stop=("never", stop)))
+    chunks = await run(engine, request(10, stop=["never", stop]))
     assert text(chunks) == whole[: whole.index(stop)]
-    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert end_of(chunks) == "stop"
+    assert [chunk.is_last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 async def test_text_held_back_for_a_stop_string_is_sent_in_the_end(make: MakeEngine) -> None:
     engine = make()
     whole = text(await run(engine, request(10)))
-    chunks = await run(engine, request(10, stop=(whole[-4:] + "!",)))
+    chunks = await run(engine, request(10, stop=whole[-4:] + "!"))
     assert text(chunks) == whole
-    assert chunks[-1].finish_reason == "length"
+    assert end_of(chunks) == "length"
 
 
 async def test_stop_strings_wait_for_the_least_number_of_tokens(make: MakeEngine) -> None:
-    chunks = await run(make(), request(10, stop=(" ",), min_tokens=5))
+    chunks = await run(make(), request(10, stop=" ", min_tokens=5))
     assert len(said(chunks)) == 6
     assert text(chunks).count(" ") == 5
 
 
 async def test_two_choices_differ_and_compute_their_prompt_once(make: MakeEngine) -> None:
     engine = make()
-    chunks = await run(engine, request(100, n=2, max_tokens=5))
-    assert len(said(chunks, 0)) == len(said(chunks, 1)) == 5
-    assert said(chunks, 0) != said(chunks, 1)
-    assert [chunk.finish_reason for chunk in chunks].count("length") == 2
+    chunks = await run(engine, request(100, n=2, max_tokens=5, temperature=1))
+    assert len(said(chunks)) == 10
+    assert text(chunks, 0) != text(chunks, 1)
+    assert [end_of(chunks, index) for index in (0, 1)] == ["length"] * 2
     assert sum(len(e.block_hashes) for e in await heard(engine) if isinstance(e, BlockStored)) == 3
 
 
@@ -257,17 +253,16 @@ async def test_events_nobody_reads_are_dropped_and_reported_lost(
 
 
 async def test_logprobs_have_as_many_alternatives_as_asked_for(make: MakeEngine) -> None:
-    (chunk,) = await run(make(), request(5, max_tokens=1, logprobs=3))
-    (logprob,) = chunk.logprobs
-    assert logprob.chosen.token_id == chunk.token_ids[0]
-    assert logprob.top[0] == logprob.chosen
-    assert len({alternative.token_id for alternative in logprob.top}) == 3
+    chunks = await run(make(), request(5, max_tokens=1, logprobs=3))
+    ((token, top),) = logprobs_of(chunks)
+    assert token == text(chunks) == next(iter(top))
+    assert len(top) == 3
 
 
 async def test_an_answer_ends_where_the_model_does(make: MakeEngine) -> None:
-    chunks = await run(make(max_model_len=64), request(60, max_tokens=100))
+    chunks = await run(make(max_model_len=64), request(60, max_tokens=4))
     assert len(said(chunks)) == 4
-    assert chunks[-1].finish_reason == "length"
+    assert end_of(chunks) == "length"
 
 
 @pytest.mark.parametrize(
@@ -276,8 +271,9 @@ async def test_an_answer_ends_where_the_model_does(make: MakeEngine) -> None:
 async def test_requests_that_can_never_run_are_refused(
     make: MakeEngine, prompt: int, message: str
 ) -> None:
+    unread = GenerateRequest("r", np.arange(prompt, dtype=np.uint32))
     with pytest.raises(ValueError, match=message):
-        make(capacity_blocks=8).generate(request(prompt))
+        await run(make(capacity_blocks=8), unread)
 
 
 @pytest.mark.parametrize(("attention_tokens", "prefill_s"), [(1e9, 0.1), (100.0, 0.2)])

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import ReplicaRecord
 from kvroute.process import tracing
 from kvroute.process.tracing import Tracing, protocol, start_tracing, traces_endpoint
@@ -82,7 +82,7 @@ async def test_an_answer_that_nobody_waits_for_ends_its_span(
     traces: Tracing, kept: InMemorySpanExporter
 ) -> None:
     engine = SimulatedEngine(SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0))
-    request = GenerateRequest("r", PROMPT, Sampling(max_tokens=50))
+    request = GenerateRequest("r", PROMPT, max_tokens=50)
     chunks = traces.traced(engine.generate)(request)
     await anext(chunks)
     await chunks.aclose()

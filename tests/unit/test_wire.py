@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.generation import (
-    Alternative,
-    Chunk,
-    EngineDeadError,
-    GenerateRequest,
-    Sampling,
-    TokenLogprob,
-)
+from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.http_call import HttpPart
 from kvroute.wire import server as replicas_end
 from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, Kind, Reader, frames
 from kvroute.wire.link import (
@@ -34,6 +28,7 @@ from kvroute.wire.link import (
 )
 from kvroute.wire.server import PortsTakenError, Server
 from kvroute.wire.structs import (
+    VERSION,
     Challenge,
     Deltas,
     Ended,
@@ -50,11 +45,11 @@ MOST = 10_000  # tokens that may wait in a stream
 
 def request(tokens: int = 10, **more: Any) -> GenerateRequest:
     prompt = np.arange(tokens, dtype=np.uint32)
-    return GenerateRequest("r", prompt, Sampling(max_tokens=5), **more)
+    return GenerateRequest("r", prompt, max_tokens=5, **more)
 
 
-def chunk(token_id: int, reason: str | None = None, index: int = 0) -> Chunk:
-    return Chunk(index, f" {token_id}", (token_id,), 4, finish_reason=reason)
+def chunk(token_id: int, *, is_last: bool = False) -> Chunk:
+    return Chunk((token_id,), 4, is_last, HttpPart(f" {token_id}".encode(), deltas=(1,)))
 
 
 class Engine:
@@ -85,7 +80,7 @@ class Engine:
                 await self._step.wait()
                 if self.error:
                     raise self.error
-                yield chunk(number, "length" if number == self.tokens else None)
+                yield chunk(number, is_last=number == self.tokens)
         finally:
             self.running -= 1
 
@@ -170,7 +165,7 @@ def test_a_request_is_the_same_on_the_other_side() -> None:
     assert [getattr(got, name) for name in SAME] == [getattr(sent, name) for name in SAME]
 
 
-SAME = ("request_id", "sampling", "namespace", "answered", "trace", "lora", "expected_tokens")
+SAME = ("request_id", "max_tokens", "namespace", "answered", "trace", "lora", "expected_tokens")
 
 
 # Answers.
@@ -198,29 +193,9 @@ async def test_what_comes_while_nobody_reads_is_one_chunk() -> None:
         await engine.steps(5)
         await until(lambda: not link.streams)
         all_of_it = await stream.next()
-        assert all_of_it == Chunk(0, " 1 2 3 4 5", (1, 2, 3, 4, 5), 4, (), "length")
+        part = HttpPart(b" 1 2 3 4 5", deltas=(1,) * 5)
+        assert all_of_it == Chunk((1, 2, 3, 4, 5), 4, is_last=True, http=part)
         assert await stream.next() is None
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
-def test_every_choice_keeps_its_tokens_in_order(pushed: list[tuple[int, bool]]) -> None:
-    """The booleans: whether somebody reads one chunk then."""
-
-    async def run() -> None:
-        stream = Stream(Link("a", b""), 0, MOST)
-        expected, got = dict[int, list[int]](), dict[int, list[int]]()
-        for number, (index, reads) in enumerate(pushed):
-            stream.push(chunk(number, index=index))
-            expected.setdefault(index, []).append(number)
-            if reads and (read_now := await stream.next()):
-                got.setdefault(read_now.index, []).extend(read_now.token_ids)
-        while stream._chunks:
-            rest = await stream.next()
-            assert rest is not None
-            got.setdefault(rest.index, []).extend(rest.token_ids)
-        assert got == expected
-
-    asyncio.run(run())
 
 
 async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
@@ -236,11 +211,10 @@ async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
         assert not server.running
 
 
-async def test_alternatives_count_as_what_a_slow_reader_costs() -> None:
-    top = tuple(Alternative("a", number, 0.0) for number in range(20))
+async def test_bytes_count_as_what_a_slow_reader_costs() -> None:
     stream = Stream(Link("a", b""), 0, 50)
     for number in range(3):
-        stream.push(Chunk(0, "", (number,), 0, (TokenLogprob(top[0], top),)))
+        stream.push(Chunk((number,), 0, http=HttpPart(b"x" * 20 * BYTES_A_TOKEN)))
     with pytest.raises(SlowReaderError):
         await stream.next()
 
@@ -400,7 +374,7 @@ async def test_both_ends_must_know_the_secret() -> None:
             await linked(server, b"another secret")
         assert len(server.peers) == 1
 
-    false = (Kind.CHALLENGE, Challenge(1, b"n" * 16)), (Kind.WELCOME, Welcome(b"p"))
+    false = (Kind.CHALLENGE, Challenge(VERSION, b"n" * 16)), (Kind.WELCOME, Welcome(b"p"))
     async with impostor(*false) as port:
         with pytest.raises(LostError, match="does not know the secret"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
@@ -408,7 +382,7 @@ async def test_both_ends_must_know_the_secret() -> None:
 
 async def test_another_version_is_told_apart() -> None:
     async with impostor((Kind.CHALLENGE, Challenge(0, b"n" * 16))) as port:
-        with pytest.raises(LostError, match="version 0, this router 1"):
+        with pytest.raises(LostError, match=f"version 0, this router {VERSION}"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
 
 

@@ -2,15 +2,15 @@
 
 import asyncio
 import contextlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
-from kvroute.contract.generation import GenerateRequest, PinRefusedError, Sampling
+from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.replica.vllm_engine import subscription
-from tests.support.engines import BLOCK, GREEDY, Running, ids_of, prompt_of, request_of, text_of
+from tests.support.answers import data_of, end_of, ids_of, logprobs_of, status_of, text_of
+from tests.support.engines import BLOCK, Running, prompt_of, request_of, rest_of
 from tests.support.waiting import until
 
 pytestmark = [
@@ -48,12 +48,12 @@ async def test_the_second_time_all_full_blocks_are_cached_and_the_answer_is_the_
 async def test_the_answer_to_a_long_prompt_is_the_same_however_much_of_it_is_cached(
     running: Running,
 ) -> None:
-    prompt, longer = prompt_of(990, seed=45), replace(GREEDY, max_tokens=24)
-    cold = await running.ask(prompt, longer)
+    prompt = prompt_of(990, seed=45)
+    cold = await running.ask(prompt, max_tokens=24)
     for blocks in (30, 16, 3):
         await running.engine.reset_prefix_cache()
         await running.ask(prompt[: blocks * BLOCK])
-        warm = await running.ask(prompt, longer)
+        warm = await running.ask(prompt, max_tokens=24)
         assert (cold[0].cached_tokens, warm[0].cached_tokens) == (0, blocks * BLOCK)
         assert ids_of(warm) == ids_of(cold)
 
@@ -74,7 +74,7 @@ async def test_the_events_tell_exactly_the_fingerprints_of_prompt_and_answer(
     running: Running,
 ) -> None:
     prompt = prompt_of(100, seed=5)
-    answer = await running.ask(prompt, Sampling(max_tokens=64, temperature=0.0, ignore_eos=True))
+    answer = await running.ask(prompt, max_tokens=64)
     computed = prompt + ids_of(answer)[:-1]  # the last token's KV is never computed
     await until(lambda: set(chain_of(computed)) <= set(running.table.held()))
     other = prompt_of(100, seed=6)
@@ -100,8 +100,8 @@ async def test_evicted_blocks_leave_the_table(running: Running) -> None:
 
 
 async def test_an_engine_holds_what_its_events_told_whatever_it_is_doing(running: Running) -> None:
-    longer = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
-    asking = [asyncio.create_task(running.ask(prompt_of(900, seed), longer)) for seed in (20, 21)]
+    prompts = [prompt_of(900, seed) for seed in (20, 21)]
+    asking = [asyncio.create_task(running.ask(prompt, max_tokens=100)) for prompt in prompts]
     while not all(task.done() for task in asking):
         assert (await running.compare()).drift == 0
     assert (await running.compare()).blocks == len(running.table) > 50
@@ -186,8 +186,8 @@ async def test_a_pin_beyond_the_budget_is_refused_and_the_others_stay(running: R
 
 
 async def test_a_pin_whose_caller_leaves_is_none(running: Running) -> None:
-    sampling = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
-    request = replace(request_of(prompt_of(100, seed=37), sampling), pin="a")
+    prompt = np.array(prompt_of(100, seed=37), np.uint32)
+    request = GenerateRequest("leaver", prompt, pin="a", max_tokens=900)
     async with contextlib.aclosing(running.engine.generate(request)) as chunks:
         await anext(chunks)
     await running.ask(prompt_of(40, seed=38))  # a step for the statistics
@@ -198,8 +198,7 @@ async def test_a_pin_whose_caller_leaves_is_none(running: Running) -> None:
 async def test_pins_go_with_the_cache_but_not_when_it_has_to_stay(running: Running) -> None:
     prompt = prompt_of(4 * BLOCK, seed=39)
     await running.pin("a", prompt)
-    longer = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
-    request = request_of(prompt_of(40, seed=40), longer)
+    request = request_of(prompt_of(40, seed=40), max_tokens=900)
     async with contextlib.aclosing(running.engine.generate(request)) as chunks:
         await anext(chunks)
         assert not await running.engine.reset_prefix_cache()
@@ -232,11 +231,7 @@ async def test_an_answer_is_the_same_whether_its_beginning_is_pinned_or_not(
 
 
 async def test_a_caller_that_leaves_frees_the_engine(running: Running) -> None:
-    request = GenerateRequest(
-        "leaver",
-        np.array(prompt_of(100, seed=10), np.uint32),
-        Sampling(max_tokens=900, temperature=0.0, ignore_eos=True),
-    )
+    request = request_of(prompt_of(100, seed=10), max_tokens=900)
     async with contextlib.aclosing(running.engine.generate(request)) as chunks:
         await anext(chunks)
     await running.ask(prompt_of(40, seed=11))  # a step for the statistics
@@ -245,51 +240,52 @@ async def test_a_caller_that_leaves_frees_the_engine(running: Running) -> None:
 
 async def test_a_stop_string_ends_the_answer_before_itself(running: Running) -> None:
     prompt = prompt_of(60, seed=12)
-    longer = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
-    whole = text_of(await running.ask(prompt, longer))
+    whole = text_of(await running.ask(prompt, max_tokens=24))
     stop = whole[len(whole) // 2 :][:4]
-    chunks = await running.ask(
-        prompt, Sampling(max_tokens=24, temperature=0.0, ignore_eos=True, stop=(stop,))
-    )
+    chunks = await running.ask(prompt, max_tokens=24, stop=stop)
     assert text_of(chunks) == whole[: whole.index(stop)]
-    assert chunks[-1].finish_reason == "stop"
+    assert end_of(chunks) == "stop"
 
 
 async def test_the_token_limit_ends_the_answer(running: Running) -> None:
     chunks = await running.ask(prompt_of(40, seed=13))
     assert len(ids_of(chunks)) == 8
-    assert [chunk.finish_reason for chunk in chunks[-1:]] == ["length"]
+    assert end_of(chunks) == "length"
+    assert [chunk.is_last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 async def test_several_choices_come_under_their_numbers(running: Running) -> None:
-    sampling = Sampling(max_tokens=5, n=3, temperature=1.0, seed=3, ignore_eos=True)
-    chunks = await running.ask(prompt_of(40, seed=14), sampling)
-    ends = [chunk.index for chunk in chunks if chunk.finish_reason]
-    assert sorted(ends) == [0, 1, 2]
+    prompt = prompt_of(40, seed=14)
+    chunks = await running.ask(prompt, max_tokens=5, n=3, temperature=1.0, seed=3)
+    assert [end_of(chunks, index) for index in range(3)] == ["length"] * 3
+    assert len(ids_of(chunks)) == 15
 
 
-async def test_logprobs_come_with_each_token_likeliest_first(running: Running) -> None:
-    sampling = Sampling(max_tokens=4, temperature=0.0, logprobs=3, ignore_eos=True)
-    chunks = await running.ask(prompt_of(40, seed=15), sampling)
-    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
-    assert [logprob.chosen.token_id for logprob in logprobs] == ids_of(chunks)
-    for logprob in logprobs:
-        assert len(logprob.top) == 3
-        values = [alternative.logprob for alternative in logprob.top]
-        assert values == sorted(values, reverse=True)
-        assert logprob.chosen == logprob.top[0]
+async def test_logprobs_come_with_each_token(running: Running) -> None:
+    chunks = await running.ask(prompt_of(40, seed=15), max_tokens=4, logprobs=3)
+    logprobs = logprobs_of(chunks)
+    assert len(logprobs) == len(ids_of(chunks)) == 4
+    for token, alternatives in logprobs:
+        assert max(alternatives, key=alternatives.__getitem__) == token
 
 
 async def test_a_seeded_answer_goes_on_the_same_way_each_time(running: Running) -> None:
-    sampling = Sampling(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
-    request = request_of(prompt_of(40, seed=18), sampling)
-    cut = request.after(ids_of(await running.run(request))[:6])
+    request = request_of(prompt_of(40, seed=18), max_tokens=24, temperature=1.0, seed=5)
+    cut = rest_of(request, (await running.run(request))[:2])
     first, second = await running.run(cut), await running.run(cut)
     assert ids_of(first) == ids_of(second)
-    assert len(ids_of(first)) == 6
+    assert len(ids_of(first)) == 24 - cut.answered
+
+
+async def test_what_nobody_reads_is_generated_too(running: Running) -> None:
+    prompt = prompt_of(100, seed=19)
+    request = GenerateRequest("", np.array(prompt, np.uint32), max_tokens=3)
+    assert len(ids_of(await running.run(request))) == 3
+    assert (await running.run(request))[0].cached_tokens == 96
 
 
 async def test_an_impossible_request_is_refused_and_the_next_one_served(running: Running) -> None:
-    with pytest.raises(ValueError, match=r"1\d\d\d"):
-        await running.ask(prompt_of(1100, seed=16))
+    (refused,) = await running.ask(prompt_of(1100, seed=16))
+    assert status_of([refused]) == 400
+    assert b"1100" in data_of([refused])
     assert ids_of(await running.ask(prompt_of(40, seed=17)))

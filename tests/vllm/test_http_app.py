@@ -5,18 +5,17 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest, Sampling, TokenIds
+from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest, TokenIds
 from kvroute.contract.http_call import HttpCall
 from tests.support import bodies
+from tests.support.answers import data_of, status_of
 from tests.support.bodies import (
     ASK,
     CHATS,
@@ -26,7 +25,7 @@ from tests.support.bodies import (
     Body,
     comparable,
 )
-from tests.support.engines import TOOL_PARSER, Running
+from tests.support.engines import TOOL_PARSER, Running, rest_of
 from tests.support.waiting import until
 
 pytestmark = [
@@ -67,7 +66,7 @@ def request_of(path: str, body: Body | bytes, ids: TokenIds = NO_TOKENS) -> Gene
     """Without token ids the replica renders the prompt."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     call = HttpCall(path, raw, CREATED, is_rendered=len(ids) > 0)
-    return GenerateRequest("id-1", ids, Sampling(), call=call)
+    return GenerateRequest("id-1", ids, call=call)
 
 
 async def prompt_of(running: Running, path: str, body: Body) -> TokenIds:
@@ -85,15 +84,6 @@ async def chunks_of(running: Running, request: GenerateRequest, most: int = 1000
             if len(chunks) == most:
                 break
     return chunks
-
-
-def data_of(chunks: list[Chunk]) -> bytes:
-    return b"".join(chunk.http.data for chunk in chunks if chunk.http)
-
-
-def status_of(chunks: list[Chunk]) -> int:
-    (status,) = (chunk.http.status for chunk in chunks if chunk.http and chunk.http.status)
-    return status
 
 
 async def test_it_answers_as_vllms_own_server(running: Running, stock: Stock) -> None:
@@ -143,20 +133,6 @@ async def test_what_was_cut_anywhere_goes_on_byte_for_byte(
 
 def can_continue(chunks: list[Chunk]) -> bool:
     return all(chunk.http.can_continue for chunk in chunks if chunk.http)
-
-
-def rest_of(request: GenerateRequest, begun: list[Chunk]) -> GenerateRequest:
-    """As a router asks another replica."""
-    parts = [chunk.http for chunk in begun if chunk.http]
-    assert request.call
-    call = msgspec.structs.replace(
-        request.call,
-        deltas=tuple(tokens for part in parts for tokens in part.deltas),
-        cached_tokens=begun[0].cached_tokens,
-        written_tokens=parts[0].written_tokens,
-    )
-    delivered = [id_ for chunk in begun for id_ in chunk.token_ids]
-    return replace(request.after(delivered), call=call)
 
 
 def digits_apart(data: bytes) -> bytes:

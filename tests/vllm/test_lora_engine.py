@@ -8,15 +8,16 @@ import pytest
 
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest
+from tests.support.answers import ids_of
 from tests.support.engines import (
     BLOCK,
     BROKEN,
-    GREEDY,
     NAMES,
+    TOKENS,
     Running,
-    ids_of,
     prompt_of,
     request_of,
+    rest_of,
 )
 from tests.support.waiting import until
 
@@ -28,7 +29,7 @@ pytestmark = [
 
 
 def under(lora: str, prompt: list[int], namespace: str = "") -> GenerateRequest:
-    return replace(request_of(prompt, GREEDY, namespace), lora=lora)
+    return replace(request_of(prompt, namespace), lora=lora)
 
 
 def chain_of(prompt: list[int], lora: str, namespace: str = "") -> set[Fingerprint]:
@@ -84,7 +85,7 @@ async def test_more_adapters_at_once_than_one_batch_takes_are_all_answered(
     prompt = prompt_of(100, seed=56)
     asked = (running.run(under(lora, prompt)) for lora in ("", *NAMES, *NAMES))
     answers = await asyncio.gather(*asked)
-    assert {len(ids_of(answer)) for answer in answers} == {GREEDY.max_tokens}
+    assert {len(ids_of(answer)) for answer in answers} == {TOKENS}
 
 
 async def test_an_adapter_that_is_unknown_is_refused_by_name(running: Running) -> None:
@@ -107,5 +108,5 @@ async def test_an_answer_goes_on_under_its_adapter(running: Running) -> None:
     if running.engine.facts.engine == "simulated":
         pytest.skip("what it says comes from the prompt alone")
     request = under("law", prompt_of(100, seed=59))
-    said = ids_of(await running.run(request))
-    assert ids_of(await running.run(request.after(said[:3]))) == said[3:]
+    whole = await running.run(request)
+    assert ids_of(whole[:1] + await running.run(rest_of(request, whole[:1]))) == ids_of(whole)

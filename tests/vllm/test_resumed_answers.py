@@ -2,7 +2,6 @@
 engine, and of vLLM with the whole built-in model, whose words these tests know."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from kvroute.contract.generation import Chunk, EngineDeadError, Sampling
+from kvroute.contract.generation import Chunk, EngineDeadError
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.vllm_engine.engine_health import STOPPED_CHECKS
-from tests.support.engines import Running, ids_of, request_of, started, text_of
+from tests.support.answers import end_of, ids_of, logprobs_of, text_of
+from tests.support.engines import Running, request_of, rest_of, started
 from tests.support.waiting import until
 
 pytestmark = [
@@ -31,24 +31,23 @@ async def whole_model(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
 
 
 @pytest.mark.parametrize(
-    ("text", "sampling"),
+    ("text", "fields"),
     [
-        ("🦜🐢" * 20, Sampling(max_tokens=12, logprobs=2)),
-        ("one two three four " * 6, Sampling(max_tokens=20, min_tokens=4, stop=("four one two",))),
-        ("one two three four " * 6, Sampling(max_tokens=20, frequency_penalty=2.0)),
+        ("🦜🐢" * 20, {"max_tokens": 12, "logprobs": 2}),
+        ("one two three four " * 6, {"max_tokens": 20, "min_tokens": 4, "stop": "four one two"}),
+        ("one two three four " * 6, {"max_tokens": 20, "frequency_penalty": 2.0}),
     ],
     ids=["logprobs", "stop", "penalty"],
 )
 async def test_an_answer_goes_on_elsewhere_wherever_it_was_cut(
-    whole_model: Running, text: str, sampling: Sampling
+    whole_model: Running, text: str, fields: dict[str, Any]
 ) -> None:
     """Also inside a character of several tokens, and inside a stop string."""
     tokenizer = Tokenizer.from_file(str(Path(resolve(BUILTIN_MODEL)) / "tokenizer.json"))
-    sampling = replace(sampling, temperature=0.0, ignore_eos=True)
-    request = request_of(tokenizer.encode(text).ids, sampling)
+    request = request_of(tokenizer.encode(text).ids, **fields)
     whole = await whole_model.run(request)
     for cut in range(1, len(whole)):
-        rest = await whole_model.run(request.after(ids_of(whole[:cut])))
+        rest = await whole_model.run(rest_of(request, whole[:cut]))
         assert heard_in(whole[:cut] + rest) == heard_in(whole)
 
 
@@ -70,5 +69,5 @@ async def test_an_engine_whose_process_hangs_is_declared_dead(whole_model: Runni
 
 def heard_in(chunks: list[Chunk]) -> tuple[object, ...]:
     """What a client makes of an answer."""
-    tokens = [logprob.chosen.token for chunk in chunks for logprob in chunk.logprobs]
-    return text_of(chunks), ids_of(chunks), tokens, chunks[-1].finish_reason
+    tokens = [token for token, _ in logprobs_of(chunks)]
+    return text_of(chunks), ids_of(chunks), tokens, end_of(chunks)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kvroute.contract.generation import Alternative, Sampling, TokenIds, TokenLogprob
+from kvroute.contract.generation import TokenIds
+from kvroute.replica.sim_engine.output import Alternative, TokenLogprob
+from kvroute.replica.sim_engine.sampling import Sampling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,9 +59,9 @@ class Vocabulary:
 
     def logprob(self, token_id: int, *, alternatives: int) -> TokenLogprob:
         """Logprob 0 for the drawn token, and other tokens as alternatives."""
-        chosen = Alternative(self.words[token_id], token_id, 0.0)
+        chosen = Alternative(self.words[token_id], 0.0)
         others = [other for other in self._ids[:alternatives] if other != token_id]
-        unlikely = [Alternative(self.words[other], other, UNLIKELY) for other in others]
+        unlikely = [Alternative(self.words[other], UNLIKELY) for other in others]
         return TokenLogprob(chosen, (chosen, *unlikely)[:alternatives])
 
 

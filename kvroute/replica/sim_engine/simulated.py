@@ -3,26 +3,23 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from kvroute.contract.adapters import LOAD_S, Residents
-from kvroute.contract.generation import (
-    Chunk,
-    EngineDeadError,
-    GenerateRequest,
-    TokenLogprob,
-    joined,
-)
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.sim_engine import http_response
 from kvroute.replica.sim_engine.blocks import BlockPool, Table
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocabulary, salt
+from kvroute.replica.sim_engine.output import Output, TokenLogprob, joined
+from kvroute.replica.sim_engine.sampling import Sampling
 
 MAX_WAITING_EVENTS = 100_000
 INSTANT_TOKENS_PER_S = 1e6  # the claimed prefill speed of an engine without delays
@@ -34,6 +31,7 @@ LONGEST_LAG_S = 0.05  # only this much lost time is caught up
 class SimulatedConfig:
     """An engine's shape and speed. The default speed is about an 8B model's on one large GPU."""
 
+    model: str = "simulated"  # its name in responses
     block_size: int = 32  # tokens
     capacity_blocks: int = 4096
     max_model_len: int = 8192  # tokens, prompt and output together
@@ -58,10 +56,11 @@ class _Job:
     """A request in the engine."""
 
     request: GenerateRequest
+    sampling: Sampling
     max_tokens: int  # for each choice
     unfinished: int  # choices
     cached_tokens: int | None = None  # found at its first admission
-    chunks: asyncio.Queue[Chunk | None] = field(default_factory=asyncio.Queue)  # None: no more
+    outputs: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)  # None: no more
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +74,7 @@ class _Choice:
     text: StopText
     computed: int = 0  # leading tokens whose KV is computed
     generated: int = 0  # tokens
-    unsent: list[Chunk] = field(default_factory=list)  # one token each
+    unsent: list[Output] = field(default_factory=list)  # one token each
 
     @property
     def lora(self) -> str:
@@ -118,6 +117,7 @@ class SimulatedEngine(Engine):
             max_num_seqs=config.max_running,
             max_cpu_loras=config.max_cpu_loras,
             engine="simulated",
+            content_format="string",
         )
         self._vocabulary = (
             Vocabulary.of_tokenizer(tokenizer)
@@ -149,8 +149,42 @@ class SimulatedEngine(Engine):
     def pins(self) -> Mapping[str, int]:
         return {name: len(table.blocks) for name, table in self._pins.items()}
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Raises ValueError for a request that can never run here."""
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self._chunks(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if request.call is None:
+            return self._unread(request)
+        return http_response.chunks(
+            *(request, request.call, self._outputs),
+            model=self.config.model,
+            max_model_len=self.config.max_model_len,
+        )
+
+    async def _unread(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Tokens that nobody reads."""
+        sampling = Sampling(max_tokens=request.max_tokens, temperature=0.0)
+        async with aclosing(self._outputs(request, sampling)) as outputs:
+            async for output in outputs:
+                is_last = output.finish_reason is not None
+                yield Chunk(output.token_ids, output.cached_tokens, is_last)
+
+    async def _outputs(
+        self, request: GenerateRequest, sampling: Sampling
+    ) -> AsyncGenerator[Output, None]:
+        """First what another engine has answered, an output for each of its deltas; then what is
+        new. ValueError for a request that can never run here."""
+        job = self._job(request, sampling)
+        for output in self._repeated(job):
+            yield output
+        async with aclosing(self._stream(job)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _job(self, request: GenerateRequest, sampling: Sampling) -> _Job:
+        """ValueError."""
         if request.pin:
             admit_pin(request, self.pins, self.facts)
         if request.lora and request.lora not in self.config.adapters:
@@ -162,7 +196,7 @@ class SimulatedEngine(Engine):
         longest = self.config.max_model_len - 1
         if not 1 <= prompt_tokens <= longest:
             raise ValueError(f"the prompt has {prompt_tokens} tokens; expected 1 to {longest}")
-        max_tokens = min(request.sampling.max_tokens, self.config.max_model_len - prompt_tokens)
+        max_tokens = min(sampling.max_tokens, self.config.max_model_len - prompt_tokens)
         # The last token's KV is never computed.
         blocks = -(-(prompt_tokens + max_tokens - 1) // self.config.block_size)
         if blocks > self.config.capacity_blocks:
@@ -170,10 +204,17 @@ class SimulatedEngine(Engine):
                 f"prompt and answer need {blocks} KV blocks of {self.config.capacity_blocks}; "
                 "send a shorter prompt or a smaller max_tokens"
             )
-        return self._stream(_Job(request, max_tokens, unfinished=request.sampling.n))
+        return _Job(request, sampling, max_tokens, unfinished=sampling.n)
+
+    def _repeated(self, job: _Job) -> Iterator[Output]:
+        """What another engine has answered of this."""
+        call, answered = job.request.call, iter(job.request.answered_ids.tolist())
+        choice = self._new_choice(job, 0)
+        for tokens in call.deltas if call else ():
+            yield joined([self._output(choice, next(answered)) for _ in range(tokens)])
 
     async def render(self, call: HttpCall) -> Rendered:
-        raise ValueError("the simulated engine has no chat template")
+        return http_response.rendered(call)
 
     async def events(self) -> AsyncGenerator[list[KVEvent], None]:
         while not self._is_closed:
@@ -223,17 +264,17 @@ class SimulatedEngine(Engine):
             with suppress(asyncio.CancelledError):
                 await self._scheduler
 
-    async def _stream(self, job: _Job) -> AsyncGenerator[Chunk, None]:
+    async def _stream(self, job: _Job) -> AsyncGenerator[Output, None]:
         await self.check()
         self._submit(job)
         open_choices = job.unfinished
         try:
             while open_choices:
-                chunk = await job.chunks.get()
-                if chunk is None:
+                output = await job.outputs.get()
+                if output is None:
                     raise EngineDeadError("the simulated engine has stopped") from self._failure
-                open_choices -= chunk.finish_reason is not None
-                yield chunk
+                open_choices -= output.finish_reason is not None
+                yield output
         finally:
             self._jobs.discard(job)
             self._abort(job)
@@ -249,21 +290,24 @@ class SimulatedEngine(Engine):
     def _end_streams(self, scheduler: asyncio.Task[None]) -> None:
         self._failure = None if scheduler.cancelled() else scheduler.exception()
         for job in self._jobs:
-            job.chunks.put_nowait(None)
+            job.outputs.put_nowait(None)
 
     def _choice(self, job: _Job, index: int) -> _Choice:
-        request = job.request
-        choice = _Choice(
+        """One that goes on where another engine has stopped."""
+        choice = self._new_choice(job, index)
+        for token_id in job.request.answered_ids.tolist():
+            self._output(choice, token_id)  # already delivered; a stop string may begin in it
+        return choice
+
+    def _new_choice(self, job: _Job, index: int) -> _Choice:
+        request, sampling = job.request, job.sampling
+        return _Choice(
             job,
             index,
             self._pool.table(request.token_ids, request.namespace, request.lora),
-            TokenGenerator(self._vocabulary, request.token_ids, salt=salt(request.sampling, index)),
-            StopText(request.sampling.stop),
+            TokenGenerator(self._vocabulary, request.token_ids, salt=salt(sampling, index)),
+            StopText(sampling.stop),
         )
-        for token_id in request.answered_ids.tolist():
-            choice.generated += 1
-            self._text(choice, token_id)  # already delivered; a stop string may begin in it
-        return choice
 
     def _abort(self, job: _Job) -> None:
         """Removes the job from the engine."""
@@ -389,25 +433,15 @@ class SimulatedEngine(Engine):
         job = choice.job
         token_id = choice.generator.next_token()
         choice.table.token_ids.append(token_id)
-        choice.generated += 1
-        text, finish_reason = self._text(choice, token_id)
-        choice.unsent.append(
-            Chunk(
-                index=choice.index,
-                text=text,
-                token_ids=(token_id,),
-                cached_tokens=job.cached_tokens or 0,
-                logprobs=self._logprobs(job, token_id),
-                finish_reason=finish_reason,
-            )
-        )
+        output = self._output(choice, token_id)
+        choice.unsent.append(output)
         is_due = len(choice.unsent) == self.config.stream_interval
-        if is_due or choice.generated == 1 or finish_reason:
-            job.chunks.put_nowait(joined(choice.unsent))
+        if is_due or choice.generated == 1 or output.finish_reason:
+            job.outputs.put_nowait(joined(choice.unsent))
             choice.unsent = []
         if choice.index == 0 and choice.generated == 1:
             self._queue_siblings(job)
-        if finish_reason:
+        if output.finish_reason:
             job.unfinished -= 1
             if job.request.pin:
                 self._pin(job.request, choice.table)
@@ -420,10 +454,23 @@ class SimulatedEngine(Engine):
         if replaced:
             self._pool.free(replaced)
 
+    def _output(self, choice: _Choice, token_id: int) -> Output:
+        """This token, as the choice's next one."""
+        choice.generated += 1
+        text, finish_reason = self._text(choice, token_id)
+        return Output(
+            choice.index,
+            text,
+            (token_id,),
+            choice.job.cached_tokens or 0,
+            self._logprobs(choice.job, token_id),
+            finish_reason,
+        )
+
     def _text(self, choice: _Choice, token_id: int) -> tuple[str, str | None]:
         """The text to send after this token, and the finish reason if it is the last one."""
         text = self._vocabulary.words[token_id]
-        if choice.generated > choice.job.request.sampling.min_tokens:
+        if choice.generated > choice.job.sampling.min_tokens:
             text, is_stopped = choice.text.add(text)
             if is_stopped:
                 return text, "stop"
@@ -432,14 +479,14 @@ class SimulatedEngine(Engine):
         return text, None
 
     def _logprobs(self, job: _Job, token_id: int) -> tuple[TokenLogprob, ...]:
-        alternatives = job.request.sampling.logprobs
+        alternatives = job.sampling.logprobs
         if alternatives is None:
             return ()
         return (self._vocabulary.logprob(token_id, alternatives=alternatives),)
 
     def _queue_siblings(self, job: _Job) -> None:
         """Queues the job's other choices at the front; they find its prompt in the cache."""
-        indexes = range(1, job.request.sampling.n)
+        indexes = range(1, job.sampling.n)
         self._waiting.extendleft(self._choice(job, index) for index in reversed(indexes))
 
 

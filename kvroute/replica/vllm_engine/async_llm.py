@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,6 @@ from vllm.distributed import kv_events
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -22,13 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvroute.contract.adapters import room_for_rank
-from kvroute.contract.generation import (
-    Alternative,
-    Chunk,
-    EngineDeadError,
-    GenerateRequest,
-    TokenLogprob,
-)
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.process.builtin_model import is_builtin
@@ -42,7 +35,7 @@ from kvroute.replica.engine.kv_events import (
     KVEvent,
 )
 from kvroute.replica.engine.pins import admit_pin, pin_budget
-from kvroute.replica.vllm_engine.continued import ContinuingLLM, rest
+from kvroute.replica.vllm_engine.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.dtype import choose_dtype
 from kvroute.replica.vllm_engine.engine_args import checked, front_args
@@ -102,7 +95,7 @@ class VllmEngine:
         return cls(llm, facts, subscription, stats, adapters, http)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        chunks = self._generated(request) if request.call is None else self._http.chunks(request)
+        chunks = self._unread(request) if request.call is None else self._http.chunks(request)
         self._unfinished += 1
         try:
             async with aclosing(chunks):
@@ -114,22 +107,30 @@ class VllmEngine:
     async def render(self, call: HttpCall) -> Rendered:
         return await self._http.render(call)
 
-    async def _generated(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Text and tokens."""
+    async def _unread(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Tokens that nobody reads."""
         if request.pin:
             admit_pin(request, self.pins, self.facts)
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={PIN: request.pin} if request.pin else None,
+        )
         try:
             lora = await self._adapters.ready(request.lora)
             async for output in self._llm.generate(
                 prompt,
-                sampling_params(request),
+                params,
                 request.request_id,
                 lora_request=lora,
                 trace_headers=request.trace,
             ):
-                for chunk in _chunks(output):
-                    yield chunk
+                ids = tuple(output.outputs[0].token_ids)
+                yield Chunk(ids, output.num_cached_tokens or 0, output.finished)
             if request.pin:
                 self._pins[request.pin] = await self._call("kvroute_pinned", request.pin)
         except VllmDeadError as error:
@@ -235,28 +236,6 @@ def engine_args(
     return AsyncEngineArgs(**{name: value for name, value in args.items() if value is not None})
 
 
-def sampling_params(request: GenerateRequest) -> SamplingParams:
-    """vLLM's parameters for the rest of the response."""
-    sampling = request.sampling
-    params = SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        stop=list(sampling.stop),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        n=sampling.n,
-        logprobs=sampling.logprobs,
-        ignore_eos=sampling.ignore_eos,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args={PIN: request.pin} if request.pin else None,
-    )
-    return rest(params, request.answered_ids.tolist()) if request.answered else params
-
-
 class _Stats(StatLoggerBase):
     """The scheduler's numbers of its last step; vLLM calls `record` in this process."""
 
@@ -312,30 +291,6 @@ def _facts(
         content_format=content_format,
         **speed,
     )
-
-
-def _chunks(output: RequestOutput) -> Iterator[Chunk]:
-    cached_tokens = output.num_cached_tokens or 0
-    for choice in output.outputs:
-        yield Chunk(
-            index=choice.index,
-            text=choice.text,
-            token_ids=tuple(choice.token_ids),
-            cached_tokens=cached_tokens,
-            logprobs=tuple(_logprobs(choice)),
-            finish_reason=choice.finish_reason,
-        )
-
-
-def _logprobs(choice: CompletionOutput) -> Iterator[TokenLogprob]:
-    for token_id, found in zip(choice.token_ids, choice.logprobs or (), strict=False):
-        ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)
-        alternatives = {
-            id_: Alternative(logprob.decoded_token or "", id_, logprob.logprob)
-            for id_, logprob in ranked
-        }
-        # vLLM adds the chosen token to the likeliest ones when it is not among them.
-        yield TokenLogprob(alternatives[token_id], tuple(alternatives.values()))
 
 
 def _event(event: kv_events.KVCacheEvent) -> KVEvent:

@@ -26,13 +26,13 @@ from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,
     GenerateRequest,
-    Sampling,
     client_id,
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
 
 AHEAD = 2  # chunks that may wait to be sent; beyond them vLLM joins its outputs
+WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
 END_S = 5.0  # for the application to end once the client has left
 OURS = "kvroute_"  # how names in extra_args begin that clients may not set
 
@@ -93,7 +93,7 @@ class Run:
             headers = {"x-request-id": client_id(self.request.request_id)}
             headers |= self.request.trace or {}
             await app(scope(self.call.path, headers), self.receive, self.send)
-            await self._put(finish_reason="stop")
+            await self._put(is_last=True)
             await self._chunks.put(None)
         except Exception as error:  # any of the application's; the reader raises it
             await self._chunks.put(error)
@@ -107,7 +107,7 @@ class Run:
             await asyncio.wait([task], timeout=END_S)
             task.cancel()
 
-    async def _put(self, finish_reason: str | None = None) -> None:
+    async def _put(self, *, is_last: bool = False) -> None:
         """All that came since the last chunk."""
         tokens = tuple(self._token_ids)
         cached_tokens, written_tokens = self._counts or (0, 0)
@@ -120,9 +120,7 @@ class Run:
             self._can_continue,
         )
         self._token_ids, self._data, self._status = [], [], 0
-        await self._chunks.put(
-            Chunk(0, "", tokens, cached_tokens, finish_reason=finish_reason, http=part)
-        )
+        await self._chunks.put(Chunk(tokens, cached_tokens, is_last, part))
 
     # What vLLM's handlers ask the engine.
 
@@ -134,7 +132,10 @@ class Run:
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
         is_text = prompt["type"] == "token"
         self._can_continue = self._prompts == 1 and is_text and can_continue(params)
-        outputs = self._outputs(llm, prompt, _delta_params(params), options)
+        deltas = _delta_params(params)
+        if is_whole:
+            deltas.stream_interval = WHOLE_TOKENS
+        outputs = self._outputs(llm, prompt, deltas, options)
         async with aclosing(_whole(outputs) if is_whole else outputs) as each:
             async for output in each:
                 yield output
@@ -196,7 +197,7 @@ class Rendering(Run):
     engine."""
 
     def __init__(self, call: HttpCall) -> None:
-        request = GenerateRequest("render-0", NO_TOKENS, Sampling())
+        request = GenerateRequest("render-0", NO_TOKENS)
         super().__init__(request, msgspec.structs.replace(call, is_rendered=False))
         self._prompt: Any = None
 

@@ -4,7 +4,7 @@ The application checks the fields. A router takes what it needs to find the prom
 and refuses what would hold up others.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import PrefixId
+from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
-from kvroute.router.api.parsing import json_object, parse
-from kvroute.router.api.schemas import (
-    MAX_CHOICES,
-    MAX_MESSAGES,
-    PREFIX_NAME,
-    ChatCompletionRequest,
-    CompletionRequest,
-    PrefixedRequest,
-    two_prefixes,
-)
+from kvroute.router.api.parsing import json_object
 
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -46,12 +38,15 @@ PASSED_ON = (
 )
 
 MAX_N = 128
+MAX_CHOICES = 1024  # prompts times n in one request
 MAX_VALUES = 100_000  # JSON values of a body, next to token ids; a replica parses them on its loop
 MAX_NAME = 256  # characters
+MAX_COPIED = 16 << 20  # bytes of the fields next to the prompts, of which each prompt gets a copy
 MOST_ITEMS = {"messages": MAX_MESSAGES, "input": 4096, "tools": 4096}  # 100 us each in a replica
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
 
+PREFIX_NAME = "the name of a declared prefix: a number, or a string of up to 128 characters"
 _PREFIX_ID = TypeAdapter[str](PrefixId)
 
 
@@ -93,7 +88,11 @@ class Call:
             if self.body.get(name) is not None
         }
         if len(given) == 2:
-            raise two_prefixes(**given)
+            raise invalid(
+                "prefix_id",
+                f"prefix_id is {shown(given['prefix_id'])} and task_id is "
+                f"{shown(given['task_id'])}; they mean the same thing, keep one of them",
+            )
         for field, value in given.items():
             return field, _prefix_id(field, value)
         return None
@@ -129,40 +128,15 @@ def parse_call(path: str, raw: bytes) -> Call:
     choices = len(call.prompts() or ()) * call.n if path == COMPLETIONS else call.n
     if choices > MAX_CHOICES:
         raise invalid("prompt", f"these are {choices} choices; ask for at most {MAX_CHOICES}")
+    _check_copies(call)
     return call
 
 
-def parse_request(
-    path: str, schema: type[PrefixedRequest] | None, simulated: Set[str] | None, raw: bytes
-) -> Call | PrefixedRequest:
-    """A call, or what a simulated engine is asked for. ApiError.
-
-    schema: of the route's bodies for simulated engines; None: they have no such route. simulated:
-    names of the models that these run; None: of all models.
-    """
-    if simulated is None:
-        return _simulated(path, schema, raw)
-    call = parse_call(path, raw)
-    return _simulated(path, schema, raw) if call.model in simulated else call
-
-
-def parse_any_request(simulated: Set[str] | None, raw: bytes) -> Call | PrefixedRequest:
+def parse_any(raw: bytes) -> Call:
     """The same for a body of any generating route."""
     body = json_object(raw)
-    if "messages" in body:
-        return parse_request(CHATS, ChatCompletionRequest, simulated, raw)
-    path = RESPONSES if "input" in body else COMPLETIONS
-    return parse_request(path, CompletionRequest, simulated, raw)
-
-
-def _simulated(path: str, schema: type[PrefixedRequest] | None, raw: bytes) -> PrefixedRequest:
-    if schema is None:
-        raise ApiError(
-            404,
-            f"POST {path}: the simulated engine does not have this route; start with --engine vllm",
-            code="not_found",
-        )
-    return parse(schema, raw)
+    path = CHATS if "messages" in body else RESPONSES if "input" in body else COMPLETIONS
+    return parse_call(path, raw)
 
 
 def _prefix_id(field: str, value: object) -> str:
@@ -206,6 +180,21 @@ def _token_ids(given: Sequence[Any]) -> list[TokenIds]:
 def _of_one_kind(prompts: Sequence[Any]) -> bool:
     kinds = {type(each) for each in prompts}
     return kinds <= {str} or kinds <= {np.ndarray}
+
+
+def _check_copies(call: Call) -> None:
+    """ApiError 413 for many prompts with large fields next to them."""
+    prompts = len(call.prompts() or ()) if call.path == COMPLETIONS else 1
+    if prompts < 2 or prompts * len(call.raw) <= MAX_COPIED:
+        return
+    each = len(msgspec.json.encode({**call.body, "prompt": None}))
+    if prompts * each > MAX_COPIED:
+        raise ApiError(
+            413,
+            f"the fields next to prompt take {each} bytes, and each of the {prompts} prompts needs "
+            f"a copy; the limit is {MAX_COPIED} together. Send fewer prompts at once",
+            code="request_too_large",
+        )
 
 
 def values_in(values: Iterable[Any]) -> int:

@@ -11,10 +11,9 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.responses import DONE
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.dispatch.merge import Merged
-from kvroute.router.dispatch.relay import EVENTS, Answer, Ending, Failed
+from kvroute.router.dispatch.relay import DONE, EVENTS, Answer, Ending, Failed
 
 EVENT = b"data: "
 

@@ -13,7 +13,6 @@ from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,
     GenerateRequest,
-    Sampling,
     TokenIds,
     dispatch_id,
 )
@@ -36,9 +35,8 @@ TRIES = 8  # replicas that are asked before a request waits for one with room ..
 FIRST_PAUSE_S = 0.025  # ... for so long; doubles each time
 LONGEST_PAUSE_S = 0.5
 WAITING = 4096  # requests that may wait for a replica with room; further ones get a 429
-WAITING_TOKENS = 262_144  # of one call, with their logprobs' alternatives: for a slow client
-LEAST_TOKENS = 1024  # of each of its prompts, however many there are
-LEAST_CALL_TOKENS = 16_384  # the same of a call: a whole response is one chunk, of 1 MB here
+WAITING_TOKENS = 262_144  # of one call, its bytes counted as tokens: for a slow client
+LEAST_TOKENS = 16_384  # of each of its prompts: a whole response is one chunk, of 1 MB here
 ANSWER_S = 60.0  # for a replica to answer a question
 LOST = (LostError, EngineDeadError, HungError)  # the replica, or its engine, is dead
 
@@ -66,6 +64,7 @@ class Generation:
         self,
         dispatcher: "Dispatcher",
         request: GenerateRequest,
+        call: HttpCall,
         context: RequestContext,
         current: ReplicaStream,
         losses: Losses,
@@ -78,14 +77,15 @@ class Generation:
         self.token_ids = request.token_ids
         self._dispatcher = dispatcher
         self._request = request
+        self._call = call
         self._context = replace(context, is_resumed=True)  # when it is sent again
         self._current = current
         self._first: Chunk | None = current.first  # until it was read
         self._losses = losses
         self._emitted: list[int] = []  # token ids; of all choices, where there are several
-        self._deltas: list[int] = []  # of a call: tokens in each of the engine's outputs
+        self._deltas: list[int] = []  # tokens in each of the engine's outputs
         self._parts_can_continue = True
-        self._has_data = False  # of a call: some of its response was read
+        self._has_data = False  # some of the response was read
 
     @property
     def expected_tokens(self) -> int:
@@ -124,7 +124,7 @@ class Generation:
         try:
             chunk = await current.rest.next()
         except LOST as error:
-            if not current.attempt.unfinished:
+            if current.attempt.is_complete:
                 return None
             current.attempt.end("failed")  # nothing to cancel: it is dead, or is being killed
             _lose(self._losses, current.replica_id, current.attempt, error)
@@ -145,26 +145,22 @@ class Generation:
         if not self._can_continue():
             raise lost(
                 replica_id,
-                "and no other can go on exactly there: n is above 1, or presence_penalty is not 0",
+                "and no other can go on exactly there, as it has n above 1 or a presence_penalty, "
+                "for example",
             ) from error
         self._current = await self._dispatcher.start(self._rest(), self._context, self._losses)
         return self._current.first
 
     def _can_continue(self) -> bool:
-        if self._request.call is None:
-            return self._request.sampling.can_continue
         return self._parts_can_continue or not self._has_data
 
     def _rest(self) -> GenerateRequest:
         """The request for another replica: what is left, or all of it if the client has nothing."""
-        call = self._request.call
-        if call is None:
-            return self._request.after(self._emitted)
         if not self._parts_can_continue:
             self._emitted, self._deltas, self._parts_can_continue = [], [], True
             return self._request
         call = msgspec.structs.replace(
-            call,
+            self._call,
             deltas=tuple(self._deltas),
             cached_tokens=self.cached_tokens,
             written_tokens=self._written_tokens,
@@ -186,38 +182,33 @@ class Dispatcher:
     async def begin(
         self,
         token_ids: TokenIds,
-        sampling: Sampling,
+        call: HttpCall,
         context: RequestContext,
-        call: HttpCall | None = None,
     ) -> Generation:
-        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
-
-        call: answered by the replica's HTTP application; then `sampling` is not used."""
+        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
         dispatch = dispatch_id(context.request_id)
         request = GenerateRequest(
             dispatch,
             token_ids,
-            sampling,
             context.namespace,
             lora=context.lora,
             call=call,
         )
         losses = Losses()
         current = await self.start(request, context, losses)
-        return Generation(self, request, context, current, losses)
+        return Generation(self, request, call, context, current, losses)
 
     async def begin_in_turn(
         self,
         token_ids: TokenIds,
-        sampling: Sampling,
+        call: HttpCall,
         context: RequestContext,
-        call: HttpCall | None = None,
     ) -> Generation:
         """The same for a further prompt of a call. Calls with many prompts take turns, and requests
         with one prompt do not wait for them."""
         async with self._beginning:
             await self._turns.next()
-            return await self.begin(token_ids, sampling, context, call)
+            return await self.begin(token_ids, call, context)
 
     async def ask(self, method: str, body: bytes) -> bytes:
         """Some replica's answer to a question that every replica can answer. ApiError when none
@@ -307,7 +298,7 @@ class Dispatcher:
         stream = None
         try:
             stream = self._links.open(
-                attempt.replica_id, request, most_waiting=_most_waiting(request, attempt.context)
+                attempt.replica_id, request, most_waiting=_most_waiting(attempt.context)
             )
             first = await stream.next()
         except BaseException as error:
@@ -325,13 +316,9 @@ class Dispatcher:
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
 
-def _most_waiting(request: GenerateRequest, context: RequestContext) -> int:
-    """Tokens, and alternatives, that may wait for a client that reads slowly: some 50 MB of one
-    call."""
-    if request.call is not None:
-        return max(LEAST_CALL_TOKENS, WAITING_TOKENS // context.prompts)
-    alternatives = 0 if request.sampling.logprobs is None else 1 + request.sampling.logprobs
-    return max(LEAST_TOKENS * (1 + alternatives), WAITING_TOKENS // context.prompts)
+def _most_waiting(context: RequestContext) -> int:
+    """How much may wait for a client that reads slowly."""
+    return max(LEAST_TOKENS, WAITING_TOKENS // context.prompts)
 
 
 def _is_refused(first: Chunk) -> bool:

@@ -11,6 +11,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.dispatcher import Generation
 
 EVENTS = "text/event-stream"
+DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
 Ending = Callable[[bytes], bytes]  # what is sent instead of the last bytes
 Failed = Callable[[ApiError], bytes]  # the event that says why a stream ends too early
@@ -55,7 +56,7 @@ class Answer:
             return None
         if chunk.http.status:
             self.status, self.content_type = chunk.http.status, chunk.http.content_type
-        self.is_complete = chunk.finish_reason is not None
+        self.is_complete = chunk.is_last
         return chunk.http.data
 
 

@@ -1,6 +1,6 @@
 """OpenAI's HTTP routes, and one that explains where a prompt would go."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,12 +16,12 @@ from kvroute.router.api.calls import (
     MESSAGES,
     PASSED_ON,
     RESPONSES,
-    Call,
-    parse_any_request,
-    parse_request,
+    parse_any,
+    parse_call,
 )
 from kvroute.router.api.request_id import request_id
-from kvroute.router.api.schemas import ChatCompletionRequest, CompletionRequest, PrefixedRequest
+from kvroute.router.dispatch.relay import whole_response
+from kvroute.router.serving.calls import RefusedCallError
 from kvroute.router.serving.models import Models, Served
 
 RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
@@ -33,16 +33,13 @@ routes = APIRouter()
 class Answers:
     """A route as plain ASGI: FastAPI's layers would cost each request, and each event, more CPU."""
 
-    def __init__(self, path: str, schema: type[PrefixedRequest] | None = None) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self._schema = schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # as FastAPI's routes do, for the span's name
         request = Request(scope, receive)
-        state = request.app.state
-        parse = partial(parse_request, self.path, self._schema, state.models.simulated)
-        response = await _respond(parse, request, state.models, state.bodies)
+        response = await _respond(self.path, request)
         await response(scope, receive, send)
 
     def route(self) -> Route:
@@ -50,17 +47,18 @@ class Answers:
 
 
 routes.routes += [
-    Answers(CHATS, ChatCompletionRequest).route(),
-    Answers(COMPLETIONS, CompletionRequest).route(),
-    *(Answers(path).route() for path in (RESPONSES, MESSAGES, *PASSED_ON)),
+    Answers(path).route() for path in (CHATS, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON)
 ]
 
 
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Where the prompts of this body would go now, and why; nothing runs."""
-    body = await bodies.read(partial(parse_any_request, models.simulated), request)
-    receipts = await models.named(body.model).explain(body)
+    call = await bodies.read(parse_any, request)
+    try:
+        receipts = await models.named(call.model).explain(call)
+    except RefusedCallError as error:
+        return whole_response(error.refusal)
     return JSONResponse({"object": "route", "router": models.router_id, "receipts": receipts})
 
 
@@ -78,23 +76,18 @@ async def get_model(name: str, models: Served) -> Response:
     return JSONResponse(card)
 
 
-async def _respond(
-    parse: Callable[[bytes], Call | PrefixedRequest],
-    request: Request,
-    models: Models,
-    bodies: Bodies,
-) -> Response:
+async def _respond(path: str, request: Request) -> Response:
+    models: Models = request.app.state.models
+    bodies: Bodies = request.app.state.bodies
     with _counting_refusals(request, models):
-        body = await bodies.read(parse, request)
-        request.state.model = model = models.named(body.model)
-        headers, id_ = request.headers, request_id(request)
-        with_receipts = headers.get(RECEIPT, "0") not in ("0", "")
-        if isinstance(body, Call):
-            prefix_name = headers.get(PREFIX)
-            return await model.answer(
-                body, request_id=id_, with_receipts=with_receipts, prefix_name=prefix_name
-            )
-        return await model.respond(body, request_id=id_, with_receipts=with_receipts)
+        call = await bodies.read(partial(parse_call, path), request)
+        request.state.model = model = models.named(call.model)
+        return await model.answer(
+            call,
+            request_id=request_id(request),
+            with_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
+            prefix_name=request.headers.get(PREFIX),
+        )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.router.api.bodies import BodyReader
-from kvroute.router.api.schemas import PrefixDeclaration
+from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.serving.models import Served, together
 
 routes = APIRouter()

@@ -15,7 +15,7 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.generation import GenerateRequest, Sampling, TokenIds
+from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.dispatch.links import Links, UnansweredError
 from kvroute.router.routing.fleet import Fleet
@@ -90,7 +90,6 @@ class Canaries:
         request = GenerateRequest(
             request_id=uuid.uuid4().hex,
             token_ids=self._prompt(),
-            sampling=Sampling(max_tokens=1, temperature=0),
             namespace=f"canary-{uuid.uuid4().hex}",
         )
         chain = self._fleet.chain(request.token_ids, request.namespace)

@@ -37,7 +37,7 @@ DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
 REFUSALS = (
     *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
-    *("client_left", "previous_response_not_found", "server_error"),
+    *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
 )
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 

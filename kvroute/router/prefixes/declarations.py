@@ -8,8 +8,8 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from kvroute.contract.records import ReplicaRecord
+from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError, needing_redis
-from kvroute.router.api.schemas import PrefixDeclaration
 from kvroute.router.prefixes.catalogue import Catalogue, is_warm, keepers
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.store.prefixes import Prefix, is_same

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvroute.contract.generation import TokenIds
+from kvroute.router.api.declaration import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
-from kvroute.router.api.schemas import ChatMessage
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.prefixes import Prefix
 
@@ -43,18 +43,6 @@ class PrefixComposer:
         return token_ids
 
     async def chat(
-        self, messages: Sequence[ChatMessage], prefix: Prefix | None, *, max_model_len: int
-    ) -> TokenIds:
-        """The prefix and the conversation, up to the assistant's turn."""
-        if prefix is None:
-            return await self._prompts.chat(messages, max_model_len=max_model_len)
-        if "prompt" in prefix.source:
-            rest = await self._prompts.chat(messages, max_model_len=max_model_len)
-            return _joined(prefix, self._prompts.without_opening(rest))
-        rest = await self._prompts.rendered(await self._after(prefix, messages, max_model_len))
-        return _joined(prefix, rest)
-
-    async def call_chat(
         self,
         body: Mapping[str, Any],
         prefix: Prefix | None,
@@ -62,9 +50,10 @@ class PrefixComposer:
         *,
         max_model_len: int,
     ) -> TokenIds:
-        """The same for the body of a call. OnlyReplicaError when only a replica can render it."""
+        """The prefix and a chat's body, up to the assistant's turn. OnlyReplicaError when only a
+        replica can render it."""
         before = () if prefix is None else prefix.source.get("messages", ())
-        text = await self._prompts.call_text(body, content_format, before=before)
+        text = await self._prompts.chat_text(body, content_format, before=before)
         self._prompts.check_length("messages", text, max_model_len)
         if not before or prefix is None:
             rest = await self._prompts.rendered(text)
@@ -91,14 +80,6 @@ class PrefixComposer:
         else:
             rests = [self._prompts.ids(ids) for ids in prompts if not isinstance(ids, str)]
         return rests if prefix is None else [_joined(prefix, rest) for rest in rests]
-
-    async def _after(
-        self, prefix: Prefix, messages: Sequence[ChatMessage], max_model_len: int
-    ) -> str:
-        """What the template adds to the prefix for these messages."""
-        whole = await self._prompts.rendering([*_messages(prefix.source), *messages])
-        self._prompts.check_length("messages", whole, max_model_len)
-        return self._behind(prefix, whole)
 
     def _behind(self, prefix: Prefix, whole: str) -> str:
         """The rendered text behind the prefix's messages."""

@@ -14,8 +14,8 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvroute.contract.generation import TokenIds
+from kvroute.router.api.declaration import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
-from kvroute.router.api.schemas import ChatMessage
 from kvroute.router.prompts.chat_template import ChatTemplate, OnlyReplicaError
 from kvroute.router.prompts.segments import Cutter, SegmentCache
 
@@ -34,7 +34,7 @@ class Prompts:
     here.
 
     Only the new part of a chat's next turn is tokenised: the segments of earlier turns are cached,
-    if the tokenizer's text can be cut into segments. Use chat() from one event loop only.
+    if the tokenizer's text can be cut into segments. Use rendered() from one event loop only.
     """
 
     def __init__(
@@ -65,14 +65,6 @@ class Prompts:
         # A long prompt uses only its worker's core; the event loop and the engines need the others.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenise")
-
-    async def chat(
-        self, messages: Sequence[ChatMessage], *, max_model_len: int | None = None
-    ) -> TokenIds:
-        """The conversation in the model's chat template, up to the assistant's turn."""
-        text = await self.rendering(messages)
-        self.check_length("messages", text, max_model_len)
-        return await self.rendered(text)
 
     async def texts(
         self, prompts: Sequence[str], *, max_model_len: int | None = None
@@ -141,14 +133,7 @@ class Prompts:
             raise invalid("messages", f"the model's chat template refuses: {error}") from error
         return str(rendered)
 
-    async def rendering(self, messages: Sequence[ChatMessage]) -> str:
-        """The same, off the event loop where it takes long."""
-        if len(messages) <= INLINE_MESSAGES:
-            return self.render(messages)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self.render, messages)
-
-    async def call_text(
+    async def chat_text(
         self,
         body: Mapping[str, Any],
         content_format: str,

@@ -153,7 +153,7 @@ class Attempt:
     placement: Placement | None = None  # why it went there; None: another router sent it
     observer: RequestObserver = NO_OBSERVER
     trace: TraceContext | None = None  # its span, if an observer keeps one
-    unfinished: int = 1  # choices
+    is_complete: bool = False
     output_tokens: int = 0  # of all choices
     first_tokens: int = 0  # output tokens in the first chunk
     cached_tokens: int | None = None  # of the prompt, as the engine reports in the first chunk
@@ -172,8 +172,7 @@ class Attempt:
     def receive(self, chunk: Chunk, now_s: float) -> None:
         """The replica sent this chunk."""
         self.output_tokens += len(chunk.token_ids)
-        if chunk.finish_reason is not None:
-            self.unfinished = 0 if chunk.http else self.unfinished - 1
+        self.is_complete = chunk.is_last
         if self.last_chunk_s is None:
             self.first_tokens = self.output_tokens
             self.cached_tokens = chunk.cached_tokens
@@ -192,7 +191,7 @@ class Attempt:
         choices have finished, else "cancelled"."""
         if self.outcome is not None:
             return
-        self.outcome = outcome or ("cancelled" if self.unfinished else "ok")
+        self.outcome = outcome or ("ok" if self.is_complete else "cancelled")
         self.load.finish(self.request_id)
         self.mirror.unexpect(self.replica_id, self.dispatch.expected)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:

@@ -251,7 +251,6 @@ class Fleet:
         attempt = self.begin(dispatch, now_s)
         attempt.placement, attempt.observer = placement, self.observer
         attempt.context = context or attempt.context
-        attempt.unfinished = attempt.context.choices
         self.observer.sent(attempt)
         return attempt
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from kvroute.contract.generation import Sampling, TokenIds
+from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import (
     HttpCall,
     HttpPart,
@@ -20,11 +20,10 @@ from kvroute.contract.http_call import (
 )
 from kvroute.router.api.calls import CHATS, COMPLETIONS, Call
 from kvroute.router.api.errors import ApiError, event
-from kvroute.router.api.responses import DONE
 from kvroute.router.dispatch.batch import batched
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
-from kvroute.router.dispatch.relay import relayed, whole_response
-from kvroute.router.dispatch.response import begin_all, placement_headers
+from kvroute.router.dispatch.relay import DONE, relayed, whole_response
+from kvroute.router.dispatch.start import begin_all, placement_headers
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
@@ -81,9 +80,11 @@ class Calls:
             if call.path == COMPLETIONS:
                 prompts = await self._completions(call, prefix)
                 return Prompted(prompts, has_prefix=prefix is not None)
-        except OnlyReplicaError:
-            pass
-        prompted = await self._rendered(call)
+        except OnlyReplicaError as error:
+            problem = str(error)
+        else:
+            problem = "routers do not render bodies of this route"
+        prompted = await self._rendered(call, problem)
         return prompted if prefix is None else self._behind(prefix, prompted)
 
     async def respond(
@@ -98,8 +99,7 @@ class Calls:
         """The response to a generating call. ApiError when one of its prompts cannot run."""
         prompts = prompted.token_ids
         asked = [
-            (ids, Sampling(), self._http_call(call, number, prompted))
-            for number, ids in enumerate(prompts)
+            (ids, self._http_call(call, number, prompted)) for number, ids in enumerate(prompts)
         ]
         generations = await begin_all(self._dispatcher, asked, context)
         for generation in generations:
@@ -112,14 +112,14 @@ class Calls:
         return await batched(generations, headers, n=call.n, ending=ending, failed=failed)
 
     async def _chat(self, call: Call, prefix: Prefix | None) -> TokenIds:
-        return await self._prefixes.composer.call_chat(
+        return await self._prefixes.composer.chat(
             call.body, prefix, self._fleet.content_format, max_model_len=self._max_model_len()
         )
 
     async def _completions(self, call: Call, prefix: Prefix | None) -> list[TokenIds]:
         prompts = call.prompts()
         if prompts is None or any(call.body.get(name) is not None for name in ONLY_REPLICAS):
-            raise OnlyReplicaError("the prompts are not plain")
+            raise OnlyReplicaError("prompt is no string, token ids, or list of such")
         try:
             return await self._prefixes.composer.completions(
                 prompts, prefix, max_model_len=self._max_model_len()
@@ -129,8 +129,10 @@ class Calls:
                 raise
             raise OnlyReplicaError(error.message) from error
 
-    async def _rendered(self, call: Call) -> Prompted:
-        packed = await self._dispatcher.ask("render", encode_call(_http(call, call.raw)))
+    async def _rendered(self, call: Call, problem: str) -> Prompted:
+        """problem: why a router does not render it."""
+        http = msgspec.structs.replace(_http(call, call.raw), problem=problem)
+        packed = await self._dispatcher.ask("render", encode_call(http))
         rendered = rendered_in(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)

@@ -15,20 +15,17 @@ from ray.serve.handle import DeploymentHandle
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from kvroute.contract.generation import TokenIds
 from kvroute.contract.identity import identify
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.draining import draining
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.schemas import PrefixedRequest
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
-from kvroute.router.dispatch.response import respond
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
@@ -172,33 +169,6 @@ class ModelRouter:
         name = model.removeprefix(f"{self.name}:")
         return name if name in self._adapters else None
 
-    async def respond(
-        self, body: PrefixedRequest, *, request_id: str, with_receipts: bool
-    ) -> Response:
-        """The response to a call. ApiError when one of its prompts cannot run."""
-        prefix = await self.prefixes.named_by(body)
-        prompts = await self._tokenise(body, prefix)
-        context = RequestContext(
-            time.monotonic(),
-            request_id,
-            choices=body.n,
-            prompts=len(prompts),
-            namespace=body.cache_salt,
-            lora=self.adapter(body.model) or "",
-            named_tokens=self.prefixes.named_tokens(prefix),
-        )
-        is_isolated = bool(context.namespace or context.lora)
-        return await respond(
-            self._dispatcher,
-            body,
-            prompts,
-            context,
-            model=self.name,
-            max_model_len=self.max_model_len,
-            begun=partial(self.prefixes.count, prefix=prefix, is_isolated=is_isolated),
-            receipt=self._receipt if with_receipts else None,
-        )
-
     async def answer(
         self, call: Call, *, request_id: str, with_receipts: bool, prefix_name: str | None
     ) -> Response:
@@ -206,17 +176,27 @@ class ModelRouter:
 
         prefix_name: of the header, if there is one.
         """
+        try:
+            response = await self._answer(
+                call, request_id=request_id, with_receipts=with_receipts, prefix_name=prefix_name
+            )
+        except RefusedCallError as error:
+            response = whole_response(error.refusal)
+        if response.status_code >= 400:
+            self.refused(ApiError(response.status_code, "", code="refused_by_engine"))
+        return response
+
+    async def _answer(
+        self, call: Call, *, request_id: str, with_receipts: bool, prefix_name: str | None
+    ) -> Response:
+        """The same. RefusedCallError."""
         if call.path in PASSED_ON:
             return await self._calls.passed_on(call)
         turn = await asked(call, self.conversations)
         call = turn.call
         prefix = await self._prefix_of(call, prefix_name)
-        try:
-            with request_spans.step("tokenise"):
-                prompted = await self._calls.prompts(call, prefix)
-        except RefusedCallError as error:
-            self.refused(ApiError(error.refusal.status, "", code="refused_by_engine"))
-            return whole_response(error.refusal)
+        with request_spans.step("tokenise"):
+            prompted = await self._calls.prompts(call, prefix)
         context = RequestContext(
             time.monotonic(),
             request_id,
@@ -240,17 +220,14 @@ class ModelRouter:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
         return await self.prefixes.catalogue.named(*named) if named else None
 
-    async def explain(self, body: Call | PrefixedRequest) -> list[dict[str, Any]]:
-        """Where each prompt of a call would go now, and why; nothing is generated."""
-        if isinstance(body, Call):
-            body = (await asked(body, self.conversations)).call
-            prompted = await self._calls.prompts(body, await self._prefix_of(body, None))
-            prompts = list(prompted.token_ids)
-        else:
-            prompts = await self._tokenise(body, await self.prefixes.named_by(body))
-        salt, lora = body.cache_salt, self.adapter(body.model) or ""
+    async def explain(self, call: Call) -> list[dict[str, Any]]:
+        """Where each prompt of a call would go now, and why; nothing is generated.
+        RefusedCallError."""
+        call = (await asked(call, self.conversations)).call
+        prompted = await self._calls.prompts(call, await self._prefix_of(call, None))
+        salt, lora = call.cache_salt, self.adapter(call.model) or ""
         receipts = []
-        for prompt in prompts:
+        for prompt in prompted.token_ids:
             running, now_s = self._liveness.trusted(), time.monotonic()
             placement = self._fleet.place(prompt, salt, running, now_s, lora)
             receipts.append(receipt(placement, policy=self.settings.policy))
@@ -338,10 +315,6 @@ class ModelRouter:
     def recent_sums(self) -> list[Sums]:
         """The sums over the prompts of the last minutes, for each replica."""
         return list(self._telemetry.recent.window.sums().values())
-
-    async def _tokenise(self, body: PrefixedRequest, prefix: Prefix | None) -> list[TokenIds]:
-        with request_spans.step("tokenise"):
-            return await self.prefixes.tokenise(body, prefix, max_model_len=self.max_model_len)
 
     def _status(self, record: ReplicaRecord, blocks: int | None) -> dict[str, Any]:
         return {

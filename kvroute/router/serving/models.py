@@ -1,7 +1,7 @@
 """All models that one router serves, and the choice of the model for a request."""
 
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -23,14 +23,6 @@ class Models:
         self.settings = self.first.settings  # only those that all models share are used
         self.diagnosis = Diagnosis(connect(self.settings.redis_url), models)
         self._started = int(time.time())
-
-    @property
-    def simulated(self) -> Set[str] | None:
-        """The names of all models of simulated engines; None: there are no others."""
-        simulated = [each for each in self.all if each.settings.engine == "simulated"]
-        if len(simulated) == len(self.all):
-            return None
-        return frozenset(name for each in simulated for name in each.names)
 
     @property
     def only(self) -> str | None:

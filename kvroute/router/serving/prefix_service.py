@@ -4,13 +4,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from kvroute.contract.generation import TokenIds
-from kvroute.router.api.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    PrefixDeclaration,
-    PrefixedRequest,
-)
+from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.prefixes.auto_pin import AutoPin
 from kvroute.router.prefixes.catalogue import Catalogue
@@ -62,21 +56,6 @@ class PrefixService:
         return tasks
 
     # Requests.
-
-    async def named_by(self, body: PrefixedRequest) -> Prefix | None:
-        """The prefix that a request names; ApiError when it is not declared."""
-        named = body.prefix()
-        return await self.catalogue.named(*named) if named else None
-
-    async def tokenise(
-        self, body: PrefixedRequest, prefix: Prefix | None, *, max_model_len: int
-    ) -> list[TokenIds]:
-        """The call's prompts, each after the prefix."""
-        composer, limit = self.composer, max_model_len
-        if isinstance(body, ChatCompletionRequest):
-            return [await composer.chat(body.messages, prefix, max_model_len=limit)]
-        assert isinstance(body, CompletionRequest)
-        return await composer.completions(body.prompts(), prefix, max_model_len=limit)
 
     def named_tokens(self, prefix: Prefix | None) -> int:
         """The prefix's tokens in whole blocks."""

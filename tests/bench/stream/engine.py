@@ -3,19 +3,19 @@
 import asyncio
 import time
 from contextlib import aclosing
-from dataclasses import replace
 from uuid import uuid4
 
 import numpy as np
 import uvloop
 
-from kvroute.contract.generation import GenerateRequest, Sampling
+from kvroute.contract.generation import GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import start_engine
 from kvroute.settings.replica import ReplicaSettings
 from tests.bench.stream.caller import Tally
 from tests.bench.stream.load import RAMP_S, SETTLE_S, Cost, Load, cost, first_tokens
+from tests.support.answers import completion
 
 PROMPT_TOKENS = 50  # about as many as a chat of the load has
 ENGINE = "replica"  # the role whose cost is its own
@@ -57,9 +57,9 @@ async def _measure(load: Load, decode_ms: float) -> Cost:
 
 async def _read(engine: Engine, shown: list[Tally], first: int, tokens: int) -> None:
     """One answer after the other. shown: the tally that counts now."""
-    sampling = Sampling(max_tokens=first, ignore_eos=True)
+    call = completion(max_tokens=first)
     while True:
-        request = GenerateRequest(uuid4().hex, _prompt(), sampling)
+        request = GenerateRequest(uuid4().hex, _prompt(), call=call)
         before_s, got = time.perf_counter(), 0
         async with aclosing(engine.generate(request)) as chunks:
             async for chunk in chunks:
@@ -69,7 +69,7 @@ async def _read(engine: Engine, shown: list[Tally], first: int, tokens: int) -> 
                 tally.tokens += len(chunk.token_ids)
                 tally.events += 1
         shown[0].answers += 1
-        sampling = replace(sampling, max_tokens=tokens)
+        call = completion(max_tokens=tokens)
 
 
 def _prompt() -> np.ndarray[tuple[int], np.dtype[np.uint32]]:

@@ -1,0 +1,98 @@
+"""OpenAI's chats and completions on a simulated engine; every other route and field is refused."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from kvroute.contract.generation import Chunk, GenerateRequest, client_id
+from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
+from kvroute.replica.sim_engine.output import Output
+from kvroute.replica.sim_engine.sampling import (
+    Body,
+    Chat,
+    Completion,
+    RefusedError,
+    Sampling,
+    check,
+    read,
+)
+from kvroute.replica.sim_engine.shapes import JSON, ChatReply, CompletionReply, Reply
+
+ROUTES: dict[str, tuple[type[Body], type[Reply]]] = {
+    "/v1/chat/completions": (Chat, ChatReply),
+    "/v1/completions": (Completion, CompletionReply),
+}
+
+Generate = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
+
+
+async def chunks(
+    request: GenerateRequest, call: HttpCall, generate: Generate, *, model: str, max_model_len: int
+) -> AsyncGenerator[Chunk, None]:
+    """The response to a call, one chunk for each output.
+
+    generate: yields what another engine has generated of the response, one output for each delta of
+    the call, then what is new.
+    """
+    try:
+        kind, shape = _route(call)
+        prompt_tokens = len(request.prompt_ids)
+        sampling = read(kind, call.body, prompt_tokens=prompt_tokens, max_model_len=max_model_len)
+    except RefusedError as error:
+        yield Chunk((), 0, is_last=True, http=_part(error))
+        return
+    reply = shape(
+        sampling,
+        id_=client_id(request.request_id),
+        model=request.lora or model,
+        created=call.created,
+        cached_tokens=call.cached_tokens if call.deltas else None,
+        prompt_tokens=prompt_tokens,
+    )
+    repeated = len(call.deltas)
+    needs_head = not (repeated and sampling.is_stream)  # else the client has it
+    async with aclosing(generate(request, sampling)) as outputs:
+        async for output in outputs:
+            data = reply.add(output)
+            if repeated:
+                repeated -= 1
+                continue  # the client has it
+            if reply.is_complete:
+                data += reply.end()
+            has_head = needs_head and (sampling.is_stream or reply.is_complete)
+            needs_head = needs_head and not has_head
+            part = HttpPart(
+                data,
+                200 if has_head else 0,
+                reply.content_type if has_head else "",
+                (len(output.token_ids),),
+                can_continue=sampling.can_continue,
+            )
+            yield Chunk(output.token_ids, output.cached_tokens, reply.is_complete, part)
+
+
+def rendered(call: HttpCall) -> Rendered:
+    """A refusal: routers render all that a simulated engine can answer."""
+    try:
+        kind, _ = _route(call)
+        check(kind, call.body)
+        raise RefusedError(
+            f"the simulated engine cannot render this body: {call.problem}",
+            "messages" if kind is Chat else "prompt",
+        )
+    except RefusedError as error:
+        return Rendered(refusal=_part(error))
+
+
+def _route(call: HttpCall) -> tuple[type[Body], type[Reply]]:
+    if call.path not in ROUTES:
+        raise RefusedError(
+            f"POST {call.path}: the simulated engine does not have this route; start with "
+            "--engine vllm",
+            code="not_found",
+            status=404,
+        )
+    return ROUTES[call.path]
+
+
+def _part(error: RefusedError) -> HttpPart:
+    return HttpPart(error.body, error.status, JSON)

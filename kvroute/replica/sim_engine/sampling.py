@@ -1,0 +1,237 @@
+"""The body of a request to a simulated engine becomes sampling parameters, or is refused."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Raw, Struct, ValidationError
+
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
+GREEDY_BELOW = 1e-5  # below this temperature vLLM samples greedily, and then refuses n > 1
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together
+MOST_SHOWN = 80  # characters of a bad value
+
+# Fields that would change the response, with the values that have no effect. Tools are accepted,
+# and never called.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "modalities": ([], ["text"]),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+Tokens = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+StopText = Annotated[str, Meta(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    max_tokens: int = 1
+    min_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1  # choices, generated from one shared prompt
+    logprobs: int | None = None  # alternatives reported for each generated token; None: no logprobs
+    is_stream: bool = False
+    include_usage: bool = False  # at the end of a stream
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another engine can go on: a prompt can hold only one of several choices."""
+        return self.n == 1
+
+
+class RefusedError(Exception):
+    """The simulated engine does not do this."""
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str = "invalid_value", status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = msgspec.json.encode(
+            {
+                "error": {
+                    "message": message,
+                    "type": "invalid_request_error",
+                    "param": param,
+                    "code": code,
+                }
+            }
+        )
+
+
+class _StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class Body(Struct):
+    """What chats and completions share."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    max_tokens: Tokens | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=64)] | None = None
+    seed: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+    def most_tokens(self, room_tokens: int) -> int:
+        return self.max_tokens or min(COMPLETION_TOKENS, room_tokens)
+
+    def alternatives(self) -> int | None:
+        return None
+
+
+class Completion(Body):
+    logprobs: TopLogprobs | None = None
+    best_of: Tokens | None = None
+
+    def alternatives(self) -> int | None:
+        if self.best_of not in (None, self.n or 1):
+            raise _unsupported("best_of", f"{self.best_of}")
+        return self.logprobs
+
+
+class Chat(Body):
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    def most_tokens(self, room_tokens: int) -> int:
+        return self.max_completion_tokens or self.max_tokens or room_tokens
+
+    def alternatives(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise RefusedError(
+                f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true",
+                "top_logprobs",
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int) -> Sampling:
+    """The parameters for a prompt of so many tokens. RefusedError."""
+    body = _checked(kind, raw)
+    requested = body.most_tokens(0)
+    room_tokens = max_model_len - prompt_tokens
+    if room_tokens < max(1, requested):
+        raise RefusedError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you sent "
+            f"{prompt_tokens} tokens, and requested {requested} more. Please send or request less.",
+            "messages" if kind is Chat else "prompt",
+            "context_length_exceeded",
+        )
+    sampling = Sampling(
+        max_tokens=body.most_tokens(room_tokens),
+        min_tokens=body.min_tokens or 0,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        seed=body.seed,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        n=body.n or 1,
+        logprobs=body.alternatives(),
+        is_stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+    )
+    _check(sampling)
+    return sampling
+
+
+def check(kind: type[Body], raw: bytes) -> None:
+    """RefusedError for a body that would be refused whatever its prompt is."""
+    _checked(kind, raw).alternatives()
+
+
+def _checked(kind: type[Body], raw: bytes) -> Body:
+    try:
+        given = msgspec.json.decode(raw, type=dict[str, Raw])
+    except msgspec.MsgspecError as error:
+        raise RefusedError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    for name, harmless in UNSUPPORTED.items():
+        value = msgspec.json.decode(given[name]) if name in given else None
+        if value is not None and value not in harmless:
+            raise _unsupported(name, _shown(given[name]))
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except ValidationError as error:
+        raise _invalid(str(error), given) from None
+
+
+def _check(sampling: Sampling) -> None:
+    """RefusedError for fields that contradict each other."""
+    if sampling.n > 1 and sampling.temperature < GREEDY_BELOW:
+        raise RefusedError(
+            f"n is {sampling.n} and temperature is {sampling.temperature:g}, so every choice would "
+            "be the same; set n to 1, or a higher temperature",
+            "n",
+        )
+    if sampling.min_tokens > sampling.max_tokens:
+        raise RefusedError(
+            f"min_tokens is {sampling.min_tokens}, above the limit of {sampling.max_tokens} tokens "
+            "on the answer; lower it, or raise max_tokens",
+            "min_tokens",
+        )
+    if sum(map(len, sampling.stop)) > MAX_STOP_CHARACTERS:
+        raise RefusedError(
+            f"stop is too long; expected up to {MAX_STOP_CHARACTERS} characters together", "stop"
+        )
+
+
+def _invalid(problem: str, given: Mapping[str, Raw]) -> RefusedError:
+    """msgspec's error with the field and its value."""
+    what, _, place = problem.partition(" - at `$")
+    param = place.strip("`.")
+    name = re.split(r"[.\[]", param)[0]
+    if name not in given:
+        return RefusedError(problem)
+    return RefusedError(
+        f"{name} is {_shown(given[name])}; {what[:1].lower() + what[1:]}", param or None
+    )
+
+
+def _unsupported(name: str, shown: str) -> RefusedError:
+    return RefusedError(
+        f"{name} is {shown}, which the simulated engine does not support; leave {name} out",
+        name,
+        "unsupported_parameter",
+    )
+
+
+def _shown(value: Raw) -> str:
+    text = bytes(value)[: 4 * MOST_SHOWN].decode(errors="replace")
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"

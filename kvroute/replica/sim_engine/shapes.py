@@ -1,0 +1,209 @@
+"""A simulated engine's outputs become a response in OpenAI's shapes, whole or as events."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import msgspec
+
+from kvroute.replica.sim_engine.output import Alternative, Output, TokenLogprob
+from kvroute.replica.sim_engine.sampling import Sampling
+
+DONE = b"data: [DONE]\n\n"
+EVENTS, JSON = "text/event-stream; charset=utf-8", "application/json"
+
+encode = msgspec.json.encode
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The output of one choice so far."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    characters: int = 0  # of the tokens with logprobs
+    finish_reason: str | None = None
+
+
+class Reply(ABC):
+    """The response to one prompt: the bytes of every output, then of its end."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    event_object: ClassVar[str]
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        id_: str,
+        model: str,
+        created: float,
+        prompt_tokens: int,
+        cached_tokens: int | None = None,  # None: those of the first output
+    ) -> None:
+        self._sampling = sampling
+        self._head = {"created": int(created), "model": model}
+        self._id = f"{self.id_prefix}-{id_}"
+        self._prompt_tokens = prompt_tokens
+        self._tokens = 0
+        self._cached_tokens = cached_tokens
+        self._choices = [_Choice() for _ in range(sampling.n)]
+        self._unfinished = sampling.n  # choices
+        self._is_open = False
+        # The events of a stream differ only in their choice; the bytes around it are encoded once.
+        usage = b',"usage":null' if sampling.include_usage else b""
+        self._before = b"data: " + self._object(self.event_object)[:-1] + b',"choices":['
+        self._after = b"]" + usage + b"}\n\n"
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._unfinished
+
+    @property
+    def content_type(self) -> str:
+        return EVENTS if self._sampling.is_stream else JSON
+
+    def add(self, output: Output) -> bytes:
+        """The bytes of this output."""
+        self._tokens += len(output.token_ids)
+        if self._cached_tokens is None:
+            self._cached_tokens = output.cached_tokens
+        if output.finish_reason is not None:
+            self._unfinished -= 1
+        if not self._sampling.is_stream:
+            return self._keep(output)
+        opening, self._is_open = b"" if self._is_open else self._opening(), True
+        return opening + self._output_event(output)
+
+    def end(self) -> bytes:
+        """The bytes after all outputs."""
+        if self._sampling.is_stream:
+            return self._closing()
+        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
+        return self._object(self.whole_object, choices=choices, usage=self._usage())
+
+    def _keep(self, output: Output) -> bytes:
+        choice = self._choices[output.index]
+        choice.texts.append(output.text)
+        choice.logprobs.extend(output.logprobs)
+        choice.finish_reason = output.finish_reason or choice.finish_reason
+        return b""
+
+    def _output_event(self, output: Output) -> bytes:
+        choice = self._choices[output.index]
+        logprobs = b"null"
+        if self._sampling.logprobs is not None:
+            logprobs = encode(self._shaped(output.logprobs, choice.characters))
+            choice.characters += sum(len(each.chosen.token) for each in output.logprobs)
+        delta, reason = self._delta(encode(output.text)), encode(output.finish_reason)
+        return self._event(output.index, delta, logprobs, reason)
+
+    def _event(self, index: int, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            *(self._before, index, delta, logprobs, reason),
+            self._after,
+        )
+
+    def _closing(self) -> bytes:
+        if not self._sampling.include_usage:
+            return DONE
+        last = self._object(self.event_object, choices=[], usage=self._usage())
+        return b"data: " + last + b"\n\n" + DONE
+
+    def _whole(self, index: int, choice: _Choice) -> dict[str, object]:
+        has_logprobs = self._sampling.logprobs is not None
+        return {
+            "index": index,
+            **self._content("".join(choice.texts)),
+            "logprobs": self._shaped(choice.logprobs, 0) if has_logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _usage(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._tokens,
+            "total_tokens": self._prompt_tokens + self._tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens or 0},
+        }
+
+    def _object(self, kind: str, **rest: object) -> bytes:
+        return encode({"id": self._id, "object": kind, **self._head, **rest})
+
+    def _opening(self) -> bytes:
+        """The events before the first output."""
+        return b""
+
+    @abstractmethod
+    def _delta(self, text: bytes) -> bytes:
+        """The member of an event's choice that contains `text`, a JSON string."""
+
+    @abstractmethod
+    def _content(self, text: str) -> dict[str, object]:
+        """The member of a whole response's choice that contains `text`."""
+
+    @abstractmethod
+    def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
+        """The log-probabilities of tokens that follow `offset` characters."""
+
+
+class ChatReply(Reply):
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+
+    def _opening(self) -> bytes:
+        delta = b'"delta":{"role":"assistant","content":""}'
+        indices = range(len(self._choices))
+        return b"".join([self._event(index, delta, b"null", b"null") for index in indices])
+
+    def _delta(self, text: bytes) -> bytes:
+        return b'"delta":{"content":%b}' % text
+
+    def _content(self, text: str) -> dict[str, object]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
+        """One entry for each token, which contains its alternatives."""
+        content = [
+            {**_entry(token.chosen), "top_logprobs": [_entry(other) for other in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionReply(Reply):
+    id_prefix = "cmpl"
+    whole_object = event_object = "text_completion"
+
+    def _delta(self, text: bytes) -> bytes:
+        return b'"text":%b' % text
+
+    def _content(self, text: str) -> dict[str, object]:
+        return {"text": text}
+
+    def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
+        """Parallel lists."""
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.chosen.token)
+        return {
+            "tokens": [token.chosen.token for token in tokens],
+            "token_logprobs": [token.chosen.logprob for token in tokens],
+            "top_logprobs": [
+                {each.token: each.logprob for each in (*token.top, token.chosen)}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _entry(alternative: Alternative) -> dict[str, object]:
+    return {
+        "token": alternative.token,
+        "logprob": alternative.logprob,
+        "bytes": list(alternative.token.encode()),
+    }

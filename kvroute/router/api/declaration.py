@@ -1,0 +1,116 @@
+"""The body that declares a named prefix."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictBool,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, ValidationError
+
+from kvroute.contract.prefix_id import PrefixId
+from kvroute.router.api.errors import invalid, shown
+
+MAX_MESSAGES = 8192  # of a chat
+MAX_PARTS = 1024  # of a message
+
+Name = Annotated[str, Field(max_length=256)]
+Replicas = Literal["all"] | Annotated[int, Field(strict=True, ge=1)]
+
+
+def _problem(message: str) -> PydanticCustomError:
+    """The error that a validator raises, with the message unchanged, including braces."""
+    return PydanticCustomError("kvroute", "{message}", {"message": message})
+
+
+def _as_one(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    """Makes a union fail as one field, not once for each member."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise PydanticCustomError("union", "expected another type") from None
+
+
+def _part_text(index: int, part: object) -> str:
+    if not isinstance(part, dict):
+        raise _problem(f'part {index} is not an object such as {{"type": "text", "text": "hi"}}')
+    if part.get("type") != "text":
+        raise _problem(
+            f"part {index} has type {shown(part.get('type'))}, and a prefix is text only"
+        )
+    if not isinstance(part.get("text"), str):
+        raise _problem(f"part {index} needs a string as its text")
+    return str(part["text"])
+
+
+def _plain_text(content: object, info: ValidationInfo) -> str:
+    """The text of a message: text parts are joined by newlines, as vLLM does."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and 0 < len(content) <= MAX_PARTS:
+        return "\n".join(_part_text(index, part) for index, part in enumerate(content))
+    if content is None and info.data.get("role") == "assistant":
+        return ""
+    raise _problem(
+        f"expected a string, or a list of up to {MAX_PARTS} parts such as "
+        '{"type": "text", "text": "hi"}'
+    )
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_plain_text)]
+    tool_calls: object = None
+    function_call: object = None
+
+    @field_validator("tool_calls", "function_call")
+    @classmethod
+    def _no_tools(cls, value: object) -> object:
+        if value:
+            raise _problem("a prefix cannot call tools; send the text alone")
+        return value
+
+
+class PrefixDeclaration(BaseModel):
+    """A named prefix to keep warm."""
+
+    model: Name | None = Field(None, description="the name of a served model")
+    id: PrefixId = Field(description="a number, or a string of up to 128 characters")
+    prompt: str | None = Field(None, min_length=1, description="a string that is not empty")
+    messages: list[ChatMessage] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        fail_fast=True,
+        description=f"a list of 1 to {MAX_MESSAGES} messages such as "
+        '{"role": "system", "content": "hi"}',
+    )
+    replicas: Annotated[Replicas, WrapValidator(_as_one)] = Field(
+        "all", description='"all", or a whole number from 1'
+    )
+    ttl_s: float | None = Field(
+        None, strict=True, gt=0, allow_inf_nan=False, description="seconds, more than 0"
+    )
+    pinned: StrictBool = Field(True, description="true or false")
+
+    @model_validator(mode="after")
+    def _one_text(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid(
+                "prompt", "expected either a prompt or messages, which other text can follow"
+            )
+        return self
+
+    def source(self) -> dict[str, Any]:
+        """The declared text, in the form that a stored prefix keeps."""
+        if self.messages is None:
+            return {"prompt": self.prompt}
+        pairs = [{"role": each.role, "content": each.content} for each in self.messages]
+        return {"messages": pairs}

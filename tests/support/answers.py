@@ -1,0 +1,64 @@
+"""Completions as routers ask replicas for them, and what is in the chunks that come."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kvroute.contract.generation import Chunk
+from kvroute.contract.http_call import HttpCall
+
+COMPLETIONS = "/v1/completions"
+
+
+def completion(path: str = COMPLETIONS, **fields: Any) -> HttpCall:
+    """A greedy and streamed one, unless the fields say otherwise."""
+    own = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    body = {**own, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
+    return HttpCall(path, json.dumps(body).encode(), 1.0)
+
+
+def ids_of(chunks: Sequence[Chunk]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+def data_of(chunks: Sequence[Chunk]) -> bytes:
+    return b"".join(chunk.http.data for chunk in chunks if chunk.http)
+
+
+def status_of(chunks: Sequence[Chunk]) -> int:
+    (status,) = (chunk.http.status for chunk in chunks if chunk.http and chunk.http.status)
+    return status
+
+
+def events_of(chunks: Sequence[Chunk]) -> list[Any]:
+    """The events of a stream, without its end."""
+    lines = data_of(chunks).decode().split("\n\n")
+    return [json.loads(each.removeprefix("data: ")) for each in lines if each.startswith("data: {")]
+
+
+def choices_of(chunks: Sequence[Chunk], index: int = 0) -> list[Any]:
+    """This choice in each event."""
+    return [
+        choice
+        for event in events_of(chunks)
+        for choice in event["choices"]
+        if choice["index"] == index
+    ]
+
+
+def text_of(chunks: Sequence[Chunk], index: int = 0) -> str:
+    return "".join(choice["text"] for choice in choices_of(chunks, index))
+
+
+def end_of(chunks: Sequence[Chunk], index: int = 0) -> str:
+    """Its finish reason."""
+    (reason,) = filter(None, (choice["finish_reason"] for choice in choices_of(chunks, index)))
+    return str(reason)
+
+
+def logprobs_of(chunks: Sequence[Chunk], index: int = 0) -> list[tuple[str, dict[str, float]]]:
+    """The text of each token, and its alternatives."""
+    found = [choice["logprobs"] for choice in choices_of(chunks, index) if choice["logprobs"]]
+    return [
+        pair for each in found for pair in zip(each["tokens"], each["top_logprobs"], strict=True)
+    ]
