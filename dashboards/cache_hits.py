@@ -13,6 +13,7 @@ LEDGER = (  # from the prompt's start to its end, as in kvroute/router/routing/l
     ("spilled", "orange"),
     ("unpinned", "yellow"),
     ("evicted", "dark-orange"),
+    ("broken", "dark-yellow"),
     ("new", "blue"),
     ("isolated", "purple"),
     ("tail", "gray"),
@@ -22,9 +23,9 @@ CAUSES = (
     "dashboard Routing. stale: expected, but evicted; see the publishers' lag. spilled: cached on "
     "another replica, mostly a busy one; more replicas. unpinned: of a named prefix that no "
     "replica kept; a larger `--pin-share`. evicted: cached before, but not now; more memory for "
-    "caches. new: never cached; let prompts begin alike. isolated: new, of a prompt "
-    "with a `cache_salt`; fewer salts, if that is allowed. tail: not a full block; a smaller "
-    "`--block-size`."
+    "caches. broken: behind a place where a chat changed; `kvroute doctor` names it. new: never "
+    "cached; let prompts begin alike. isolated: new, of a prompt with a `cache_salt`; fewer salts, "
+    "if that is allowed. tail: not a full block; a smaller `--block-size`."
 )
 
 
@@ -39,7 +40,7 @@ def share_of(*causes: str) -> str:
 def waterfall() -> tuple[Query, ...]:
     """From all prompt tokens down to the cached ones; each bar stands on the shares below it."""
     names = [cause for cause, _ in LEDGER]
-    steps = {cause: f"{len(names) - i} {cause}" for i, cause in enumerate(names)}
+    steps = {cause: f"{len(names) - i:02} {cause}" for i, cause in enumerate(names)}
     floors = (on(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
     return (
         Query(" or ".join(floors), "floor", "transparent"),

@@ -1,36 +1,64 @@
 """The command `kvroute explain`."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvroute.client import LOCAL, Model, Url, call
+from kvroute.client import LOCAL, Model, Url, call, fail
 
 COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
 
 
 def explain(
-    prompt: Annotated[str, typer.Argument(help="The prompt's text: a user's message.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt's text: a user's message.")
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="As in /v1/completions, without a chat template.")
     ] = False,
+    body: Annotated[
+        typer.FileText | None,
+        typer.Option(
+            help="A file with the JSON body of a request, such as a whole chat, in place of the "
+            "text; - is the standard input."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     model: Model = None,
     url: Url = LOCAL,
 ) -> None:
     """Show where a prompt would go now, and why; nothing is generated."""
-    body = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
-    (receipt,) = call("POST", url, "/v1/route", json={**body, "model": model})["receipts"]
-    if as_json:
-        typer.echo(json.dumps(receipt))
-        return
+    if (prompt is None) == (body is None):
+        fail("write either a prompt or --body with a file")
+    asked = _read(body) if body else _request(str(prompt), is_raw=raw)
+    if model is not None:
+        asked["model"] = model
+    for receipt in call("POST", url, "/v1/route", json=asked)["receipts"]:
+        if as_json:
+            typer.echo(json.dumps(receipt))
+        else:
+            _show(receipt)
+
+
+def _show(receipt: dict[str, Any]) -> None:
     console = Console()
     console.print(_replicas(receipt["replicas"]))
     console.print(_terms(receipt["replicas"][:2]))
     console.print(_summary(receipt), soft_wrap=True)
+
+
+def _request(prompt: str, *, is_raw: bool) -> dict[str, Any]:
+    return {"prompt": prompt} if is_raw else {"messages": [{"role": "user", "content": prompt}]}
+
+
+def _read(file: TextIO) -> dict[str, Any]:
+    try:
+        return dict(json.load(file))
+    except (ValueError, TypeError) as error:
+        return dict(fail(f"--body {file.name}: {error}; expected a JSON object"))
 
 
 def _replicas(replicas: list[dict[str, Any]]) -> Table:
@@ -57,5 +85,19 @@ def _summary(receipt: dict[str, Any]) -> str:
     return (
         f"{receipt['prompt_tokens']} tokens, {receipt['reusable_blocks']} reusable blocks of "
         f"{receipt['block_size']}; the most that a replica holds: {receipt['best_hit_tokens']} "
-        f"tokens\n{receipt['choice']}: {receipt['reason']}"
+        f"tokens\n{receipt['choice']}: {receipt['reason']}{_broken(receipt['broken'])}"
+    )
+
+
+def _broken(broken: dict[str, Any] | None) -> str:
+    """What changed in the chat since its earlier turn; empty if nothing did."""
+    if broken is None:
+        return ""
+    role, index = broken["message"]["role"], broken["message"]["index"]
+    message = role if index is None else f"message {index}, {role}"
+    before, after = broken["before"], broken["after"]
+    return (
+        f"\nthe chat changed at token {broken['token']} ({message}): {before['tokens']} tokens "
+        f"({before['hash']}) became {after['tokens']} ({after['hash']}), and {broken['tokens']} "
+        "tokens behind them are computed again"
     )

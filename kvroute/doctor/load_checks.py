@@ -1,7 +1,7 @@
-"""Checks of recent requests: the causes of missed hits, and overloaded replicas."""
+"""Checks of recent requests: the causes of missed hits, changed chats, and overloaded replicas."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
@@ -40,6 +40,23 @@ LIMITS = {
 }
 
 
+BROKEN_SHARE = 0.05
+MOVE = "put what changes, such as dates and ids, behind what stays: into the last user message"
+REMEDIES = {
+    "tools": "send the same tools in the same order with each turn",
+    "template": "does it move tools, or drop thoughts? chat_template_kwargs may keep them",
+}
+WHERE = {
+    "system": "in the system message",
+    "developer": "in the developer's message",
+    "user": "in a user's message",
+    "assistant": "in an assistant's message",
+    "tool": "in a tool's result",
+    "tools": "in the definitions of tools",
+    "template": "while all messages stay",
+}
+
+
 def hits(found: Facts) -> Iterator[Check]:
     """found: the ledger of one router's requests in the last window_s seconds."""
     tokens, requests = found["tokens"], found["requests"]
@@ -47,13 +64,31 @@ def hits(found: Facts) -> Iterator[Check]:
     if requests < FEW_REQUESTS:
         yield Check("hits", "ok", f"{requests} requests in {_minutes(found)}: too few to judge")
         return
+    broken = list(_broken(tokens.get("broken", 0), found.get("broken") or (), total))
+    yield from broken
     troubles = [cause for cause in LIMITS if tokens[cause] > LIMITS[cause].share * total]
     for cause in troubles:
         share, limit = tokens[cause] / total, LIMITS[cause]
         finding = f"{cause}: {share:.0%} of the prompts' tokens; {limit.meaning}"
         yield Check("hits", "warning", finding, limit.remedy)
-    if not troubles:
+    if not troubles and not broken:
         yield Check("hits", "ok", _shares(tokens, total) + f", of {total:,} in {_minutes(found)}")
+
+
+def _broken(tokens: int, places: Sequence[Facts], total: int) -> Iterator[Check]:
+    """places: where chats change, the costliest first."""
+    notable = [place for place in places if place["tokens"] > BROKEN_SHARE * total]
+    for place in notable:
+        share = f"{place['tokens'] / total:.0%} of prompt tokens were missed since chats change"
+        remedy = REMEDIES.get(place["role"], MOVE)
+        yield Check("hits", "warning", f"{share} {_where(place)}", remedy)
+    if not notable and tokens > BROKEN_SHARE * total:
+        share = f"{tokens / total:.0%} of prompt tokens were missed since chats change"
+        yield Check("hits", "warning", f"{share} at many places before their end", MOVE)
+
+
+def _where(place: Facts) -> str:
+    return f"at token {place['token']:,}, {WHERE.get(place['role'], 'in a message')}"
 
 
 def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:

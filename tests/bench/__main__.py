@@ -61,7 +61,7 @@ def main(
         bool,
         typer.Option(
             "--stream",
-            help="Adds what a streamed token and a short request cost, in four minutes.",
+            help="Adds what a streamed token and a short request cost, in five minutes.",
         ),
     ] = False,
     json_file: Annotated[

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from openai import OpenAI
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.routing.feed import POLL_S
 from tests.support.clients import async_openai_client, openai_client
+from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster
 from tests.support.workloads import (
     BLOCK,
@@ -271,6 +273,46 @@ def test_explain_prints_what_tipped_the_scales(simulated_cluster: Cluster) -> No
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "hit_tokens" in shown
     assert "reusable blocks" in shown
+
+
+def test_a_chat_whose_system_message_has_a_new_id_each_turn_is_told_where_it_breaks(
+    pair: Cluster, pairs_client: OpenAI, tmp_path: Path
+) -> None:
+    def chat(id_: str) -> list[dict[str, str]]:
+        text = f"You are a clerk. Request {id_}. This is all that you know: {people_table()}"
+        return [{"role": "system", "content": text}, *history]
+
+    def broken() -> int:
+        return total(pair, "router")["kvroute_prompt_tokens_total{broken}"]
+
+    before, found = broken(), list[Any]()
+    history: list[dict[str, str]] = user("Who is the oldest person in that table?")
+    for id_ in ("a1", "b2", "c3"):
+        answer: Any = pairs_client.chat.completions.create(
+            model=BUILTIN_MODEL,
+            messages=chat(id_),  # type: ignore[arg-type]
+            max_tokens=16,
+            extra_headers={"x-kvroute-receipt": "1"},
+        )
+        found.append(answer.kvroute_receipts[0]["broken"])
+        text = answer.choices[0].message.content
+        history += [{"role": "assistant", "content": text}, *user("And who is the next one?")]
+    first, *later = found
+    assert first is None
+    for each in later:
+        assert each["message"] == {"index": 0, "role": "system"}
+        assert each["token"] == later[0]["token"] < 40
+        assert each["before"]["tokens"] == each["after"]["tokens"] < 5
+        assert each["tokens"] > 10 * BLOCK
+    lost = sum(each["tokens"] for each in later)
+    until(lambda: lost - 2 * BLOCK < broken() - before <= lost)
+
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps({"model": BUILTIN_MODEL, "messages": chat("d4")}))
+    command = [*KVROUTE, "explain", "--body", str(file), "--url", pair.url]
+    for _ in range(2):  # to ask changes nothing
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert f"the chat changed at token {later[0]['token']} (message 0, system)" in done.stdout
 
 
 def test_two_clusters_on_one_computer_share_no_port(

@@ -2,8 +2,9 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.browser import Page, page
 from tests.support.serving import Cluster
 from tests.support.untested import obstacle
-from tests.support.workloads import ask, user
+from tests.support.workloads import ask, people_table, user
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -34,12 +35,18 @@ def shown(simulated_cluster: Cluster) -> Iterator[Page]:
         yield page_
 
 
-def ask_until(page: Page, client: OpenAI, is_true: str, text: str) -> None:
+def ask_until(
+    page: Page,
+    client: OpenAI,
+    is_true: str,
+    text: str,
+    before: Callable[[], list[dict[str, str]]] = list,
+) -> None:
     """The page shows what one of two routers does, the one that has it to carry: so the other is
     asked, unless several ask at once."""
     for _ in range(10):
         with ThreadPoolExecutor(AT_ONCE) as clients:
-            list(clients.map(lambda _: ask(client, user(text)), range(AT_ONCE)))
+            list(clients.map(lambda _: ask(client, before() + user(text)), range(AT_ONCE)))
         page.tell("new Promise((done) => setTimeout(done, 1))")
         if page.tell(is_true):
             return
@@ -86,6 +93,26 @@ def test_the_words_of_a_prompt_are_words_on_the_page(shown: Page, client: OpenAI
     ask_until(shown, client, f"{words}.includes('<img src=x')", text)
     assert shown.tell("document.querySelectorAll('img').length") == 0
     assert shown.tell("document.title") != "hacked"
+
+
+def test_a_chat_that_changes_in_front_is_told_with_its_place(shown: Page, client: OpenAI) -> None:
+    ids = count(100)
+
+    def system() -> list[dict[str, str]]:
+        return [{"role": "system", "content": f"Request {next(ids)}. {people_table()}"}]
+
+    told = "document.querySelector('#ledger-about').textContent"
+    question = "Who is the oldest person in that table?"
+    change = f"{told}.includes('(the system message)')"
+    ask_until(shown, client, change, question, before=system)
+    shown.tell("document.querySelector('#decisions summary').click()")
+    shown.wait_for("document.querySelector('.receipt dl') !== null")
+    facts = str(shown.tell("document.querySelector('.receipt dl').textContent"))
+    assert re.search(
+        r"the system message \(number 0\): \d tokens? became \d, and [\d,]+ tokens", facts
+    )
+    shown.tell("document.querySelector('#pause').click()")
+    assert shown.errors == []
 
 
 def test_it_is_no_wider_than_a_small_screen_even_with_a_receipt_open(

@@ -16,6 +16,7 @@ from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
 from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
+from kvroute.router.observability.places import Places
 from kvroute.router.observability.recent import DECISIONS, Recent
 from kvroute.router.observability.view import RECEIPT_REPLICAS, View
 from kvroute.router.prefixes.catalogue import Catalogue
@@ -75,6 +76,7 @@ class Seen:
             self.recent,
             RouterSettings(model="m", served_model_name="m", redis_url="", block_size=4),
             index=index,
+            places=Places(),
             fleet=self.fleet,
             feed=Feed(index, self.fleet),
             liveness=Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0),

@@ -20,6 +20,7 @@ COLORS = {  # Grafana's names
     "red": "#D92B3F",
     "orange": "#FF780A",
     "dark-orange": "#A8480F",
+    "dark-yellow": "#8F6F1E",
     "yellow": "#E8BE0A",
     "blue": "#3274D9",
     "purple": "#A352CC",

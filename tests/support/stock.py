@@ -42,7 +42,9 @@ async def stock_app(llm: Any, **front_args: Any) -> Any:
     return app
 
 
-async def stock_answer(app: Any, path: str, body: Body | bytes) -> tuple[int, bytes]:
+async def stock_answer(
+    app: Any, path: str, body: Body | bytes, *, request_id: str = "id"
+) -> tuple[int, bytes]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     given: list[dict[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
     sent: list[dict[str, Any]] = []
@@ -55,5 +57,5 @@ async def stock_answer(app: Any, path: str, body: Body | bytes) -> tuple[int, by
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await app(http_run.scope(path, {"x-request-id": "id"}), receive, send)
+    await app(http_run.scope(path, {"x-request-id": request_id}), receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)

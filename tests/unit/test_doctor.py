@@ -138,6 +138,16 @@ def of_hits(requests: int = 100, **tokens: int) -> list[Check]:
     return [*load_checks.hits({"window_s": 300, "requests": requests, "tokens": ledger})]
 
 
+def of_changes(*places: tuple[str, int, int]) -> list[Check]:
+    """Of 1,000 tokens. places: where chats changed: role, token, and how many tokens were lost."""
+    lost = sum(tokens for _, _, tokens in places)
+    ledger = dict.fromkeys(CAUSES, 0) | {"hit": 1000 - lost, "broken": lost}
+    names = ("role", "token", "tokens")
+    broken = [dict(zip(names, place, strict=True)) for place in places]
+    found = {"window_s": 300, "requests": 100, "tokens": ledger, "broken": broken}
+    return [*load_checks.hits(found)]
+
+
 @pytest.mark.parametrize("cause", load_checks.LIMITS)
 def test_a_cause_that_costs_many_hits_is_a_warning_with_its_share(cause: str) -> None:
     (check,) = of_hits(hit=60, new=10, **{cause: 30})
@@ -152,6 +162,29 @@ def test_few_misses_are_told_largest_first_and_are_well() -> None:
     assert check.finding == (
         "75% of prompt tokens from a cache, new 16%, spilled 9%, of 1,000 in 5 minutes"
     )
+
+
+def test_chats_that_change_near_their_beginning_are_a_warning_with_the_place() -> None:
+    (check,) = of_changes(("system", 1203, 120))
+    assert (check.name, check.grade) == ("hits", "warning")
+    assert check.finding == (
+        "12% of prompt tokens were missed since chats change at token 1,203, in the system message"
+    )
+    assert "last user message" in check.remedy
+
+
+def test_each_notable_place_is_told_and_many_small_ones_are_told_together() -> None:
+    two = of_changes(("tools", 50, 110), ("user", 900, 70), ("tool", 9, 20))
+    assert ["tools" in check.finding for check in two] == [True, False]
+    assert "the same tools" in two[0].remedy
+    (many,) = of_changes(*(("system", n * 100, 40) for n in range(3)))
+    assert many.finding.startswith("12% of prompt tokens were missed since chats change at many")
+
+
+def test_chats_that_lose_little_are_well() -> None:
+    (check,) = of_changes(("system", 1203, 30))
+    assert check.grade == "ok"
+    assert "broken 3%" in check.finding
 
 
 def test_a_few_requests_say_nothing() -> None:

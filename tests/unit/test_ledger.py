@@ -19,17 +19,23 @@ def ledger(**lengths: Any) -> dict[str, int]:
     return {cause: tokens for cause, tokens in found.items() if tokens}
 
 
-@given(TOKENS, st.fixed_dictionaries(dict.fromkeys(LENGTHS, TOKENS)), st.booleans())
+@given(
+    TOKENS,
+    st.fixed_dictionaries(dict.fromkeys(LENGTHS, TOKENS)),
+    st.builds(range, TOKENS, TOKENS),
+    st.booleans(),
+)
 def test_the_causes_add_up_to_the_prompt_whatever_is_claimed(
-    prompt: int, lengths: dict[str, int], is_salted: bool
+    prompt: int, lengths: dict[str, int], broken: range, is_salted: bool
 ) -> None:
-    found = account(prompt, **lengths, is_salted=is_salted)
+    found = account(prompt, broken=broken, is_salted=is_salted, **lengths)
     tokens = msgspec.structs.astuple(found)
     assert sum(tokens) == prompt
     assert min(tokens) >= 0
     assert found.hit + found.unexpected_hit == min(lengths["delivered"], prompt)
     assert found.hit + found.stale == min(lengths["expected"], prompt)
     assert not (found.new if is_salted else found.isolated)
+    assert found.broken <= len(broken)
 
 
 def test_a_prompt_that_nobody_had_is_new_but_for_its_last_block() -> None:
@@ -82,3 +88,27 @@ def test_a_named_prefix_that_is_warm_elsewhere_is_spilled() -> None:
 
 def test_a_named_prefix_is_kept_for_no_salt() -> None:
     assert ledger(named=64, is_salted=True) == {"isolated": 96, "tail": 4}
+
+
+def test_what_stands_behind_a_change_is_broken_and_what_changed_and_what_follows_is_new() -> None:
+    found = ledger(reusable=16, expected=16, delivered=16, known=16, broken=range(24, 80))
+    assert found == {"hit": 16, "new": 8 + 16, "broken": 56, "tail": 4}
+
+
+def test_what_replicas_held_in_spite_of_a_change_is_not_blamed_on_it() -> None:
+    assert ledger(known=64, broken=range(24, 80)) == {
+        "evicted": 64,
+        "broken": 16,
+        "new": 16,
+        "tail": 4,
+    }
+    assert ledger(delivered=96, broken=range(24, 80)) == {"unexpected_hit": 96, "tail": 4}
+
+
+def test_a_change_breaks_the_prefix_under_a_salt_too() -> None:
+    found = ledger(is_salted=True, broken=range(24, 80))
+    assert found == {"broken": 56, "isolated": 24 + 16, "tail": 4}
+
+
+def test_the_tail_could_not_have_been_cached_before_a_change_either() -> None:
+    assert ledger(broken=range(90, 120)) == {"new": 90, "broken": 6, "tail": 4}

@@ -1,11 +1,13 @@
 """A receipt says what was known of every replica, and what tipped the scales."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvroute.router.routing.attempts import Placement
+from kvroute.router.routing.breaks import Break, Difference, Span
 from kvroute.router.routing.policy import Candidate, rank
 from kvroute.router.routing.receipts import receipt
 
@@ -60,3 +62,26 @@ def test_a_policy_without_costs_has_none_on_its_receipt() -> None:
 def test_one_replica_needs_no_reason_and_none_has_no_choice() -> None:
     assert "only one replica" in receipt(placement(replica("a")), policy="kvroute")["reason"]
     assert receipt(placement(), policy="kvroute")["choice"] is None
+
+
+BROKEN = Break("system", 0, Difference(120, Span(4, "0a"), Span(6, "0b"), alike=500))
+
+
+def test_a_receipt_names_the_place_where_the_chat_changed_and_what_stood_there() -> None:
+    found = receipt(placement(replica("a")), policy="kvroute", broken=BROKEN)
+    assert found["broken"] == {
+        "message": {"index": 0, "role": "system"},
+        "token": 120,
+        "tokens": 500,
+        "before": {"tokens": 4, "hash": "0a"},
+        "after": {"tokens": 6, "hash": "0b"},
+    }
+
+
+def test_what_replicas_held_in_spite_of_the_change_was_not_lost() -> None:
+    some = replace(placement(replica("a")), known_blocks=20)
+    found = receipt(some, policy="kvroute", broken=BROKEN)["broken"]
+    assert found["tokens"] == 126 + 500 - 20 * 16
+    whole = replace(some, known_blocks=40)
+    assert receipt(whole, policy="kvroute", broken=BROKEN)["broken"] is None
+    assert receipt(whole, policy="kvroute")["broken"] is None

@@ -23,11 +23,13 @@ from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngin
 from kvroute.router.observability import request_log
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.routing.breaks import Break, Difference, Span
 from kvroute.router.routing.fleet import Fleet
 from tests.support.answers import completion
 from tests.support.records import FACTS, LOAD
 
 BLOCK = 32
+SPAN = Span(8, "0a")
 KEYS = (
     "timestamp input_length output_length hash_ids block_size model replica reusable_tokens "
     "expected_tokens cached_tokens predicted_ttft_s ttft_s duration_s outcome ledger request_id"
@@ -46,13 +48,20 @@ class Router:
         self.fleet.update([ReplicaRecord("a", "1", 0, FACTS, LOAD)])
         self.fleet.mirror.join("a")
 
-    async def answer(self, prompt: int, *, stop_after: int | None = None, **fields: Any) -> None:
+    async def answer(
+        self,
+        prompt: int,
+        *,
+        stop_after: int | None = None,
+        broken: Break | None = None,
+        **fields: Any,
+    ) -> None:
         """As the dispatcher does: sends, listens to so many chunks, and ends."""
         token_ids = np.arange(prompt, dtype=np.uint32)
         request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, "", ["a"], now_s)
-        context = RequestContext(now_s)
+        context = RequestContext(now_s, broken=broken)
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -117,6 +126,17 @@ def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id:
     log = RequestLog(Path("unused"), model="m", block_size=block_size)
     chain = [Fingerprint(1000 + i) for i in range(12)]
     assert log._ids(chain)[0] == chain[of_one_id // block_size - 1]
+
+
+async def test_a_line_names_the_place_where_its_chat_changed(router: Router) -> None:
+    await router.answer(400, broken=Break("user", 3, Difference(40, SPAN, SPAN, alike=300)))
+    (line,) = await logged(router)
+    assert line["ledger"].items() >= {"broken": 300, "new": 84, "tail": 16}.items()
+    assert (line["broken"]["message"], line["broken"]["token"], line["broken"]["tokens"]) == (
+        {"index": 3, "role": "user"},
+        40,
+        300,
+    )
 
 
 async def test_choices_count_together(router: Router) -> None:

@@ -12,11 +12,13 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.router.routing.attempts import Attempt, Placement, RequestObserver
+from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.ledger import Ledger
 
 log = logging.getLogger("kvroute.request_log")
@@ -47,6 +49,7 @@ class Line(msgspec.Struct):
     ledger: Ledger | None  # where the prompt's tokens came from; None if there was no token
     request_id: str  # the response's x-request-id
     lora: str | msgspec.UnsetType = msgspec.UNSET  # the requested adapter
+    broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # as in receipts
 
 
 class RequestLog(RequestObserver):
@@ -107,6 +110,7 @@ class RequestLog(RequestObserver):
             ledger=attempt.ledger(),
             request_id=attempt.context.request_id,
             lora=placement.lora or msgspec.UNSET,
+            broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
         )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:
@@ -117,6 +121,10 @@ class RequestLog(RequestObserver):
         if not self.dropped:
             log.warning("requests are missing in the log %s: %s", self._file, why)
         self.dropped += lines
+
+
+def _broken(broken: Break | None, placement: Placement) -> dict[str, Any] | None:
+    return broken.as_json(known_tokens=placement.known_tokens) if broken else None
 
 
 def _append(file: Path, lines: Sequence[Line]) -> None:

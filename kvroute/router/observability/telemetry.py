@@ -14,6 +14,7 @@ from kvroute.router.dispatch.links import Links
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.observability.places import Places
 from kvroute.router.observability.recent import Recent
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
@@ -31,13 +32,14 @@ class Telemetry:
 
     def __init__(self, router_id: str, settings: RouterSettings, *, also: RequestObserver) -> None:
         self.recent = Recent()
+        self.places = Places()
         self._router_id = router_id
         self._log = _request_log(router_id, settings)
         self._registry = CollectorRegistry()  # not the process's, which may serve other models
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
         self._announcer: Announcer | None = None
-        observers = (also, self._log, self._metrics, self.recent, request_spans.dispatches())
-        self.observer = RequestObservers(*filter(None, observers))
+        observers = (also, self._log, self._metrics, self.recent, self.places)
+        self.observer = RequestObservers(*filter(None, (*observers, request_spans.dispatches())))
 
     async def start(
         self,

@@ -1,7 +1,8 @@
 """The live page's state of the fleet, as one router sees it: a JSON value for each key.
 
 router          this router, its model and how well it knows the index
-ledger          where the prompts' tokens came from, for the requests in recent.Window
+ledger          where the prompts' tokens came from, for the requests in recent.Window, and where
+                chats changed
 prefixes        the hottest prefixes, as in GET /v1/cluster/hot
 replica/ID      a replica's record, and the sums of its requests
 decision/N      where a request went, its result and its receipt: numbers, no text
@@ -18,6 +19,7 @@ from redis.exceptions import RedisError
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.observability.live import State
+from kvroute.router.observability.places import Places
 from kvroute.router.observability.recent import Decision, Recent, Sums, summed
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
@@ -42,6 +44,7 @@ class View:
         recent: Recent,
         settings: RouterSettings,
         *,
+        places: Places,
         index: Index,
         fleet: Fleet,
         feed: Feed,
@@ -50,6 +53,7 @@ class View:
         peers: PeerSubscriber,
     ) -> None:
         self._recent = recent
+        self._places = places
         self._settings = settings
         self._index = index
         self._fleet = fleet
@@ -69,7 +73,7 @@ class View:
         sums = self._recent.window.sums()
         state = {
             "router": encode(self._router()),
-            "ledger": encode(summed(sums.values())),
+            "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
             "prefixes": self._hot_prefixes(),
         }
         states = self._states(records)
@@ -134,7 +138,12 @@ class View:
         attempt = decision.attempt
         assert attempt.placement is not None, "only this router's own attempts have observers"
         if decision.receipt is None:
-            made = receipt(attempt.placement, policy=self._settings.policy, most=RECEIPT_REPLICAS)
+            made = receipt(
+                attempt.placement,
+                policy=self._settings.policy,
+                broken=attempt.context.broken,
+                most=RECEIPT_REPLICAS,
+            )
             decision.receipt = msgspec.Raw(encode(made))
         waited_s = None if attempt.first_token_s is None else attempt.first_token_s - attempt.sent_s
         ledger = attempt.ledger()

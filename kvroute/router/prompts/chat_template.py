@@ -193,7 +193,7 @@ def _parts(content: Any, *, may_have_header: bool) -> list[dict[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
         raise OnlyReplicaError("a message's content is no text")
     if may_have_header:
-        content = [part for part in map(_without_header, content) if part is not None]
+        content = [part for part in map(without_header, content) if part is not None]
     return [_part(each) for each in content]
 
 
@@ -207,7 +207,7 @@ def _part(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "text", "text": given[field], **rest}
 
 
-def _without_header(part: dict[str, Any]) -> dict[str, Any] | None:
+def without_header(part: dict[str, Any]) -> dict[str, Any] | None:
     """[_strip_claude_code_billing_header]"""
     text = part.get("text") if part.get("type") == "text" else None
     if not isinstance(text, str) or not text.startswith(BILLING_HEADER):

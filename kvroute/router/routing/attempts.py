@@ -7,7 +7,8 @@ from typing import Literal
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
-from kvroute.router.routing.ledger import Ledger, account
+from kvroute.router.routing.breaks import Break
+from kvroute.router.routing.ledger import NOTHING, Ledger, account
 from kvroute.router.routing.load import ReplicaLoad
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
@@ -42,6 +43,10 @@ class Placement:
     def reusable_tokens(self) -> int:
         return self.best_hit_blocks * self.block_size
 
+    @property
+    def known_tokens(self) -> int:
+        return self.known_blocks * self.block_size
+
     def expected_tokens(self, replica_id: str) -> int:
         return self.at(replica_id).hit_blocks * self.block_size
 
@@ -61,6 +66,7 @@ class RequestContext:
     namespace: str = ""  # its cache_salt; empty: it shares cached blocks with all others
     lora: str = ""  # LoRA adapter to use; empty: the model itself
     named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with
+    broken: Break | None = None  # it does not continue its chat's earlier prompt
     is_resumed: bool = False  # a replica that was lost has generated the beginning
 
 
@@ -210,6 +216,7 @@ class Attempt:
             expected=self.placement.expected_tokens(self.replica_id),
             delivered=self.cached_tokens,
             named=self.context.named_tokens,
-            known=self.placement.known_blocks * self.placement.block_size,
+            known=self.placement.known_tokens,
+            broken=self.context.broken.lost if self.context.broken else NOTHING,
             is_salted=bool(self.context.namespace),
         )

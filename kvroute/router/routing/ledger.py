@@ -8,6 +8,8 @@ tokens from the prompt's start:
     reusable    the longest part that any replica held or was about to hold
     named       whole blocks of the named prefix that the request starts with
     known       the longest part that any replica ever held, as far as the router remembers
+    broken      not a length: the part that stood in the chat's earlier prompt too, behind a place
+                that has changed since (breaks.py)
     cacheable   what a cache could hold: whole blocks, without the block of the last token
 
 Delivered tokens are `hit` up to `expected`, and `unexpected_hit` beyond it: the index was behind,
@@ -18,12 +20,13 @@ such a token is the first of these whose length reaches beyond the token's posit
     spilled     reusable: another replica had it, but the request did not go there
     unpinned    named: declared to be kept warm, but no replica had it
     evicted     known: some replica had it once, but none has it now
+    broken      inside that part: had the prompt before it not changed, a cache could have held it
     new         cacheable: no replica ever had it
     isolated    the same, for a prompt with a cache_salt. Prompts with other salts may share the
                 text, but only the owners of the salts can know: this is the most isolation can cost
     tail        not cacheable
 
-The nine causes add up to the prompt's tokens, whatever the lengths are.
+The ten causes add up to the prompt's tokens, whatever the lengths are.
 """
 
 import msgspec
@@ -38,11 +41,13 @@ class Ledger(msgspec.Struct, frozen=True):
     spilled: int
     unpinned: int
     evicted: int
+    broken: int
     new: int
     isolated: int
     tail: int
 
 
+NOTHING = range(0)
 CAUSES = Ledger.__struct_fields__
 
 
@@ -55,6 +60,7 @@ def account(
     delivered: int,
     named: int = 0,
     known: int = 0,
+    broken: range = NOTHING,
     is_salted: bool = False,
 ) -> Ledger:
     """The ledger of a prompt. All lengths are in tokens; a longer one is cut to the prompt's."""
@@ -67,14 +73,21 @@ def account(
         before, begin = begin, max(begin, min(end, prompt_tokens))
         return begin - before
 
+    counts = {
+        "hit": hit,
+        "unexpected_hit": begin - hit,
+        "stale": until(expected),
+        "spilled": until(reusable),
+        "unpinned": until(0 if is_salted else named),
+        "evicted": until(known),
+    }
+    before_broken = until(min(broken.start, cacheable))
+    lost = until(min(broken.stop, cacheable))
+    new = before_broken + until(cacheable)
     return Ledger(
-        hit=hit,
-        unexpected_hit=begin - hit,
-        stale=until(expected),
-        spilled=until(reusable),
-        unpinned=until(0 if is_salted else named),
-        evicted=until(known),
-        new=until(0 if is_salted else cacheable),
-        isolated=until(cacheable),
+        **counts,
+        broken=lost,
+        new=0 if is_salted else new,
+        isolated=new if is_salted else 0,
         tail=until(prompt_tokens),
     )

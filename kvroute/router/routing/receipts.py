@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvroute.router.routing.attempts import Placement
+from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.policy import Candidate, Terms, prices, terms_s
 
 # The reason to give when this term makes most of the difference between choice and runner-up.
@@ -22,11 +23,13 @@ REASONS = {
 }
 
 
-def receipt(placement: Placement, *, policy: str, most: int | None = None) -> dict[str, Any]:
+def receipt(
+    placement: Placement, *, policy: str, broken: Break | None = None, most: int | None = None
+) -> dict[str, Any]:
     """A decision as JSON: tokens, seconds, and the replicas in the order of the ranking.
 
-    Policies other than ours have no costs, so these are None. most: replicas to list, at least two;
-    default: all.
+    Policies other than ours have no costs, so these are None. broken: since the chat's earlier
+    turn. most: replicas to list, at least two; default: all.
     """
     ranking = placement.ranking
     common = prices(ranking, placement.forks) if ranking and policy == "kvroute" else None
@@ -39,6 +42,7 @@ def receipt(placement: Placement, *, policy: str, most: int | None = None) -> di
         "block_size": placement.block_size,
         "reusable_blocks": len(placement.chain),
         "best_hit_tokens": placement.best_hit_blocks * placement.block_size,
+        "broken": broken and broken.as_json(known_tokens=placement.known_tokens),
         "forks": round(placement.forks, 3),
         "congestion_price": round(common.alpha, 3) if common else None,
         "choice": ranking[0].replica_id if ranking else None,

@@ -53,7 +53,7 @@ class Diagnosis:
                     ChainMap(*(model.rendering_differences() for model in self._models))
                 ),
             },
-            "hits": summed([sums for model in self._models for sums in model.recent_sums()]),
+            "hits": self._hits(),
             "serve": {
                 "haproxy": ray_internals.HAPROXY_IS_ON,
                 "came_through_haproxy": port in ray_internals.DIRECT_PORTS,
@@ -63,6 +63,13 @@ class Diagnosis:
             "nodes": nodes,
             "versions": versions(),
         }
+
+    def _hits(self) -> Facts:
+        """Where the recent prompts' tokens came from, and where chats changed."""
+        sums = [each for model in self._models for each in model.recent_sums()]
+        places = [each for model in self._models for each in model.broken_places()]
+        places.sort(key=lambda place: -place["tokens"])
+        return summed(sums) | {"broken": places}
 
     async def _index_facts(
         self,

@@ -35,15 +35,18 @@ from kvroute.router.observability.recent import Sums
 from kvroute.router.observability.targets import Target, targets
 from kvroute.router.observability.telemetry import Telemetry
 from kvroute.router.observability.view import View
+from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.routing.attempts import RequestContext, RequestObserver
 from kvroute.router.routing.baselines import RANKINGS
+from kvroute.router.routing.breaks import Break
+from kvroute.router.routing.chats import Chats
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.handshake import Handshake
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.receipts import receipt
-from kvroute.router.serving.calls import Calls, RefusedCallError
+from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.router.serving.stored_response import stored
@@ -92,6 +95,7 @@ class ModelRouter:
         self._publisher = PeerPublisher(router_id)
         self._telemetry = Telemetry(router_id, settings, also=self._publisher)
         running = partial(serves.running_replicas, self._deployment)
+        self._chats = Chats()
         self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
         self._feed = Feed(self._index, self._fleet)
         self._subscriber = PeerSubscriber(self._fleet, own=router_id)
@@ -205,6 +209,7 @@ class ModelRouter:
             namespace=call.cache_salt,
             lora=self.adapter(call.model) or "",
             named_tokens=self.prefixes.named_tokens(prefix),
+            broken=self._broken(call, prefix, prompted, self._chats.see),
         )
         is_isolated = bool(context.namespace or context.lora)
         response = await self._calls.respond(
@@ -212,9 +217,24 @@ class ModelRouter:
             prompted,
             context,
             begun=partial(self.prefixes.count, prefix=prefix, is_isolated=is_isolated),
-            receipt=self._receipt if with_receipts else None,
+            receipt=partial(self._receipt, broken=context.broken) if with_receipts else None,
         )
         return await stored(turn, response)
+
+    def _broken(
+        self,
+        call: Call,
+        prefix: Prefix | None,
+        prompted: Prompted,
+        compare: Callable[..., Break | None],
+    ) -> Break | None:
+        """What broke the prompt's prefix since the chat's earlier turn; None if it is no chat."""
+        messages = conversation(call.path, call.body)
+        if messages is None:
+            return None
+        name = prefix.id if prefix else ""
+        scope = f"{self.adapter(call.model)}|{name}|{call.cache_salt}"
+        return compare(messages, prompted.token_ids[0], tools=call.body.get("tools"), scope=scope)
 
     async def _prefix_of(self, call: Call, name: str | None) -> Prefix | None:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
@@ -224,13 +244,15 @@ class ModelRouter:
         """Where each prompt of a call would go now, and why; nothing is generated.
         RefusedCallError."""
         call = (await asked(call, self.conversations)).call
-        prompted = await self._calls.prompts(call, await self._prefix_of(call, None))
+        prefix = await self._prefix_of(call, None)
+        prompted = await self._calls.prompts(call, prefix)
+        broken = self._broken(call, prefix, prompted, self._chats.look)
         salt, lora = call.cache_salt, self.adapter(call.model) or ""
         receipts = []
         for prompt in prompted.token_ids:
             running, now_s = self._liveness.trusted(), time.monotonic()
             placement = self._fleet.place(prompt, salt, running, now_s, lora)
-            receipts.append(receipt(placement, policy=self.settings.policy))
+            receipts.append(receipt(placement, policy=self.settings.policy, broken=broken))
             await asyncio.sleep(0)  # other requests come first
         return receipts
 
@@ -316,6 +338,10 @@ class ModelRouter:
         """The sums over the prompts of the last minutes, for each replica."""
         return list(self._telemetry.recent.window.sums().values())
 
+    def broken_places(self) -> list[dict[str, Any]]:
+        """Where chats changed in the same time, the costliest first."""
+        return [{**place, "model": self.name} for place in self._telemetry.places.worst()]
+
     def _status(self, record: ReplicaRecord, blocks: int | None) -> dict[str, Any]:
         return {
             "id": record.id,
@@ -331,9 +357,9 @@ class ModelRouter:
             "degraded": self._fleet.handshake.degraded.get(record.id),
         }
 
-    def _receipt(self, generation: Generation) -> dict[str, Any]:
+    def _receipt(self, generation: Generation, broken: Break | None) -> dict[str, Any]:
         """The receipt of a prompt in generation."""
-        return receipt(generation.placement, policy=self.settings.policy) | {
+        return receipt(generation.placement, policy=self.settings.policy, broken=broken) | {
             "request_id": generation.request_id,
             "replica": generation.replica_id,
             "expected_tokens": generation.expected_tokens,
@@ -344,6 +370,7 @@ class ModelRouter:
         view = View(
             self._telemetry.recent,
             self.settings,
+            places=self._telemetry.places,
             index=self._index,
             fleet=self._fleet,
             feed=self._feed,

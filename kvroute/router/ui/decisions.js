@@ -1,6 +1,7 @@
 // Recent decisions, each with its receipt.
 
 import { arrange, count, el, percent, plural, seconds, setBar, setText } from "./dom.js";
+import { PLACES } from "./ledger.js";
 
 const OUTCOMES = {
   ok: "answered",
@@ -130,11 +131,18 @@ function outcomeOf(decision) {
   ];
   if (decision.output_tokens !== null) facts.push(["answer", plural(decision.output_tokens, "token")]);
   if (receipt.congestion_price !== null) facts.push(["price of computing again", `× ${receipt.congestion_price.toFixed(2)}`]);
+  if (receipt.broken) facts.push(["prefix broken", changed(receipt.broken)]);
   if (decision.ledger) {
     const parts = Object.entries(decision.ledger).filter(([, tokens]) => tokens);
     facts.push(["ledger", parts.map(([cause, tokens]) => `${cause} ${count(tokens)}`).join(", ")]);
   }
   return el("dl", "", ...facts.map(([name, value]) => el("div", "", el("dt", "", name), el("dd", "", value))));
+}
+
+function changed({ message, token, tokens, before, after }) {
+  const number = message.index === null ? "" : ` (number ${message.index})`;
+  const lengths = `${plural(before.tokens, "token")} became ${count(after.tokens)}`;
+  return `at token ${count(token)}, ${PLACES[message.role]}${number}: ${lengths}, and ${plural(tokens, "token")} behind it were lost`;
 }
 
 function replicasOf(decision) {

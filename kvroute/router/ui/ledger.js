@@ -2,6 +2,18 @@
 
 import { compact, count, el, percent, plural, setText } from "./dom.js";
 
+// What changed where a chat's prefix broke, by its role.
+export const PLACES = {
+  system: "the system message",
+  developer: "the developer’s message",
+  user: "a user’s message",
+  assistant: "an assistant’s message",
+  tool: "a tool’s result",
+  tools: "the definitions of tools",
+  template: "all messages stay",
+  other: "a message",
+};
+
 // As in the table of docs/metrics.md.
 export const CAUSES = [
   ["hit", "came from the cache, as the router expected", ""],
@@ -10,6 +22,7 @@ export const CAUSES = [
   ["spilled", "were cached on a replica that was not chosen, mostly because it was busy", "more replicas"],
   ["unpinned", "belong to the request's named prefix, but were cached nowhere", "GET /v1/prefixes/ID says where it is warm; a larger --pin-share, or fewer prefixes"],
   ["evicted", "were cached once, but no longer: evicted, cleared, or lost with their replica", "more memory for the cache, more replicas, or named prefixes"],
+  ["broken", "are in the chat's earlier prompt too, but behind a place that has changed since, so that no cache had them", "let chats change at their end only: dates and ids into the last user message; kvroute doctor names the place"],
   ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks)", "see whether prompts could begin alike"],
   ["isolated", "were never cached under the prompt's cache_salt; other salts were not searched", "fewer salts, if that is allowed"],
   ["tail", "are in no full block, or in the last token's block, which is always computed", "a smaller --block-size"],
@@ -55,6 +68,12 @@ function sentence(ledger, total) {
   return (
     `${plural(ledger.requests, "request")} in the last ${minutes} minutes had ${plural(total, "prompt token")}: ` +
     `${percent(hitTokens(ledger), total)} came from a KV cache, and ${plural(computed, "token")} had to be computed. ` +
-    "Each of them has one cause."
+    `Each of them has one cause.${changes(ledger.broken[0], total)}`
   );
+}
+
+// The place where chats change that costs most, if there is one.
+function changes(place, total) {
+  if (!place) return "";
+  return ` Chats that change at token ${count(place.token)} (${PLACES[place.role]}) cost ${percent(place.tokens, total)}.`;
 }

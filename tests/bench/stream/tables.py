@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.bench.report import Row, Section
+from tests.bench.stream.applications import applications
 from tests.bench.stream.cluster import serving
 from tests.bench.stream.engine import alone
 from tests.bench.stream.gateway import MISSING, gateway, is_installed, mock_engines
@@ -66,6 +67,7 @@ def tables() -> list[Section]:
         Section(f"{title}: at the client", [_waits(costs, *key) for key in streamed], waits),
         Section("Requests of one token", [_request(costs, *key) for key in short]),
         _full(),
+        applications(),
     ]
 
 

@@ -1,0 +1,39 @@
+"""The messages of a call's body, whichever API it is of."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvroute.router.api.calls import CHATS, MESSAGES, RESPONSES
+from kvroute.router.prompts.chat_template import without_header
+
+
+def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
+    """None if it is no chat, or not all of it. What an API has in a field of its own, as `system`,
+    comes first."""
+    if path == CHATS:
+        given, instructions = body.get("messages"), None
+    elif path == MESSAGES:
+        given, instructions = body.get("messages"), body.get("system")
+    elif path == RESPONSES and body.get("previous_response_id") is None:
+        given, instructions = body.get("input"), body.get("instructions")
+    else:
+        return None
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        return None
+    first = [{"role": "system", "content": instructions}] if instructions else []
+    return [_rendered(message) for message in [*first, *given]]
+
+
+def _rendered(message: Any) -> Any:
+    """A system message without billing lines, which are not in the prompt."""
+    if not isinstance(message, dict) or message.get("role") != "system":
+        return message
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return message
+    parts = [without_header(part) if isinstance(part, dict) else part for part in content]
+    return {**message, "content": [part for part in parts if part is not None]}

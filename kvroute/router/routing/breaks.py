@@ -1,0 +1,137 @@
+"""Where a chat's prompt parts from an earlier one, and what of the earlier one stands behind that.
+
+A cache holds leading tokens only. So what both prompts have behind the place is computed again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from kvroute.contract.generation import TokenIds
+
+ALIKE = 16  # tokens in a row that both prompts have, so that they count as going on alike
+SURE = 64  # as many cannot be alike by chance, as a chat's markup between two messages can
+REACH = 2_048  # tokens; what comes soon behind the place is looked for so far behind it at least
+SEARCHED = 131_072  # tokens behind the place; so the longest prompts take milliseconds
+STEP = 1_024  # tokens compared at once, at first: most differences come early
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of a prompt, without saying which."""
+
+    tokens: int
+    hash: str  # hexadecimal; equal for equal tokens, within one router
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where two prompts differ, and how they go on alike behind it."""
+
+    token: int  # the first that differs, counted from 0
+    before: Span  # what stood there in the earlier prompt
+    after: Span  # what stands there now
+    alike: int  # tokens behind it that both prompts have
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A chat's prompt that is not the earlier one continued."""
+
+    role: str  # of chats.PLACES: of the message that changed, or what else did
+    message: int | None  # its number in the chat, from 0; None: no message changed
+    difference: Difference
+
+    @property
+    def lost(self) -> range:
+        """The tokens that a cache could have held, had it not changed."""
+        begin = self.difference.token + self.difference.after.tokens
+        return range(begin, begin + self.difference.alike)
+
+    def as_json(self, *, known_tokens: int) -> dict[str, Any] | None:
+        """What a client is told; None if nothing was lost, since replicas held so many leading
+        tokens of the prompt all the same."""
+        tokens = self.lost.stop - max(self.lost.start, known_tokens)
+        if tokens <= 0:
+            return None
+        before, after = self.difference.before, self.difference.after
+        return {
+            "message": {"index": self.message, "role": self.role},
+            "token": self.difference.token,
+            "tokens": tokens,
+            "before": {"tokens": before.tokens, "hash": before.hash},
+            "after": {"tokens": after.tokens, "hash": after.hash},
+        }
+
+
+def difference(old: TokenIds, new: TokenIds, *, seed: int) -> Difference | None:
+    """None if `new` continues `old`, or if they do not go on alike behind the first difference.
+
+    seed: of the hashes, 64 bits.
+    """
+    token = _same(old, new)
+    if token == min(len(old), len(new)):
+        return None
+    found = _alike_again(old[token:], new[token:])
+    if found is None:
+        return None
+    removed, added, alike = found
+    return Difference(
+        token,
+        before=_span(old[token : token + removed], seed),
+        after=_span(new[token : token + added], seed),
+        alike=alike,
+    )
+
+
+def _alike_again(old: TokenIds, new: TokenIds) -> tuple[int, int, int] | None:
+    """Where both go on alike: the position in `old`, that in `new`, and for how many tokens."""
+    packed = new[:SEARCHED].tobytes()
+    enough = max(ALIKE, min(SURE, len(old) // 2))
+    for probe in _probes(min(len(old), SEARCHED) - ALIKE):
+        for there in _places(packed, old[probe : probe + ALIKE].tobytes(), probe):
+            back = _same(old[:probe][::-1], new[:there][::-1])
+            alike = back + _same(old[probe:], new[there:])
+            if alike >= enough:
+                return probe - back, there - back, alike
+    return None
+
+
+def _probes(last: int) -> Iterator[int]:
+    """Positions, each about twice as far as the one before, and one near the end."""
+    probe = 0
+    while probe <= last:
+        yield probe
+        probe = 2 * probe + 1
+    if last > 0:
+        yield last - last // 8
+
+
+def _places(packed: bytes, tokens: bytes, probe: int) -> Iterator[int]:
+    """Where these tokens stand: at the probe's own position, and else the first one in reach."""
+    begin = probe * TOKEN_BYTES
+    if packed[begin : begin + len(tokens)] == tokens:
+        yield probe
+    found = packed.find(tokens, 0, 2 * begin + REACH * TOKEN_BYTES)
+    if found >= 0 and found % TOKEN_BYTES == 0:  # else it begins amid a token
+        yield found // TOKEN_BYTES
+
+
+def _same(one: TokenIds, other: TokenIds) -> int:
+    """How many tokens both begin with."""
+    length, begin, step = min(len(one), len(other)), 0, STEP
+    while begin < length:
+        end = min(begin + step, length)
+        differ = one[begin:end] != other[begin:end]
+        first = int(differ.argmax())
+        if differ[first]:
+            return begin + first
+        begin, step = end, 2 * step
+    return length
+
+
+def _span(token_ids: TokenIds, seed: int) -> Span:
+    return Span(len(token_ids), xxh3_64_hexdigest(token_ids.tobytes(), seed))

@@ -1,0 +1,73 @@
+"""The places where chats change, in the order of what they cost."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.router.observability.places import KEPT, WORST, Places
+from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
+from kvroute.router.routing.breaks import Break, Difference, Span
+from kvroute.router.routing.chats import PLACES
+
+SPAN = Span(4, "0a")
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def at(token: int, role: str = "system") -> Break:
+    return Break(role, 0, Difference(token, SPAN, SPAN, alike=100))
+
+
+def told(places: Places) -> list[tuple[str, int, int, int]]:
+    """Role, token, lost tokens and requests of each place."""
+    names = ("role", "token", "tokens", "requests")
+    return [tuple(place[name] for name in names) for place in places.worst()]
+
+
+def test_changes_near_each_other_are_one_place_that_begins_with_the_first() -> None:
+    places = Places(Clock())
+    for token in (1217, 1216, 1220):
+        places.add(at(token), 100)
+    assert told(places) == [("system", 1216, 300, 3)]
+
+
+def test_the_costliest_place_comes_first_and_roles_are_told_apart() -> None:
+    places = Places(Clock())
+    places.add(at(10), 100)
+    places.add(at(10, "tools"), 300)
+    places.add(at(5000), 200)
+    assert told(places) == [("tools", 10, 300, 1), ("system", 5000, 200, 1), ("system", 10, 100, 1)]
+
+
+def test_what_is_older_than_the_window_is_forgotten() -> None:
+    clock = Clock()
+    places = Places(clock)
+    places.add(at(10), 100)
+    clock.now_s += WINDOW_S / 2
+    places.add(at(10), 50)
+    assert told(places) == [("system", 10, 150, 2)]
+    clock.now_s += WINDOW_S / 2 + BUCKET_S
+    assert told(places) == [("system", 10, 50, 1)]
+    clock.now_s += WINDOW_S
+    assert told(places) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 10**6)), max_size=200))
+def test_however_many_places_there_are_some_are_kept_and_few_told(
+    changes: list[tuple[str, int]],
+) -> None:
+    clock = Clock()
+    places = Places(clock)
+    for (role, token), moved_s in zip(changes, itertools.cycle((0.0, 0.1, 6.0))):
+        clock.now_s += moved_s
+        places.add(at(token, role), 1)
+    assert len(told(places)) <= WORST
+    assert all(len(kept) <= KEPT for _, kept in places._buckets)
+    assert len(places._buckets) <= WINDOW_S / BUCKET_S
+    assert sum(tokens for _, _, tokens, _ in told(places)) <= len(changes)
