@@ -55,7 +55,7 @@ class Chunk(Struct, frozen=True, array_like=True):
 
 def dispatch_id(client_id: str) -> str:
     """An id for one prompt of the request. It is unique, even if clients use a request id twice."""
-    return f"{client_id}-{secrets.token_hex(4)}"
+    return f"{client_id}-{secrets.token_hex(8)}"
 
 
 def client_id(dispatch_id: str) -> str:

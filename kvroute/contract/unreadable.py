@@ -8,7 +8,9 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-Kind = Literal["replica", "router", "message", "change", "blocks", "prefix", "audit", "cluster"]
+Kind = Literal[
+    "replica", "router", "message", "change", "blocks", "prefix", "audit", "cluster", "response"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REASON_CHARS = 300  # the most that is kept of a reason or a name: other writers chose them
 

@@ -35,6 +35,7 @@ UNREADABLE_REMEDIES = {
     "prefix": "declare it again, or drop it: kvroute prefixes remove ID",
     "audit": "restart the replica with the router's version",
     "cluster": "nothing: it is skipped, and goes by itself",
+    "response": f"its conversation cannot go on; are all routers of one version? {FOREIGN}",
 }
 ACCOUNTS = {"engine": "the engine", "replica": "the replica", "redis": "Redis"}  # and a router's
 

@@ -17,7 +17,13 @@ from kvroute.router.api.admission import Admission
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.request_id import request_id
-from kvroute.router.endpoints import cluster_routes, openai_routes, prefix_routes, ui_routes
+from kvroute.router.endpoints import (
+    cluster_routes,
+    openai_routes,
+    prefix_routes,
+    response_routes,
+    ui_routes,
+)
 from kvroute.router.observability import request_spans
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.model_router import ModelRouter
@@ -75,7 +81,7 @@ def application(models: Models, bodies: Bodies) -> FastAPI:
     http.state.bodies = bodies
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
-    for kind in (openai_routes, prefix_routes, cluster_routes, ui_routes):
+    for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
         http.include_router(kind.routes)
     http.exception_handler(ApiError)(_refuse)
     http.exception_handler(HTTPException)(_refuse_route)

@@ -221,6 +221,21 @@ class RouterOptions(CommonOptions):
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),
     ] = "kvroute"
+    response_store_mb: Annotated[
+        int,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "MB of Redis for the stored responses of each model, which previous_response_id "
+            "needs; 0: none is stored.",
+            example="256",
+        ),
+    ] = 0
+    response_ttl_s: Annotated[
+        float,
+        Field(gt=0, le=1e9),
+        Option(CLUSTER, "Seconds for which a response stays stored after its last use."),
+    ] = 86_400.0
     request_log: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

@@ -25,6 +25,7 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefix, Prefixes
+from kvroute.store.responses import Responses
 
 NOWHERE = "redis://127.0.0.1"
 
@@ -53,6 +54,8 @@ def router() -> CollectorRegistry:
     metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
     metrics.export_unreadable(Unreadable())
     metrics.export_links(Links(lambda: replicas("unused")))
+    responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
+    metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
     return registry
 

@@ -94,7 +94,7 @@ def cluster() -> Iterator[Cluster]:
     exact = ("--dtype", "float32", "--kv-cache-memory-mb", "1024", "--max-model-len", "4096")
     tools = ("--engine-args", '{"tool_call_parser": "hermes"}')
     command = ("nice", "-n", "10", *COMMAND)
-    options = ("--replicas", "1", *exact, *tools)
+    options = ("--replicas", "1", "--response-store-mb", "16", *exact, *tools)
     with start_cluster(*options, deadline_s=400, command=command) as cluster:
         yield cluster
 

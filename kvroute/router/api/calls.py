@@ -57,6 +57,7 @@ class Call:
     path: str
     raw: bytes
     body: Mapping[str, Any]
+    input_values: int = 0  # JSON values in the items of a list `input`
 
     @property
     def model(self) -> str | None:
@@ -123,7 +124,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     if path == COMPLETIONS and isinstance(prompt, list):
         body["prompt"] = _compact(prompt)
     _check_values(body)
-    call = Call(path, raw, body)
+    call = Call(path, raw, body, _input_values(body.get("input")))
     choices = len(call.prompts() or ()) * call.n if path == COMPLETIONS else call.n
     if choices > MAX_CHOICES:
         raise invalid("prompt", f"these are {choices} choices; ask for at most {MAX_CHOICES}")
@@ -196,20 +197,29 @@ def _check_copies(call: Call) -> None:
         )
 
 
-def _check_values(body: Mapping[str, Any]) -> None:
-    """ApiError 413 for a body of too many values."""
-    left = MAX_VALUES
-    waiting: list[Iterable[Any]] = [body.values()]
-    while waiting:
+def values_in(values: Iterable[Any]) -> int:
+    """How many JSON values these are, at any depth; beyond MAX_VALUES they are not counted."""
+    found = 0
+    waiting = [values]
+    while waiting and found <= MAX_VALUES:
         for value in waiting.pop():
-            left -= 1
+            found += 1
             if isinstance(value, dict):
                 waiting.append(value.values())
             elif isinstance(value, list):
                 waiting.append(value)
-        if left < 0:
-            raise ApiError(
-                413,
-                f"the body has more than {MAX_VALUES} JSON values; send fewer",
-                code="request_too_large",
-            )
+    return found
+
+
+def _input_values(given: object) -> int:
+    return values_in(given) if isinstance(given, list) else 0
+
+
+def _check_values(body: Mapping[str, Any]) -> None:
+    """ApiError 413 for a body of too many values."""
+    if values_in(body.values()) > MAX_VALUES:
+        raise ApiError(
+            413,
+            f"the body has more than {MAX_VALUES} JSON values; send fewer",
+            code="request_too_large",
+        )

@@ -27,6 +27,7 @@ from kvroute.router.routing.attempts import (
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.ledger import CAUSES
+from kvroute.store.responses import Responses
 
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
@@ -36,7 +37,7 @@ DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
 REFUSALS = (
     *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
-    *("client_left", "refused_by_engine", "server_error"),
+    *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
 )
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
@@ -255,6 +256,25 @@ class RouterMetrics(RequestObservers):
             "kvroute_lost_connections",
             "Connections to replicas that ended, for whatever reason.",
             lambda: links.losses,
+        )
+
+    def export_responses(self, responses: Responses) -> None:
+        self._readings.counter_of(
+            "outcome",
+            "kvroute_stored_responses",
+            "Responses that were to be stored: stored, too_large, known (one has this id already), "
+            "failed (Redis is away, slow or full).",
+            lambda: responses.counts,
+        )
+        self._readings.counter(
+            "kvroute_evicted_responses",
+            "Stored responses that made room for this router's new ones.",
+            lambda: responses.evicted,
+        )
+        self._readings.gauge(
+            "kvroute_stored_response_bytes",
+            "What all stored responses took in Redis when this router last stored one.",
+            lambda: responses.bytes,
         )
 
     def export_log(self, log: RequestLog) -> None:

@@ -24,6 +24,7 @@ from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
+from kvroute.store.responses import Responses
 
 
 class Telemetry:
@@ -50,6 +51,7 @@ class Telemetry:
         audit: Audit,
         unreadable: Unreadable,
         links: Links,
+        responses: Responses | None,
     ) -> None:
         """Prometheus can scrape and find this router from now on, unless metrics are off."""
         if self._metrics is None:
@@ -59,6 +61,8 @@ class Telemetry:
         self._metrics.export_audit(audit)
         self._metrics.export_unreadable(unreadable)
         self._metrics.export_links(links)
+        if responses is not None:
+            self._metrics.export_responses(responses)
         if self._log:
             self._metrics.export_log(self._log)
         self._registry.register(Process())

@@ -12,6 +12,7 @@ import ray
 from fastapi import Response
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from kvroute.contract.identity import identify
@@ -46,12 +47,15 @@ from kvroute.router.routing.handshake import Handshake
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.receipts import receipt
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
+from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
+from kvroute.router.serving.stored_response import stored
 from kvroute.settings.router import RouterSettings
 from kvroute.store.clusters import Clusters, Tenant
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefix, Prefixes
+from kvroute.store.responses import Responses
 
 UNKNOWN_CONTEXT = 2**31  # tokens; used until a replica has reported its own
 LOADED_S = 5.0  # the longest wait of a new router until its mirror is loaded
@@ -106,6 +110,8 @@ class ModelRouter:
         self._calls = Calls(
             self._dispatcher, self._fleet, self.prefixes, lambda: self.max_model_len
         )
+        self._responses = _responses(settings, redis, unreadable)
+        self.conversations = _conversations(settings, self._responses)
         read_audit = audit_reader(self._links, unreadable)
         self._audit = Audit(self._index, self._feed, self._fleet.mirror, read_audit)
         self._canaries = Canaries(
@@ -126,6 +132,7 @@ class ModelRouter:
             audit=self._audit,
             unreadable=self._unreadable,
             links=self._links,
+            responses=self._responses,
         )
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
@@ -189,6 +196,8 @@ class ModelRouter:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
             return await self._calls.passed_on(call)
+        turn = await asked(call, self.conversations)
+        call = turn.call
         prefix = await self._prefix_of(call, prefix_name)
         with request_spans.step("tokenise"):
             prompted = await self._calls.prompts(call, prefix)
@@ -203,13 +212,14 @@ class ModelRouter:
             broken=self._broken(call, prefix, prompted, self._chats.see),
         )
         is_isolated = bool(context.namespace or context.lora)
-        return await self._calls.respond(
+        response = await self._calls.respond(
             call,
             prompted,
             context,
             begun=partial(self.prefixes.count, prefix=prefix, is_isolated=is_isolated),
             receipt=partial(self._receipt, broken=context.broken) if with_receipts else None,
         )
+        return await stored(turn, response)
 
     def _broken(
         self,
@@ -233,6 +243,7 @@ class ModelRouter:
     async def explain(self, call: Call) -> list[dict[str, Any]]:
         """Where each prompt of a call would go now, and why; nothing is generated.
         RefusedCallError."""
+        call = (await asked(call, self.conversations)).call
         prefix = await self._prefix_of(call, None)
         prompted = await self._calls.prompts(call, prefix)
         broken = self._broken(call, prefix, prompted, self._chats.look)
@@ -380,6 +391,28 @@ def _tenant(settings: RouterSettings) -> Tenant:
         ray.get_runtime_context().gcs_address,
         serve.get_replica_context().app_name,
     )
+
+
+def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -> Responses | None:
+    """None: none is stored."""
+    if not settings.response_store_mb:
+        return None
+    return Responses(
+        redis,
+        settings.served_model_name,
+        limit_bytes=settings.response_store_mb << 20,
+        ttl_s=settings.response_ttl_s,
+        most_bytes=settings.max_body_mb << 20,
+        cluster=settings.cluster,
+        unreadable=unreadable,
+    )
+
+
+def _conversations(settings: RouterSettings, store: Responses | None) -> Conversations | None:
+    """None: none is stored."""
+    if store is None:
+        return None
+    return Conversations(store, most_bytes=settings.max_body_mb << 20)
 
 
 def _fleet(

@@ -1,0 +1,96 @@
+"""HTTP routes of stored responses. An owner's salt is the query's `cache_salt`."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvroute.router.api.calls import RESPONSES
+from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+from kvroute.router.api.response_object import listed
+from kvroute.router.serving.conversations import OPTION, Conversations
+from kvroute.router.serving.models import Models, Served
+
+ONE = RESPONSES + "/{response_id}"
+MOST_LISTED = 100  # items in one page, as OpenAI has it
+
+T = TypeVar("T")
+Salt = Annotated[str, Query(alias="cache_salt")]
+
+routes = APIRouter()
+
+
+@routes.get(ONE)
+async def get_response(response_id: str, models: Served, salt: Salt = "") -> Response:
+    body = await _found(models, response_id, lambda each: each.get(response_id, salt))
+    return Response(body, media_type="application/json")
+
+
+@routes.delete(ONE)
+async def delete_response(response_id: str, models: Served, salt: Salt = "") -> Response:
+    await _found(models, response_id, lambda each: each.delete(response_id, salt))
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@routes.get(f"{ONE}/input_items")
+async def list_input_items(
+    response_id: str, request: Request, models: Served, salt: Salt = ""
+) -> Response:
+    """What the response answers: the whole conversation before it, too."""
+    items = await _found(models, response_id, lambda each: each.input_items(response_id, salt))
+    return JSONResponse(_page(listed(items, response_id), request.query_params))
+
+
+@routes.post(f"{ONE}/cancel")
+async def cancel_response(response_id: str) -> Response:
+    raise unsupported(
+        "background",
+        f"response {shown(response_id)} cannot be cancelled: `background` is not supported; close "
+        "the connection to end a response",
+    )
+
+
+async def _found(
+    models: Models, id_: str, find: Callable[[Conversations], Awaitable[T | None]]
+) -> T:
+    """What one of the models' stores has. ApiError 404."""
+    stores = [each.conversations for each in models.all if each.conversations is not None]
+    for store in stores:
+        if found := await find(store):
+            return found
+    why = (
+        "it was not stored, has expired, was deleted or made room for others, or has another "
+        "cache_salt"
+        if stores
+        else f"this server stores no responses; start it with {OPTION}"
+    )
+    raise ApiError(404, f"Response with id {shown(id_)} not found: {why}", code="not_found")
+
+
+def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """OpenAI's list. query: `order`, `after` and `limit`, all optional. ApiError."""
+    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise invalid("order", f"order is {shown(order)}; expected asc or desc")
+    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_LISTED):
+        raise invalid("limit", f"limit is {shown(limit)}; expected a number up to {MOST_LISTED}")
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        items = items[_position(items, after) + 1 :]
+    page = items[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
+
+
+def _position(items: list[dict[str, Any]], id_: str) -> int:
+    for position, item in enumerate(items):
+        if item["id"] == id_:
+            return position
+    raise invalid("after", f"after is {shown(id_)}; expected the id of one of the items")

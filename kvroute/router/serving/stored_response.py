@@ -1,0 +1,68 @@
+"""The response to a call that goes on with a conversation, or with which one may go on."""
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.router.api.response_object import (
+    encode,
+    events_with_previous,
+    last_response,
+    members,
+    with_previous,
+)
+from kvroute.router.serving.conversations import Asked
+
+
+async def stored(asked: Asked, response: Response) -> Response:
+    """The response with the id of the one before it. It is stored before its client has its end."""
+    if asked.previous_id is None and asked.store is None:
+        return response
+    if isinstance(response, StreamingResponse):
+        return _Events(asked, response)
+    if response.status_code == 200:
+        response.body = await _whole(asked, bytes(response.body))
+        response.headers["content-length"] = str(len(response.body))
+    return response
+
+
+async def _whole(asked: Asked, body: bytes) -> bytes:
+    try:
+        response = members(body)
+    except DECODE_ERRORS:  # what the client then gets is the replica's own
+        return body
+    if asked.previous_id is not None:
+        response = with_previous(response, asked.previous_id)
+        body = encode(response)
+    if asked.store is not None:
+        await asked.store(response)
+    return body
+
+
+class _Events(Response):
+    """A stream. Its events come whole, as a replica sends them."""
+
+    def __init__(self, asked: Asked, stream: StreamingResponse) -> None:
+        super().__init__(status_code=stream.status_code)
+        self._asked = asked
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_edited(message: Message) -> None:
+            if body := message.get("body"):
+                message = {**message, "body": await self._edited(body)}
+            await send(message)
+
+        await self._stream(scope, receive, send_edited)
+
+    async def _edited(self, data: bytes) -> bytes:
+        try:
+            if self._asked.previous_id is not None:
+                data = events_with_previous(data, self._asked.previous_id)
+            response = None if self._asked.store is None else last_response(data)
+        except (*DECODE_ERRORS, LookupError):
+            return data
+        if response is not None and self._asked.store is not None:
+            await self._asked.store(response)
+        return data

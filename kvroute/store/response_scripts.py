@@ -1,0 +1,107 @@
+"""The scripts that change and read stored responses (responses.py): each runs in Redis as a whole.
+
+KEYS responses, ends; their ARGV begins with key, ttl_ms, overhead.
+"""
+
+_STATE = r"""
+local ROOT = string.rep('\0', 16)
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local overhead = tonumber(ARGV[3])
+
+-- What others wrote, or what is left where Redis has dropped the other key, is removed.
+local sum = tonumber(redis.call('TYPE', KEYS[1]).ok == 'hash'
+  and redis.call('TYPE', KEYS[2]).ok == 'zset' and redis.call('HGET', KEYS[1], 'bytes') or nil)
+if not (sum and sum >= 0 and sum < 2^53) then
+  if redis.call('EXISTS', KEYS[1], KEYS[2]) > 0 then redis.call('DEL', KEYS[1], KEYS[2]) end
+  sum = 0
+end
+
+local function is_there(key)
+  return (tonumber(redis.call('ZSCORE', KEYS[2], key) or 0) or 0) > now
+    and redis.call('HEXISTS', KEYS[1], key) == 1
+end
+local function remove(key)
+  local size = redis.call('HSTRLEN', KEYS[1], key) + redis.call('HSTRLEN', KEYS[1], key .. 'r')
+  if redis.call('HDEL', KEYS[1], key, key .. 'r') > 0 then
+    sum = math.max(0, sum - size - overhead)
+  end
+  redis.call('ZREM', KEYS[2], key)
+end
+local function write_sum()
+  redis.call('HSET', KEYS[1], 'bytes', string.format('%.0f', sum))
+end
+local function keep()
+  for _, key in ipairs(KEYS) do
+    if redis.call('PTTL', key) < tonumber(ARGV[2]) then
+      redis.pcall('PEXPIREAT', key, string.format('%.0f', now + ARGV[2]))
+    end
+  end
+end
+local function ends_at() return string.format('%.0f', now + ARGV[2]) end
+local function use(key) redis.pcall('ZADD', KEYS[2], 'XX', 'GT', ends_at(), key) end
+"""
+
+# ARGV 4 value, 5 response, 6 limit, 7 most that are removed; returns the outcome, the sum, and how
+# many were removed before they expired. 'more': run it again, other clients of Redis come first
+PUT = f"""{_STATE}
+if is_there(ARGV[1]) then return {{'known', sum, 0}} end
+write_sum()  -- first: Redis without memory ends a script at its first write only
+remove(ARGV[1])
+local size, removed, evicted = #ARGV[4] + #ARGV[5] + overhead, 0, 0
+while true do
+  local oldest = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
+  local is_expired = oldest[1] and tonumber(oldest[2]) <= now
+  if not is_expired and sum + size <= tonumber(ARGV[6]) then break end
+  if not oldest[1] then  -- entries that are in no order are not ours
+    redis.call('DEL', KEYS[1])
+    sum = 0
+    break
+  end
+  if removed == tonumber(ARGV[7]) then
+    write_sum()
+    return {{'more', sum, evicted}}
+  end
+  remove(oldest[1])
+  removed = removed + 1
+  if not is_expired then evicted = evicted + 1 end
+end
+sum = sum + size
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[4], ARGV[1] .. 'r', ARGV[5])
+redis.call('ZADD', KEYS[2], ends_at(), ARGV[1])
+write_sum()
+keep()
+return {{'stored', sum, evicted}}
+"""
+
+# ARGV 4 most responses, 5 most bytes; returns the values, the last one first. Redis without memory
+# refuses to keep them for longer, and they are read all the same.
+READ = f"""{_STATE}
+local key, most, found, seen, size = ARGV[1], tonumber(ARGV[4]), {{}}, {{}}, 0
+repeat
+  if seen[key] or not is_there(key) then return {{}} end
+  seen[key] = true
+  size = size + redis.call('HSTRLEN', KEYS[1], key)
+  if size > tonumber(ARGV[5]) or #found == most then return 'long' end
+  found[#found + 1] = redis.call('HGET', KEYS[1], key)
+  key = found[#found]:sub(1, 16)
+until #key < 16 or key == ROOT
+for each in pairs(seen) do use(each) end
+keep()
+return found
+"""
+
+# returns the response, or nothing
+GET = f"""{_STATE}
+if not is_there(ARGV[1]) then return nil end
+use(ARGV[1])
+keep()
+return redis.call('HGET', KEYS[1], ARGV[1] .. 'r')
+"""
+
+DELETE = f"""{_STATE}
+if not is_there(ARGV[1]) then return 0 end
+remove(ARGV[1])
+write_sum()
+return 1
+"""

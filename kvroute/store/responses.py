@@ -1,0 +1,224 @@
+"""Stored responses of the Responses API: each one names the response before it.
+
+Their keys have the same hash tag as the index's (index.py):
+
+    kvroute:{TAG}:responses       hash    KEY -> KEY of the response before it, then JSON of a Turn
+                                          KEY + "r" -> JSON of the response
+                                          "bytes" -> the sum of all sizes
+    kvroute:{TAG}:responses:ends  zset    KEY -> when it expires, unix time in ms
+
+KEY is a digest of a response's id and its owner's salt. So nobody finds a response without its
+salt, and the salt is not in Redis. JSON is compressed with zlib. A conversation is read without the
+responses themselves, which repeat their tools each time.
+"""
+
+import asyncio
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+import redis.asyncio as redis
+
+from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
+from kvroute.store.connection import answered
+from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
+from kvroute.store.response_scripts import DELETE, GET, PUT, READ
+
+KEY_BYTES = 16
+ROOT = bytes(KEY_BYTES)  # in the place of a key: there is no response before this one
+OVERHEAD = 320  # bytes that Redis takes for a response, besides its values
+MOST_LINKS = 1000  # responses in one conversation
+LARGEST_SHARE = 16  # a response takes at most this part of the limit
+MOST_REMOVED = 1000  # in one script, some milliseconds
+CONNECTIONS = 16  # of the router's 100 that these scripts may take
+INLINE_BYTES = 32 << 10  # more is compressed in a thread; that is about 1 ms
+LARGEST_RESPONSES = 4  # times the largest body may be a response, which has log-probabilities
+LEVEL = 1  # of zlib: three times as fast as its default, and nearly as small
+
+Outcome = Literal["stored", "too_large", "known", "failed"]  # known: under this id already
+
+EMPTY = re.compile(rb"\[\s*\]")
+T = TypeVar("T")
+
+
+class TooLongError(Exception):
+    """The conversation has more responses, or more bytes, than may be read."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What one response adds to its conversation."""
+
+    items: msgspec.Raw  # JSON array: its own input, and then its output as input for the next one
+    inputs: Count  # how many of the items are its input
+    count: Count  # of items
+    values: Count  # JSON values in the items
+    version: int = VERSION
+
+
+_turns = msgspec.json.Decoder(Turn)
+_objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_versions = msgspec.json.Decoder(Versioned)
+
+
+class Responses:
+    """The stored responses of one model of one cluster.
+
+    Any method raises RedisError or OSError when Redis is unreachable. No content of Redis makes it
+    raise anything else.
+    """
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        model: str,
+        *,
+        limit_bytes: int,
+        ttl_s: float,
+        most_bytes: int,
+        cluster: str = DEFAULT_CLUSTER,
+        unreadable: Unreadable | None = None,
+    ) -> None:
+        """limit_bytes: of all, in Redis. ttl_s: after the last use. most_bytes: of a conversation,
+        as JSON."""
+        self.counts = Counter[str](dict.fromkeys(get_args(Outcome), 0))  # failed: the caller's
+        self.bytes = 0  # that all took when one was last put
+        self.evicted = 0  # by this process, to make room
+        self._limit = limit_bytes
+        self._ttl_ms = max(1, round(1000 * ttl_s))
+        self._most_bytes = most_bytes
+        self._unreadable = unreadable or Unreadable()
+        prefix = f"{key_prefix(cluster, model)}:responses"
+        self._at_a_time = asyncio.Semaphore(CONNECTIONS)
+        self._keys = [prefix, f"{prefix}:ends"]
+        self._put: Any = client.register_script(PUT)
+        self._read: Any = client.register_script(READ)
+        self._get: Any = client.register_script(GET)
+        self._delete: Any = client.register_script(DELETE)
+
+    @answered
+    async def put(
+        self,
+        id: str,  # noqa: A002
+        salt: str,
+        previous_id: str | None,
+        turn: Turn,
+        response: bytes,
+    ) -> Outcome:
+        """Stores a response, and counts what became of it. Those that were not used for the longest
+        time make room. What is stored under the id already is kept.
+
+        response: JSON, as its client got it.
+        """
+        before = ROOT if previous_id is None else key(previous_id, salt)
+        value = before + await _packed(encode(turn))
+        outcome = await self._written(key(id, salt), value, await _packed(response))
+        self.counts[outcome] += 1
+        return outcome
+
+    @answered
+    async def conversation(self, id: str, salt: str) -> list[Turn]:  # noqa: A002
+        """The turns up to this response, the first one first; none if any of them is missing,
+        expired or unreadable. TooLongError. All of them are kept for another ttl_s."""
+        args = [key(id, salt), self._ttl_ms, OVERHEAD, MOST_LINKS, self._most_bytes]
+        values = await self._run(self._read, args)
+        if values == b"long":
+            raise TooLongError
+        try:
+            return (await _unpacked(_turns_in, values, self._most_bytes))[::-1]
+        except DECODE_ERRORS as error:
+            self._unreadable.add("response", id, error)
+            return []
+
+    @answered
+    async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
+        """JSON of one response; None if it is missing, expired or unreadable. It is kept for
+        another ttl_s."""
+        args = [key(id, salt), self._ttl_ms, OVERHEAD]
+        if not (value := await self._run(self._get, args)):
+            return None
+        try:
+            return await _unpacked(_response_in, [value], self._most_bytes)
+        except (*DECODE_ERRORS, TooLongError) as error:
+            self._unreadable.add("response", id, error)
+            return None
+
+    @answered
+    async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
+        """Whether there was one."""
+        return bool(await self._run(self._delete, [key(id, salt), 0, OVERHEAD]))
+
+    async def _written(self, key: bytes, value: bytes, response: bytes) -> Outcome:
+        if (len(value) + len(response) + OVERHEAD) * LARGEST_SHARE > self._limit:
+            return "too_large"
+        args = [key, self._ttl_ms, OVERHEAD, value, response, self._limit, MOST_REMOVED]
+        while True:
+            outcome, self.bytes, evicted = await self._run(self._put, args)
+            self.evicted += evicted
+            if outcome != b"more":
+                return "stored" if outcome == b"stored" else "known"
+
+    async def _run(self, script: Any, args: Sequence[object]) -> Any:
+        async with self._at_a_time:
+            return await script(keys=self._keys, args=args)
+
+
+def key(id_: str, salt: str) -> bytes:
+    """Where a response is stored. No two pairs of id and salt have the same."""
+    salted = blake2b(salt.encode(errors="surrogatepass")).digest()
+    return blake2b(id_.encode(errors="surrogatepass"), key=salted, digest_size=KEY_BYTES).digest()
+
+
+async def _packed(data: bytes) -> bytes:
+    if len(data) <= INLINE_BYTES:
+        return zlib.compress(data, LEVEL)
+    return await asyncio.to_thread(zlib.compress, data, LEVEL)
+
+
+async def _unpacked(
+    unpack: Callable[[Sequence[bytes], int], T], values: Sequence[bytes], most_bytes: int
+) -> T:
+    """Raises TooLongError or one of DECODE_ERRORS."""
+    if sum(map(len, values)) <= INLINE_BYTES // 4:
+        return unpack(values, most_bytes)
+    return await asyncio.to_thread(unpack, values, most_bytes)
+
+
+def _turns_in(values: Sequence[bytes], most_bytes: int) -> list[Turn]:
+    turns, left = [], most_bytes
+    for value in values:
+        packed = _decompressed(value[KEY_BYTES:], left)
+        left -= len(packed)
+        check_version(_versions, packed)
+        turn = _turns.decode(packed)
+        if bytes(memoryview(turn.items)[:1]) != b"[":
+            raise UnreadableError("its items are no array")
+        turns.append(turn)
+    return turns
+
+
+def _response_in(values: Sequence[bytes], most_bytes: int) -> bytes:
+    data = _decompressed(values[0], LARGEST_RESPONSES * most_bytes)
+    _objects.decode(data)
+    return data
+
+
+def _decompressed(packed: bytes, most_bytes: int) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(packed, max(1, most_bytes))
+    except zlib.error as error:
+        raise UnreadableError(str(error)) from None
+    if stream.unconsumed_tail:
+        raise TooLongError
+    return data
+
+
+def joined(arrays: Sequence[bytes | msgspec.Raw]) -> bytes:
+    """JSON arrays as one. Large ones are copied once."""
+    insides = [memoryview(each)[1:-1] for each in arrays if not EMPTY.fullmatch(memoryview(each))]
+    return b"".join((b"[", b",".join(insides), b"]"))

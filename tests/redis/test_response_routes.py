@@ -1,0 +1,132 @@
+"""Stored responses over HTTP, in OpenAI's shapes and with its errors."""
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from redis.asyncio import Redis
+from starlette.responses import Response
+
+from kvroute.router.api.calls import RESPONSES, parse_call
+from kvroute.router.api.errors import ApiError
+from kvroute.router.endpoints.response_routes import routes
+from kvroute.router.ingress import _refuse
+from kvroute.router.serving.conversations import Conversations, asked
+from kvroute.router.serving.stored_response import stored
+from kvroute.store.connection import connect
+from kvroute.store.responses import Responses
+
+MB = 1 << 20
+
+
+def conversations(client: Redis, model: str) -> Conversations:
+    store = Responses(client, model, limit_bytes=16 * MB, ttl_s=60, most_bytes=MB)
+    return Conversations(store, most_bytes=MB)
+
+
+def application(each: Sequence[Conversations | None]) -> httpx.AsyncClient:
+    """A client of a router's routes. each: one for each of its models."""
+    http: Any = FastAPI()
+    http.state.models = SimpleNamespace(all=[SimpleNamespace(conversations=one) for one in each])
+    http.include_router(routes)
+    http.exception_handler(ApiError)(_refuse)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(http), base_url="http://router")
+
+
+async def answered(conversations: Conversations, id_: str, **body: Any) -> bytes:
+    call = parse_call(RESPONSES, json.dumps(body).encode())
+    given = Response(json.dumps({"id": id_, "output": [], "previous_response_id": None}))
+    return bytes((await stored(await asked(call, conversations), given)).body)
+
+
+async def test_each_models_responses_are_found(empty_redis: Redis) -> None:
+    models = [conversations(empty_redis, name) for name in ("m", "n")]
+    for number, model in enumerate(models):
+        body = await answered(model, f"resp_{number}", input="Hi")
+        async with application([None, *models]) as client:
+            found = await client.get(f"/v1/responses/resp_{number}")
+            assert (found.status_code, found.json()) == (200, json.loads(body))
+            deleted = await client.delete(f"/v1/responses/resp_{number}")
+            expected = {"id": f"resp_{number}", "object": "response", "deleted": True}
+            assert deleted.json() == expected
+            for again in (client.get, client.delete):
+                error = await again(f"/v1/responses/resp_{number}")
+                assert error.status_code == 404
+                assert f'"resp_{number}"' in error.json()["error"]["message"]
+
+
+async def test_a_salted_one_is_found_with_its_salt(empty_redis: Redis) -> None:
+    model = conversations(empty_redis, "m")
+    await answered(model, "resp_1", input="Hi", cache_salt="盐")
+    async with application([model]) as client:
+        for verb in ("GET", "DELETE"):
+            assert (await client.request(verb, "/v1/responses/resp_1")).status_code == 404
+            salted = {"cache_salt": "盐"}
+            found = await client.request(verb, "/v1/responses/resp_1", params=salted)
+            assert found.status_code == 200
+
+
+async def test_input_items_come_in_pages(empty_redis: Redis) -> None:
+    model = conversations(empty_redis, "m")
+    items = [{"role": "user", "content": f"{number}"} for number in range(30)]
+    await answered(model, "resp_1", input=items)
+    seen: list[str] = []
+    async with application([model]) as client:
+        query: dict[str, Any] = {"limit": 12, "order": "asc"}
+        while True:
+            page = (await client.get("/v1/responses/resp_1/input_items", params=query)).json()
+            seen += [item["content"][0]["text"] for item in page["data"]]
+            assert (page["object"], page["first_id"]) == ("list", page["data"][0]["id"])
+            if not page["has_more"]:
+                break
+            query["after"] = page["last_id"]
+        assert seen == [item["content"] for item in items]
+        newest = (await client.get("/v1/responses/resp_1/input_items")).json()["data"]
+        assert [item["content"][0]["text"] for item in newest] == seen[:-21:-1]
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ({"limit": "0"}, "limit is"),
+        ({"limit": "101"}, "limit is"),
+        ({"limit": "²"}, "limit is"),
+        ({"limit": "9" * 5000}, "limit is"),
+        ({"order": "up"}, "order is"),
+        ({"after": "x"}, "after is"),
+    ],
+)
+async def test_a_wrong_query_is_named(empty_redis: Redis, query: dict[str, str], said: str) -> None:
+    model = conversations(empty_redis, "m")
+    await answered(model, "resp_1", input="Hi")
+    async with application([model]) as client:
+        error = await client.get("/v1/responses/resp_1/input_items", params=query)
+    assert error.status_code == 400
+    assert said in error.json()["error"]["message"]
+
+
+async def test_without_a_store_the_option_is_named() -> None:
+    async with application([None]) as client:
+        for path in ("resp_1", "resp_1/input_items"):
+            error = await client.get(f"/v1/responses/{path}")
+            assert error.status_code == 404
+            assert "--response-store-mb" in error.json()["error"]["message"]
+
+
+async def test_nothing_can_be_cancelled() -> None:
+    async with application([None]) as client:
+        error = await client.post("/v1/responses/resp_1/cancel")
+    assert error.status_code == 400
+    assert "`background` is not supported" in error.json()["error"]["message"]
+
+
+async def test_without_redis_the_client_may_try_again() -> None:
+    redis = connect("redis://127.0.0.1:1")
+    async with application([conversations(redis, "m")]) as client:
+        error = await client.get("/v1/responses/resp_1")
+    assert (error.status_code, error.headers["retry-after"]) == (503, "1")
+    await redis.aclose()

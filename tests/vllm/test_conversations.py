@@ -1,0 +1,177 @@
+"""Conversations with their state in Redis: a client goes on with them at either of two routers."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.scraping import scrape, targets
+from tests.support.serving import COMMAND, Cluster, start_cluster
+
+pytestmark = pytest.mark.timeout(600)
+
+BLOCK = 32  # tokens
+TURNS = 8
+LONG = "You plan journeys for people who like trains. Answer in one sentence. " * 40
+NAME = "My name is Zebulon. Say hello."
+ASKED: Any = {"model": BUILTIN_MODEL, "temperature": 0, "max_output_tokens": 12}
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Oslo"], "previous_response_id": None}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    command = ("nice", "-n", "10", *COMMAND)
+    exact = ("--dtype", "float32", "--kv-cache-memory-mb", "1024", "--max-model-len", "4096")
+    options = ("--routers", "2", "--response-store-mb", "16", *exact)
+    tools = ("--engine-arg", "tool_call_parser=hermes")
+    with start_cluster(*options, *tools, deadline_s=400, command=command) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    """One that makes a connection for each request, which may thus go to any router."""
+    limits: Any = httpx.Limits(max_keepalive_connections=0)
+    with OpenAI(
+        base_url=f"{cluster.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        http_client=openai.DefaultHttpxClient(limits=limits),
+    ) as client:
+        yield client
+
+
+def ended(client: OpenAI, **asked: Any) -> Any:
+    """A streamed response, and what its events say of it."""
+    events = list(client.responses.create(**{**ASKED, **asked}, stream=True))
+    told = [event.response for event in events if hasattr(event, "response")]
+    assert [each.previous_response_id for each in told] == [asked.get("previous_response_id")] * 3
+    assert {each.id for each in told} == {told[0].id}
+    return told[-1]
+
+
+def whole(client: OpenAI, **asked: Any) -> Any:
+    return client.responses.create(**{**ASKED, **asked})
+
+
+@pytest.mark.parametrize("ask", [whole, ended])
+def test_a_conversation_goes_on_as_if_all_of_it_was_sent(client: OpenAI, ask: Any) -> None:
+    first = ask(client, input=NAME)
+    second = ask(client, input="What is my name?", previous_response_id=first.id)
+    sent = ask(
+        client,
+        input=[
+            {"role": "user", "content": NAME},
+            {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": "What is my name?"},
+        ],
+    )
+    assert second.previous_response_id == first.id
+    assert second.output_text == sent.output_text
+    assert second.usage.input_tokens == sent.usage.input_tokens > first.usage.input_tokens
+
+
+def test_any_router_goes_on_and_finds_the_conversation_cached(
+    cluster: Cluster, client: OpenAI
+) -> None:
+    last, cached = whole(client, input=LONG), []
+    for number in range(TURNS):
+        ask = ended if number % 2 else whole
+        last = ask(client, input=f"And {number}?", previous_response_id=last.id)
+        cached.append(last.usage.input_tokens_details.cached_tokens)
+    assert max(cached) > 400
+    assert sum(each > 400 for each in cached) >= TURNS - 2  # an idle fleet may make a second copy
+    routers = [scrape(address) for address in targets(cluster, "router").values()]
+    assert len(routers) == 2
+    assert all(each["kvroute_stored_responses_total{stored}"] > 0 for each in routers)
+
+
+def test_instructions_are_not_carried_over(client: OpenAI) -> None:
+    first = whole(client, input="Hi", instructions="You speak like a pirate." * 20)
+    second = whole(client, input="Hi", previous_response_id=first.id)
+    assert second.usage.input_tokens < first.usage.input_tokens
+    assert second.instructions is None
+
+
+def test_a_tool_is_called_and_its_answer_taken(client: OpenAI) -> None:
+    tools: Any = {"tools": [WEATHER], "max_output_tokens": 120}
+    for ask in (whole, ended):
+        first = ask(client, input="Rain?", tool_choice="required", **tools)
+        (call,) = first.output
+        answer = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+        second = ask(client, input=[answer], previous_response_id=first.id, **tools)
+        third = ask(client, input="Why?", previous_response_id=second.id, **tools)
+        assert third.output_text
+        assert second.tools == first.tools
+
+
+def test_a_response_is_retrieved_listed_and_deleted(client: OpenAI) -> None:
+    first = whole(client, input=NAME)
+    second = ended(
+        client, input=[{"role": "user", "content": "Bye"}], previous_response_id=first.id
+    )
+    assert client.responses.retrieve(first.id).model_dump() == first.model_dump()
+    assert client.responses.retrieve(second.id).model_dump() == second.model_dump()
+    items: Any = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    assert [item.content[0].text for item in items] == [NAME, first.output_text, "Bye"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="deleted"):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        whole(client, input="And?", previous_response_id=second.id)
+    assert refused.value.code == "previous_response_not_found"
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(second.id)
+
+
+def test_what_is_not_to_be_stored_is_not(client: OpenAI) -> None:
+    first = whole(client, input=NAME, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_a_conversation_belongs_to_its_salt(client: OpenAI) -> None:
+    salted: Any = {"extra_body": {"cache_salt": "mine"}}
+    first = whole(client, input=NAME, **salted)
+    second = ended(client, input="And?", previous_response_id=first.id, **salted)
+    with pytest.raises(openai.BadRequestError):
+        whole(client, input="And?", previous_response_id=first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+    assert client.responses.retrieve(second.id, extra_query={"cache_salt": "mine"}).id == second.id
+
+
+def test_receipts_are_not_stored(client: OpenAI) -> None:
+    raw = client.responses.with_raw_response.create(
+        **ASKED, input=NAME, extra_headers={"x-kvroute-receipt": "1"}
+    )
+    body = json.loads(raw.text)
+    assert body.pop("kvroute_receipts")
+    found = client.responses.with_raw_response.retrieve(body["id"])
+    assert json.loads(found.text) == body
+
+
+def test_a_route_is_explained_with_its_conversation(cluster: Cluster, client: OpenAI) -> None:
+    first = whole(client, input=NAME)
+    body = {"model": BUILTIN_MODEL, "input": "And?", "previous_response_id": first.id}
+    answer = httpx.post(f"{cluster.url}/v1/route", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    (receipt,) = answer.json()["receipts"]
+    assert receipt["prompt_tokens"] > first.usage.input_tokens
