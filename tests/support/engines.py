@@ -125,6 +125,23 @@ def shallow_model(folder: Path) -> Path:
     return folder
 
 
+def thinking_model(folder: Path) -> Path:
+    """A shallow model whose tokenizer has marks of thoughts, in the place of marks of files."""
+    marks = {"<file_sep>": "<think>", "<filename>": "</think>"}
+    shallow_model(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (file := folder / name).is_file():
+            text = file.read_text()
+            for old, new in marks.items():
+                text = text.replace(f'"{old}"', f'"{new}"')
+            file.write_text(text)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] &= token["content"] not in marks.values()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
 def request_of(prompt: list[int], namespace: str = "", **fields: Any) -> GenerateRequest:
     """A completion. fields: of its body."""
     call = completion(**{"max_tokens": TOKENS} | fields)

@@ -20,6 +20,17 @@ from tests.support.engines import (
 )
 
 
+@pytest.fixture
+def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output of the engine is a chunk, whoever is slow."""
+    from kvroute.replica.vllm_engine import http_run
+    from tests.support.stock import COLLECTORS, Unmerged
+
+    for module in COLLECTORS:
+        monkeypatch.setattr(module, "RequestOutputCollector", Unmerged)
+    monkeypatch.setattr(http_run, "WHOLE_TOKENS", 1)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=["simulated", "vllm"])
 async def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -1,21 +1,17 @@
 """vLLM's HTTP application inside a replica answers as vLLM's own server does, and goes on with what
 another replica has begun."""
 
-import json
 import re
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest, TokenIds
-from kvroute.contract.http_call import HttpCall
 from tests.support import bodies
 from tests.support.answers import data_of, status_of
+from tests.support.applications import can_continue, chunks_of, goes_on, prompt_of, request_of
 from tests.support.bodies import (
     ASK,
     CHATS,
@@ -25,7 +21,7 @@ from tests.support.bodies import (
     Body,
     comparable,
 )
-from tests.support.engines import TOOL_PARSER, Running, rest_of
+from tests.support.engines import TOOL_PARSER, Running
 from tests.support.waiting import until
 
 pytestmark = [
@@ -33,20 +29,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
     pytest.mark.timeout(240),
     pytest.mark.parametrize("running", ["vllm"], indirect=True),
+    pytest.mark.usefixtures("unmerged"),
 ]
 
 Stock = Callable[[str, Body | bytes], Awaitable[tuple[int, bytes]]]
 
 CUTS = (1, 2, 5, 10)  # chunks that have come
-CREATED = 1_700_000_000.25
-
-
-@pytest.fixture(autouse=True)
-def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.stock import COLLECTORS, Unmerged
-
-    for module in COLLECTORS:
-        monkeypatch.setattr(module, "RequestOutputCollector", Unmerged)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -60,30 +48,6 @@ async def stock(running: Running) -> Stock:
 
 def engine_of(running: Running) -> Any:
     return running.engine
-
-
-def request_of(path: str, body: Body | bytes, ids: TokenIds = NO_TOKENS) -> GenerateRequest:
-    """Without token ids the replica renders the prompt."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    call = HttpCall(path, raw, CREATED, is_rendered=len(ids) > 0)
-    return GenerateRequest("id-1", ids, call=call)
-
-
-async def prompt_of(running: Running, path: str, body: Body) -> TokenIds:
-    rendered = await running.engine.render(
-        HttpCall(path, json.dumps(body).encode(), CREATED, is_rendered=False)
-    )
-    return np.frombuffer(rendered.token_ids, "<u4")
-
-
-async def chunks_of(running: Running, request: GenerateRequest, most: int = 1000) -> list[Chunk]:
-    chunks = []
-    async with aclosing(running.engine.generate(request)) as stream:
-        async for chunk in stream:
-            chunks.append(chunk)
-            if len(chunks) == most:
-                break
-    return chunks
 
 
 async def test_it_answers_as_vllms_own_server(running: Running, stock: Stock) -> None:
@@ -120,24 +84,9 @@ async def test_what_was_cut_anywhere_goes_on_byte_for_byte(
     undisturbed = await chunks_of(running, request)
     assert status_of(undisturbed) == 200
     for cut in [each for each in CUTS if each < len(undisturbed)]:
-        begun = await chunks_of(running, request, most=cut)
-        if not can_continue(begun):
+        if not await goes_on(running, request, undisturbed, cut=cut):
             assert "logprobs" in body
             assert not is_streamed
-            assert not data_of(begun)  # another replica answers it from the start
-            return
-        rest = await chunks_of(running, rest_of(request, begun))
-        assert status_of(begun + rest) == 200
-        assert digits_apart(data_of(begun + rest)) == digits_apart(data_of(undisturbed))
-
-
-def can_continue(chunks: list[Chunk]) -> bool:
-    return all(chunk.http.can_continue for chunk in chunks if chunk.http)
-
-
-def digits_apart(data: bytes) -> bytes:
-    """A logprob's last digits depend on how much of the prompt was cached."""
-    return re.sub(rb"-?\d+\.\d{4,}(e-\d+)?", lambda found: b"%.2f" % float(found[0]), data)
 
 
 @pytest.mark.parametrize(("path", "field"), [(CHATS, "messages"), (RESPONSES, "input")])

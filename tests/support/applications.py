@@ -1,0 +1,63 @@
+"""Requests to vLLM's HTTP application in an engine, as routers send them."""
+
+import json
+import re
+from contextlib import aclosing
+
+import numpy as np
+
+from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest, TokenIds
+from kvroute.contract.http_call import HttpCall
+from tests.support.answers import data_of, status_of
+from tests.support.bodies import Body
+from tests.support.engines import Running, rest_of
+
+CREATED = 1_700_000_000.25
+
+
+def request_of(path: str, body: Body | bytes, ids: TokenIds = NO_TOKENS) -> GenerateRequest:
+    """Without token ids the replica renders the prompt."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    call = HttpCall(path, raw, CREATED, is_rendered=len(ids) > 0)
+    return GenerateRequest("id-1", ids, call=call)
+
+
+async def prompt_of(running: Running, path: str, body: Body) -> TokenIds:
+    rendered = await running.engine.render(
+        HttpCall(path, json.dumps(body).encode(), CREATED, is_rendered=False)
+    )
+    return np.frombuffer(rendered.token_ids, "<u4")
+
+
+async def chunks_of(running: Running, request: GenerateRequest, most: int = 1000) -> list[Chunk]:
+    chunks = []
+    async with aclosing(running.engine.generate(request)) as stream:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == most:
+                break
+    return chunks
+
+
+async def goes_on(
+    running: Running, request: GenerateRequest, undisturbed: list[Chunk], *, cut: int
+) -> bool:
+    """Checks that the response is the same if it is cut after so many chunks. False: it says that
+    it cannot go on there, and the client has nothing of it yet."""
+    begun = await chunks_of(running, request, most=cut)
+    if not can_continue(begun):
+        assert not data_of(begun)
+        return False
+    rest = await chunks_of(running, rest_of(request, begun))
+    assert status_of(begun + rest) == 200
+    assert digits_apart(data_of(begun + rest)) == digits_apart(data_of(undisturbed))
+    return True
+
+
+def can_continue(chunks: list[Chunk]) -> bool:
+    return all(chunk.http.can_continue for chunk in chunks if chunk.http)
+
+
+def digits_apart(data: bytes) -> bytes:
+    """A logprob's last digits depend on how much of the prompt was cached."""
+    return re.sub(rb"-?\d+\.\d{4,}(e-\d+)?", lambda found: b"%.2f" % float(found[0]), data)
