@@ -41,3 +41,11 @@ async def test_an_answer_goes_on_elsewhere_without_what_was_sent(running: Runnin
         rest = await running.run(rest_of(request, whole[:cut]))
         assert ids_of(whole[:cut] + rest) == ids_of(whole)
         assert text_of(whole[:cut] + rest) == text_of(whole)
+
+
+@pytest.mark.parametrize("running", ["vllm"], indirect=True)
+async def test_a_whole_answer_comes_in_few_chunks(running: Running) -> None:
+    """Each costs time on its way; together they are what a lost replica would cost."""
+    chunks = await running.ask(prompt_of(40, seed=64), max_tokens=70, stream=False)
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 70
+    assert len(chunks) <= 4
