@@ -118,7 +118,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     _check_count("n", body.get("n"), MAX_N)
     for name, most in MOST_ITEMS.items():
         items = body.get(name)
-        if isinstance(items, list) and len(items) > most:
+        if isinstance(items, list) and len(items) > most and not _token_ids(items):
             raise invalid(name, f"{name} has {len(items)} items; send {most} at most")
     prompt = body.get("prompt")
     if path == COMPLETIONS and isinstance(prompt, list):
