@@ -69,11 +69,15 @@ RANKED: list[tuple[str, Body]] = [
         {"query": "hi", "documents": "none"},
     )
 ]
-CLASSIFIED: list[tuple[str, Body]] = [
-    ("/classify", body) for body in ({"input": "hi"}, {"input": TEXTS}, {"input": {}}, {})
+CLASSIFIED: list[Body] = [{"input": "hi"}, {"input": TEXTS}, {"input": {}}, {}]
+CALLS = [
+    *((EMBEDDINGS, body) for body in EMBEDDED),
+    *SCORED,
+    *RANKED,
+    *(("/classify", body) for body in CLASSIFIED),
+    ("/pooling", {"input": "hi"}),
+    ("/pooling", {"input": 1}),
 ]
-POOLED: list[tuple[str, Body]] = [("/pooling", body) for body in ({"input": "hi"}, {"input": 1})]
-CALLS = [*((EMBEDDINGS, body) for body in EMBEDDED), *SCORED, *RANKED, *CLASSIFIED, *POOLED]
 
 
 @dataclass
