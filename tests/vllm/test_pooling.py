@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -80,6 +81,9 @@ CALLS = [
 ]
 
 
+DECIMAL = re.compile(r"-?\d+(?:\.\d+(?:e-?\d+)?|e-\d+)")
+
+
 @dataclass
 class Pooling:
     """An engine of such a model, and vLLM's own application on it."""
@@ -118,6 +122,13 @@ async def pooling(
         del engine, app
 
 
+def is_alike(one: bytes, other: bytes) -> bool:
+    """A number's last digits depend on what was cached."""
+    texts = [DECIMAL.sub("0.0", comparable(each)) for each in (one, other)]
+    numbers = [list(map(float, DECIMAL.findall(each.decode()))) for each in (one, other)]
+    return texts[0] == texts[1] and np.allclose(*numbers, atol=1e-3)
+
+
 async def test_it_answers_as_vllms_own_server(pooling: Pooling) -> None:
     """What the model can, what it cannot, and what nobody can."""
     differing, answered = [], set()
@@ -126,7 +137,7 @@ async def test_it_answers_as_vllms_own_server(pooling: Pooling) -> None:
         ours = await pooling.chunks(path, body)
         status, data = await pooling.stock(path, body)
         answered |= {path} if status == 200 else set()
-        if (status_of(ours), comparable(data_of(ours))) != (status, comparable(data)):
+        if status_of(ours) != status or not is_alike(data_of(ours), data):
             differing.append((path, body, data_of(ours)[-300:], data[-300:]))
     assert differing == []
     scored = {path for path, _ in (*SCORED, *RANKED)}
