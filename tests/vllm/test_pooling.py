@@ -125,8 +125,8 @@ async def pooling(
 def is_alike(one: bytes, other: bytes) -> bool:
     """A number's last digits depend on what was cached."""
     texts = [DECIMAL.sub("0.0", comparable(each)) for each in (one, other)]
-    numbers = [list(map(float, DECIMAL.findall(each.decode()))) for each in (one, other)]
-    return texts[0] == texts[1] and np.allclose(*numbers, atol=1e-3)
+    ours, theirs = [list(map(float, DECIMAL.findall(each.decode()))) for each in (one, other)]
+    return texts[0] == texts[1] and np.allclose(ours, theirs, atol=1e-3)
 
 
 async def test_it_answers_as_vllms_own_server(pooling: Pooling) -> None:
