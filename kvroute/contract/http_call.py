@@ -22,6 +22,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     cached_tokens: int = 0  # prompt tokens from the KV cache, as the first replica found them
     written_tokens: int = 0  # prompt tokens written to the KV cache there
     problem: str = ""  # why the router has not rendered the body
+    request_id: str = ""  # the client's, where no GenerateRequest has it
 
 
 class HttpPart(Struct, frozen=True, array_like=True):

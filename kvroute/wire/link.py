@@ -153,6 +153,11 @@ class Link(Connection):
         self._streams[stream._number] = stream
         return stream
 
+    @property
+    def owed(self) -> int:
+        """Answers that have not come."""
+        return len(self._calls)
+
     async def call(self, method: str, body: bytes = b"") -> bytes:
         """The replica's answer to one question. Raises what Stream.next does."""
         number = next(self._numbers)

@@ -64,6 +64,7 @@ NOT_HERE = {
     "kvroute serve --model Qwen/Qwen3-8B": GPUS,
     "kvroute serve --models": GPUS,
     "kvroute serve --engine-args": GPUS,
+    "kvroute serve --engine-arg runner=pooling": f"{ITS_OWN}: test_pooling_cluster.py has one",
     "kvroute serve --request-log": f"{ITS_OWN}: test_request_log.py has one",
     "OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 kvroute serve": (
         f"{ITS_OWN}: test_telemetry.py has one"

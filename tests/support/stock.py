@@ -6,10 +6,13 @@ from typing import Any
 
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.tasks import SupportedTask
 from vllm.v1.engine import async_llm, output_processor
 
 from kvroute.replica.vllm_engine import http_app, http_run
 from tests.support.bodies import Body
+
+Tasks = tuple[SupportedTask, ...]
 
 COLLECTORS = (async_llm, output_processor)  # who names RequestOutputCollector
 
@@ -34,11 +37,11 @@ class Unmerged(output_processor.RequestOutputCollector):
         return None
 
 
-async def stock_app(llm: Any, **front_args: Any) -> Any:
-    """vLLM's application on the engine itself, as its server has it."""
+async def stock_app(llm: Any, tasks: Tasks = ("generate",), **front_args: Any) -> Any:
+    """vLLM's application on the engine itself, as its server has it. tasks: the engine's."""
     arguments = http_app._arguments(llm, {"enable_prompt_tokens_details": True, **front_args})
-    app = build_app(arguments, ("generate",), llm.model_config)
-    await init_app_state(llm, app.state, arguments, ("generate",))
+    app = build_app(arguments, tasks, llm.model_config)
+    await init_app_state(llm, app.state, arguments, tasks)
     return app
 
 

@@ -82,6 +82,12 @@ def test_what_is_no_prompt_is_left_to_the_replica(prompt: Any) -> None:
     assert called(prompt=prompt).prompts() is None
 
 
+def test_a_text_to_embed_may_have_many_token_ids() -> None:
+    ids = [1] * 5000
+    assert called("/v1/embeddings", input=ids).body["input"] == ids
+    assert refusal("/v1/embeddings", input=["a"] * 5000).param == "input"
+
+
 @pytest.mark.parametrize(
     ("param", "body"),
     [

@@ -317,6 +317,24 @@ async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
     assert [attempt.outcome for attempt in client.diary.attempts] == ["refused"]
 
 
+async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> None:
+    client, asked, over = Client(*[IMMORTAL] * 3), list[str](), asyncio.Event()
+
+    async def answer(id_: str, body: bytes) -> bytes:
+        asked.append(id_)
+        await over.wait()
+        return body
+
+    async with client.serving():
+        for id_, server in client.wired.servers.items():
+            server.methods = {"http": partial(answer, id_)}
+        asking = [asyncio.create_task(client.dispatcher.ask("http", b"a")) for _ in range(6)]
+        await until(lambda: len(asked) == 6)
+        over.set()
+        assert await asyncio.gather(*asking) == [b"a"] * 6
+    assert sorted(asked) == ["r0", "r0", "r1", "r1", "r2", "r2"]
+
+
 async def test_a_replica_that_cannot_be_reached_is_named_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

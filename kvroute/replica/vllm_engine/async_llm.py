@@ -209,7 +209,9 @@ def engine_args(
         "dtype": choose_dtype(settings.dtype, is_builtin=is_builtin(settings.model), on_cpu=on_cpu),
         "block_size": settings.block_size,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "enable_prefix_caching": settings.prefix_caching,
+        # vLLM's default is off for models that it would answer wrongly, such as embedding models
+        # that pool over all tokens.
+        "enable_prefix_caching": None if settings.prefix_caching else False,
         "stream_interval": settings.stream_interval,
         "scheduler_cls": f"kvroute.replica.vllm_engine.scheduler.{scheduler}",
         "kv_events_config": KVEventsConfig(
@@ -273,14 +275,15 @@ def _facts(
 ) -> EngineFacts:
     config = llm.vllm_config
     speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
+    prefix_caching = bool(config.cache_config.enable_prefix_caching)
     capacity_blocks = config.cache_config.num_gpu_blocks - 1  # without vLLM's null block
     return EngineFacts(
         block_size=config.cache_config.block_size,
         capacity_blocks=capacity_blocks,
         max_model_len=config.model_config.max_model_len,
-        prefix_caching=settings.prefix_caching,
+        prefix_caching=prefix_caching,
         pin_blocks=pin_budget(
-            settings.pin_share if settings.prefix_caching and can_pin else 0.0,
+            settings.pin_share if prefix_caching and can_pin else 0.0,
             capacity_blocks=capacity_blocks,
             block_size=config.cache_config.block_size,
             max_model_len=config.model_config.max_model_len,

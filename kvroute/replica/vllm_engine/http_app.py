@@ -17,7 +17,8 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import RequestOutput
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.hf import HfRenderer, resolve_chat_template_content_format
@@ -60,7 +61,7 @@ class HttpApp:
         fail_fast.install()
         _shorten_logs()
         args = await asyncio.to_thread(_arguments, llm, front_args)
-        client: Any = _Client(llm)
+        client: Any = _Client(llm, adapters)
         tasks = await llm.get_supported_tasks()
         with _root_logger_kept():
             app = await asyncio.to_thread(build_app, args, tasks, client.model_config)
@@ -96,8 +97,9 @@ class HttpApp:
 class _Client:
     """The engine client that vLLM's handlers get."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, adapters: Adapters) -> None:
         self._llm = llm
+        self._adapters = adapters
         self.renderer = _Renderer(llm.renderer)
 
     def __getattr__(self, name: str) -> Any:
@@ -109,6 +111,18 @@ class _Client:
         run = CURRENT.get()
         assert run is not None, "only HTTP requests come here"
         return run.outputs(self._llm, prompt, sampling_params, options)
+
+    async def encode(
+        self, *args: Any, lora_request: LoRARequest | None = None, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Embeddings, scores and classes."""
+        run = CURRENT.get()
+        assert run is not None, "only HTTP requests come here"
+        lora = await self._adapters.ready(lora_request.lora_name if lora_request else "")
+        outputs = self._llm.encode(*args, lora_request=lora, **options)
+        async with run.reporting_a_dead_engine(), aclosing(outputs):
+            async for output in outputs:
+                yield output
 
 
 class _Renderer:

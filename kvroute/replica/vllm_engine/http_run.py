@@ -8,8 +8,8 @@ go on behind them.
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -152,20 +152,24 @@ class Run:
             prompt = tokens_input([*ids, *answered], cache_salt=prompt.get("cache_salt"))
             params = rest(params, answered)
         outputs = llm.generate(prompt, params, id_, **{**options, "lora_request": self._lora})
+        async with self.reporting_a_dead_engine(), aclosing(outputs):
+            with _outside():
+                output = await anext(outputs, None)
+            while output is not None:
+                output.prompt_token_ids = ids
+                for choice in output.outputs:
+                    self._token_ids += choice.token_ids
+                yield self._counted(output)
+                if not output.finished:  # the last tokens go with the response's end
+                    await self._put()
+                output = await anext(outputs, None)
+
+    @asynccontextmanager
+    async def reporting_a_dead_engine(self) -> AsyncIterator[None]:
+        """The router is told, and goes on elsewhere; the application would answer with an error."""
         try:
-            async with aclosing(outputs):
-                with _outside():
-                    output = await anext(outputs, None)
-                while output is not None:
-                    output.prompt_token_ids = ids
-                    for choice in output.outputs:
-                        self._token_ids += choice.token_ids
-                    yield self._counted(output)
-                    if not output.finished:  # the last tokens go with the response's end
-                        await self._put()
-                    output = await anext(outputs, None)
+            yield
         except VllmDeadError as error:
-            # The router is told, and goes on elsewhere; the application would answer with an error.
             await self._chunks.put(EngineDeadError(str(error)))
             raise
 

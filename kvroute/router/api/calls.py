@@ -118,7 +118,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     _check_count("n", body.get("n"), MAX_N)
     for name, most in MOST_ITEMS.items():
         items = body.get(name)
-        if isinstance(items, list) and len(items) > most:
+        if isinstance(items, list) and len(items) > most and not _is_prompt(path, name, items):
             raise invalid(name, f"{name} has {len(items)} items; send {most} at most")
     prompt = body.get("prompt")
     if path == COMPLETIONS and isinstance(prompt, list):
@@ -156,6 +156,11 @@ def _check_name(name: str, value: object) -> None:
 def _check_count(name: str, value: object, most: int) -> None:
     if isinstance(value, int) and value > most:
         raise invalid(name, f"{name} is {value}; expected a whole number from 1 to {most}")
+
+
+def _is_prompt(path: str, name: str, items: Sequence[Any]) -> bool:
+    """Whether these are the token ids of one text to embed."""
+    return path in PASSED_ON and name == "input" and bool(_token_ids(items))
 
 
 def _compact(prompt: Sequence[Any]) -> Any:

@@ -210,14 +210,15 @@ class Dispatcher:
             await self._turns.next()
             return await self.begin(token_ids, call, context)
 
-    async def ask(self, method: str, body: bytes) -> bytes:
-        """Some replica's answer to a question that every replica can answer. ApiError when none
-        does."""
+    async def ask(self, method: str, body: bytes, *, within_s: float = ANSWER_S) -> bytes:
+        """The answer to a question that every replica can answer, by one of those that owe the
+        fewest answers. ApiError when none does."""
         gone = set[str]()
         for _ in range(TRIES):
-            replica_id = random.choice(await self._running(gone))
+            running = await self._running(gone)
+            replica_id = min(running, key=lambda id_: (self._links.owed(id_), random.random()))
             try:
-                return await self._links.call(replica_id, method, body, within_s=ANSWER_S)
+                return await self._links.call(replica_id, method, body, within_s=within_s)
             except UnansweredError as error:
                 log.info("replica %s did not answer %s: %s", replica_id, method, error)
                 gone.add(replica_id)

@@ -55,6 +55,11 @@ class Links:
         link = self._links.get(replica_id)
         return link.heard if link else 0
 
+    def owed(self, replica_id: str) -> int:
+        """How many questions it has not answered yet."""
+        link = self._links.get(replica_id)
+        return link.owed if link else 0
+
     def open(self, replica_id: str, request: GenerateRequest, *, most_waiting: int) -> Stream:
         """Raises LostError or RefusedError."""
         if link := self._open(replica_id):

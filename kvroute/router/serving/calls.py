@@ -31,6 +31,7 @@ from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.store.prefixes import Prefix
 from kvroute.wire.structs import token_ids_of
 
+WHOLE_S = 600.0  # for a replica to answer a call as a whole; it may have many texts to embed
 CHECKED = 100  # of so many prompts that a router has rendered, a replica renders one again
 # Fields of a completion that change its prompt in a way that only a replica knows.
 ONLY_REPLICAS = ("add_special_tokens", "prompt_embeds", "suffix", "truncate_prompt_tokens")
@@ -67,10 +68,11 @@ class Calls:
         self._prefixes = prefixes
         self._max_model_len = max_model_len
 
-    async def passed_on(self, call: Call) -> Response:
+    async def passed_on(self, call: Call, request_id: str) -> Response:
         """The response of any replica to a call that needs no placement."""
-        part = part_in(await self._dispatcher.ask("http", encode_call(_http(call, call.raw))))
-        return whole_response(part)
+        http = msgspec.structs.replace(_http(call, call.raw), request_id=request_id)
+        answer = await self._dispatcher.ask("http", encode_call(http), within_s=WHOLE_S)
+        return whole_response(part_in(answer))
 
     async def prompts(self, call: Call, prefix: Prefix | None) -> Prompted:
         """Rendered here where that is sure to be right; else by a replica. RefusedCallError."""

@@ -195,7 +195,7 @@ class ModelRouter:
     ) -> Response:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
-            return await self._calls.passed_on(call)
+            return await self._calls.passed_on(call, request_id)
         turn = await asked(call, self.conversations)
         call = turn.call
         prefix = await self._prefix_of(call, prefix_name)
