@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -286,6 +287,28 @@ def test_prompts_of_one_call_and_their_receipts_are_one_response(cluster: Cluste
         )
         assert {int(n) for n in re.findall(r'"index":\s?(\d+)', answer.text)} == set(range(6))
         assert answer.text.count('"expected_tokens":') == 3  # a receipt for each
+
+
+def test_a_receipt_ends_the_streams_of_every_api(cluster: Cluster) -> None:
+    wanted = {"x-kvroute-receipt": "1"}
+    ours = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", default_headers=wanted)
+    anthropic = Anthropic(base_url=cluster.url, api_key="none", default_headers=wanted)
+    model: Any = {"model": BUILTIN_MODEL, "stream": True}
+    ask: Any = {"messages": ASK, "max_tokens": 3}
+    with ours, anthropic:
+        for stream in (
+            ours.chat.completions.create(**model, **ask),
+            ours.responses.create(**model, input=ASK, max_output_tokens=3),  # type: ignore[arg-type]
+            anthropic.messages.create(**model, **ask),
+        ):
+            assert len([*stream]) > 2  # no library is confused
+    for path, body in ((RESPONSES, {"input": ASK}), (MESSAGES, ask)):
+        answer = httpx.post(cluster.url + path, json={**model, **body}, headers=wanted, timeout=60)
+        *_, last = answer.text.strip().split("\n\n")
+        name, data = last.removesuffix("\n\ndata: [DONE]").split("\ndata: ")
+        assert name == "event: kvroute.receipts"
+        (receipt,) = json.loads(data)["kvroute_receipts"]
+        assert receipt["replica"] == answer.headers["x-kvroute-replica"]
 
 
 def test_what_the_model_cannot_do_is_refused_in_vllms_words(cluster: Cluster) -> None:

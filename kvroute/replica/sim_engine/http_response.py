@@ -72,15 +72,17 @@ async def chunks(
 
 def rendered(call: HttpCall) -> Rendered:
     """A refusal: routers render all that a simulated engine can answer."""
+    return Rendered(refusal=_part(_refusal(call)))
+
+
+def _refusal(call: HttpCall) -> RefusedError:
     try:
         kind, _ = _route(call)
         check(kind, call.body)
-        raise RefusedError(
-            f"the simulated engine cannot render this body: {call.problem}",
-            "messages" if kind is Chat else "prompt",
-        )
     except RefusedError as error:
-        return Rendered(refusal=_part(error))
+        return error
+    param = "messages" if kind is Chat else "prompt"
+    return RefusedError(f"the simulated engine cannot render this body: {call.problem}", param)
 
 
 def _route(call: HttpCall) -> tuple[type[Body], type[Reply]]:

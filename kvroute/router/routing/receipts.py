@@ -9,6 +9,8 @@ from kvroute.router.routing.attempts import Placement
 from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.policy import Candidate, Terms, prices, terms_s
 
+RECEIPTS = "kvroute_receipts"  # the member of a response that has them
+
 # The reason to give when this term makes most of the difference between choice and runner-up.
 REASONS = {
     "waiting": "{choice} has {seconds} s less prefill queued than {other}",

@@ -18,7 +18,7 @@ from kvroute.contract.http_call import (
     part_in,
     rendered_in,
 )
-from kvroute.router.api.calls import CHATS, COMPLETIONS, Call
+from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import ApiError, event
 from kvroute.router.dispatch.batch import batched
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
@@ -27,14 +27,18 @@ from kvroute.router.dispatch.start import begin_all, placement_headers
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.receipts import RECEIPTS
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.store.prefixes import Prefix
 from kvroute.wire.structs import token_ids_of
 
 WHOLE_S = 600.0  # for a replica to answer a call as a whole; it may have many texts to embed
+NAMED_EVENTS = (RESPONSES, MESSAGES)  # routes whose streams have events with a name and a type
 CHECKED = 100  # of so many prompts that a router has rendered, a replica renders one again
 # Fields of a completion that change its prompt in a way that only a replica knows.
 ONLY_REPLICAS = ("add_special_tokens", "prompt_embeds", "suffix", "truncate_prompt_tokens")
+
+encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class Calls:
         for generation in generations:
             if not generation.is_refused:
                 begun(generation)
-        ending = partial(_with_receipts, generations, receipt) if receipt else _unchanged
+        ending = partial(_with_receipts, call.path, generations, receipt) if receipt else _unchanged
         headers, failed = placement_headers(generations), partial(event, path=call.path)
         if len(generations) == 1:
             return await relayed(generations[0], headers, ending=ending, failed=failed)
@@ -169,18 +173,21 @@ def _unchanged(data: bytes) -> bytes:
 
 
 def _with_receipts(
-    generations: Sequence[Generation], receipt: Callable[[Generation], object], data: bytes
+    path: str,
+    generations: Sequence[Generation],
+    receipt: Callable[[Generation], object],
+    data: bytes,
 ) -> bytes:
     """A response's last bytes with the receipts: as a member of a whole body, or as an event."""
-    receipts = [receipt(generation) for generation in generations]
+    receipts = {RECEIPTS: [receipt(generation) for generation in generations]}
     if data.startswith(b"{"):
         body: dict[str, Any] = msgspec.json.decode(data)
-        return msgspec.json.encode({**body, "kvroute_receipts": receipts})
-    last = {"object": "kvroute.receipts", "choices": [], "kvroute_receipts": receipts}
-    return (
-        data.removesuffix(DONE)
-        + b"data: "
-        + msgspec.json.encode(last)
-        + b"\n\n"
-        + (DONE if data.endswith(DONE) else b"")
-    )
+        return encode({**body, **receipts})
+    if path in NAMED_EVENTS:
+        event = b"event: kvroute.receipts\ndata: " + encode(
+            {"type": "kvroute.receipts", **receipts}
+        )
+    else:
+        event = b"data: " + encode({"object": "kvroute.receipts", "choices": [], **receipts})
+    end = DONE if data.endswith(DONE) else b""
+    return b"".join((data.removesuffix(DONE), event, b"\n\n", end))
