@@ -11,6 +11,7 @@ import psutil
 import pytest
 from redis import AuthenticationError, Redis
 
+from tests.support.scraping import wait_until
 from tests.support.serving import Cluster, start_cluster
 
 pytestmark = pytest.mark.timeout(240)
@@ -27,7 +28,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 def process(cluster: Cluster, name: str) -> psutil.Process:
-    """The only one of that name."""
+    """The only one of that name, once one HAProxy has taken over from another after the start."""
+    wait_until(lambda: len(cluster.named(name)) == 1)
     (found,) = cluster.named(name)
     return found
 

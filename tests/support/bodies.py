@@ -214,16 +214,23 @@ def comparable(data: bytes) -> str:
 
 
 def joined_events(stream: str) -> str:
-    """A stream's events; a busy engine's have several tokens. Text that two events have one after
-    the other counts as one."""
-    texts: list[str] = []
+    """The kinds of a stream's events in order, and all texts and tokens in them: a busy engine's
+    events have several tokens."""
+    frames, texts, tokens = list[str](), list[str](), list[str]()
     for event in stream.split("\n\n"):
-        frame, text = _TEXT.sub('"text":""', event), "".join(_TEXT.findall(event))
-        if texts and texts[-2] == frame:
-            texts[-1] += text
-        else:
-            texts += [frame, text]
-    return "\n".join(texts)
+        for logprobs in _LOGPROBS.findall(event):
+            tokens += _TOKEN.findall(logprobs)
+            tokens += [each for some in _TOKENS.findall(logprobs) for each in _STRING.findall(some)]
+        texts += _TEXT.findall(event)
+        frame = _NUMBER.sub("", _LOGPROBS.sub('"logprobs":{}', _TEXT.sub('"text":""', event)))
+        if frame not in frames[-1:]:
+            frames.append(frame)
+    return "\n".join([*frames, "".join(texts), "".join(tokens)])
 
 
-_TEXT = re.compile(r'"(?:text|content|delta|partial_json|arguments)":\s?"((?:[^"\\]|\\.)*)"')
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_TEXT = re.compile(rf'"(?:text|content|delta|partial_json|arguments)":\s?{_STRING.pattern}')
+_NUMBER = re.compile(r'"sequence_number":\s?\d+')
+_LOGPROBS = re.compile(r'"logprobs":\s?\{.*?\}(?=,\s?"finish_reason")')
+_TOKEN = re.compile(rf'"token":\s?{_STRING.pattern}')
+_TOKENS = re.compile(r'"tokens":\s?\[(.*?)\](?=[,}])')

@@ -12,6 +12,8 @@ from kvroute.router.serving.diagnosis import Diagnosis
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.store.connection import connect
 
+MOST_SHOWN = 80  # characters of a model's name that is not served
+
 
 class Models:
     """One router's models, in the order of its settings."""
@@ -39,9 +41,10 @@ class Models:
         for each in self.all:
             if each.adapter(model) is not None:
                 return each
+        name = model if len(model) <= MOST_SHOWN else model[:MOST_SHOWN] + "…"
         raise ApiError(
             404,
-            f"The model '{model}' does not exist; this server has {self._served()}.",
+            f"The model '{name}' does not exist; this server has {self._served()}.",
             param="model",
             code="model_not_found",
         )
