@@ -1,6 +1,7 @@
 """Whatever body one client sends, its router answers others, and the router keeps its memory."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -76,9 +77,11 @@ async def pulse(url: str) -> AsyncIterator[list[float]]:
 
 
 def router(cluster: Cluster) -> psutil.Process:
-    return next(
-        each for each in cluster.processes() if "kvroute:Router" in " ".join(each.cmdline())
-    )
+    for each in cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "kvroute:Router" in " ".join(each.cmdline()):
+                return each
+    raise AssertionError("there is no router")
 
 
 @pytest.mark.parametrize("name", BODIES)
