@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from openai import OpenAI
 from redis.asyncio import Redis
 
@@ -15,6 +16,10 @@ from tests.support.clients import openai_client
 from tests.support.order import Rooms, put_in_order
 from tests.support.serving import Cluster
 from tests.support.untested import pytest_terminal_summary
+
+# How fast the machine is, or makes examples, is not what tests judge.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 __all__ = ["pytest_terminal_summary"]  # a hook of pytest's
 

@@ -109,10 +109,12 @@ def _requests(path: Path, model: str | None) -> Iterator[Request]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Every line, and its location in words."""
+    """Every line, and its location in words. In a folder, a router may still write the last one."""
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         with file.open() as lines:
             for number, line in enumerate(lines, 1):
+                if path.is_dir() and not line.endswith("\n"):
+                    break
                 yield f"{file}, line {number}", line
 
 

@@ -233,5 +233,5 @@ async def _router_cpu_s(cluster: Cluster, requests: int, tokens: int, at_once: i
 
 
 def _router_process(cluster: Cluster) -> psutil.Process:
-    (router,) = (each for each in cluster.processes() if ":Router" in "".join(each.cmdline()))
+    (router,) = cluster.routers()
     return router

@@ -26,6 +26,7 @@ from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster
 from tests.support.workloads import (
     BLOCK,
+    Answer,
     ask,
     interleaved_chats,
     people_table,
@@ -62,9 +63,25 @@ def test_a_client_that_knows_only_http_is_answered(simulated_cluster: Cluster) -
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_the_second_time_a_prompt_is_served_from_its_replicas_cache(client: OpenAI) -> None:
+def ask_and_tell_routers(cluster: Cluster, client: OpenAI, text: str) -> Answer:
+    """Returns once both routers have heard of the blocks."""
+
+    def hit_tokens() -> int:
+        body = {"model": BUILTIN_MODEL, "messages": user(text)}
+        return int(post(cluster, "/v1/route", body).json()["receipts"][0]["best_hit_tokens"])
+
+    answer = ask(client, user(text))
+    blocks = (answer.prompt_tokens - 1) // BLOCK
+    until(lambda: {hit_tokens() for _ in range(8)} == {blocks * BLOCK})
+    return answer
+
+
+def test_the_second_time_a_prompt_is_served_from_its_replicas_cache(
+    simulated_cluster: Cluster, client: OpenAI
+) -> None:
     document = "the second time " + people_table()
-    first, second = ask(client, user(document)), ask(client, user(document))
+    first = ask_and_tell_routers(simulated_cluster, client, document)
+    second = ask(client, user(document))
     assert (first.cached_tokens, first.expected_tokens) == (0, 0)
     full = (second.prompt_tokens - 1) // BLOCK * BLOCK
     assert (second.cached_tokens, second.expected_tokens) == (full, full)
@@ -103,10 +120,11 @@ def test_several_prompts_stream_side_by_side(client: OpenAI) -> None:
 
 
 def test_every_question_about_a_document_finds_it_cached_whichever_router_it_meets(
-    client: OpenAI,
+    simulated_cluster: Cluster, client: OpenAI
 ) -> None:
     table = people_table()
-    first = ask(client, user(f"{table}\nWho is the eldest?"))
+    question = f"{table}\nWho is the eldest?"
+    first = ask_and_tell_routers(simulated_cluster, client, question)
     for question in table_questions():
         answer = ask(client, user(f"{table}\n{question}"))
         assert answer.replica == first.replica
@@ -240,8 +258,8 @@ def test_so_does_one_that_waits_for_a_whole_answer(simulated_cluster: Cluster) -
 def test_a_route_says_where_a_prompt_would_go_and_it_goes_there(
     simulated_cluster: Cluster, client: OpenAI
 ) -> None:
-    messages = user("tell me the way " + people_table())
-    there = ask(client, messages)
+    text = "tell me the way " + people_table()
+    there, messages = ask_and_tell_routers(simulated_cluster, client, text), user(text)
     body = {"model": BUILTIN_MODEL, "messages": messages}
     (receipt,) = post(simulated_cluster, "/v1/route", body).json()["receipts"]
     assert receipt["choice"] == there.replica

@@ -58,9 +58,7 @@ values = st.recursive(
     max_leaves=8,
 )
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"), max_size=40)
-fuzzing = settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None
-)
+fuzzing = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), database=None)
 
 
 @pytest.fixture(scope="module")

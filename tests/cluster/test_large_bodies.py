@@ -1,7 +1,6 @@
 """Whatever body one client sends, its router answers others, and the router keeps its memory."""
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -9,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
@@ -76,18 +74,10 @@ async def pulse(url: str) -> AsyncIterator[list[float]]:
         over.set()
 
 
-def router(cluster: Cluster) -> psutil.Process:
-    for each in cluster.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "kvroute:Router" in " ".join(each.cmdline()):
-                return each
-    raise AssertionError("there is no router")
-
-
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_holds_up_others(cluster: Cluster, name: str) -> None:
     path, content = BODIES[name]
-    before = router(cluster).memory_full_info().uss
+    before = cluster.routers()[0].memory_full_info().uss
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         async with pulse(cluster.url) as waits:
             sending = [client.post(f"/v1/{path}", content=content) for _ in range(SENT_AT_ONCE)]
@@ -97,5 +87,5 @@ async def test_no_body_holds_up_others(cluster: Cluster, name: str) -> None:
     statuses = {answer.status_code for answer in answers}
     assert statuses <= {200, 400, 404, 413}, [answer.text[:300] for answer in answers]
     assert all(answer.json().get("error", {"message": ""})["message"] < "~" for answer in answers)
-    grown = router(cluster).memory_full_info().uss - before
+    grown = cluster.routers()[0].memory_full_info().uss - before
     assert grown < HELD_BYTES + GROWTH * SENT_AT_ONCE * len(content)

@@ -20,7 +20,7 @@ from kvroute.router.api.calls import MAX_CHOICES
 from tests.support.audience import Audience, Heard
 from tests.support.clients import async_openai_client
 from tests.support.load_balancers import LoadBalancer, haproxy, nginx
-from tests.support.serving import Cluster
+from tests.support.serving import Cluster, kill_at_once
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -280,8 +280,7 @@ async def test_a_node_that_is_killed_breaks_its_own_streams_and_no_later_request
     doomed = leaver.processes()  # found before: that takes time, and an answer little
     listening = asyncio.gather(*(each.listen_to_what_comes() for each in audiences))
     await until(lambda: all(min(each.pieces) >= 5 for each in audiences), within_s=30)
-    for process in doomed:
-        process.kill()
+    kill_at_once(doomed)
     await asyncio.to_thread(
         psutil.wait_procs, doomed, timeout=10
     )  # until then, ports take requests

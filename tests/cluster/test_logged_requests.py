@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli import app
 from tests.support.clients import openai_client
+from tests.support.json_lines import read_lines
 from tests.support.scraping import wait_until
 from tests.support.serving import Cluster
 from tests.support.workloads import ask, people_table, table_questions, user
@@ -16,7 +17,7 @@ from tests.support.workloads import ask, people_table, table_questions, user
 
 def lines(path: Path) -> list[dict[str, Any]]:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return read_lines(files)
 
 
 @pytest.mark.timeout(240)

@@ -7,7 +7,6 @@ from collections.abc import Set
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import requests
 from openai import OpenAI
@@ -63,11 +62,6 @@ async def until_there(url: str, blocks: dict[str, set[Fingerprint]]) -> None:
             if all(held <= found.get(replica_id, set()) for replica_id, held in blocks.items()):
                 return
             await asyncio.sleep(0.1)
-
-
-def router_process(cluster: Cluster) -> psutil.Process:
-    """One of them."""
-    return next(each for each in cluster.processes() if "Router" in " ".join(each.cmdline()))
 
 
 def is_right(cluster: Cluster) -> bool:
@@ -154,7 +148,7 @@ async def test_of_two_routers_one_is_killed(wired: Wired) -> None:
             await asyncio.sleep(STEADY_S)
             before, chats.turns = chats.turns, []
             known = targets(cluster, "router").keys()
-            router_process(cluster).kill()
+            cluster.routers()[0].kill()
             await until(lambda: has_successor(cluster, known), within_s=60)
             await asyncio.sleep(STEADY_S)  # in which it takes its share
     assert len(chats.failures) <= CHATS  # those that were in their midst

@@ -1,6 +1,5 @@
 """LoRA adapters as clients of a cluster see them: simulated engines, the openai client."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.json_lines import read_lines
 from tests.support.serving import Cluster
 from tests.support.waiting import until
 from tests.support.workloads import ADAPTERS, people_table
@@ -101,7 +101,6 @@ async def test_the_request_log_says_the_adapter(
     ask(client, BUILTIN_MODEL, "a line for the model")
 
     def lines() -> list[dict[str, Any]]:
-        files = (adapters / "log").glob("*.jsonl")
-        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return read_lines((adapters / "log").glob("*.jsonl"))
 
     await until(lambda: {line.get("lora") for line in lines()} == {None, "sql", "law"})

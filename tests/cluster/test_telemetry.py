@@ -1,7 +1,6 @@
 """Logs and traces of a real cluster: one id and one trace, from the header to the engine."""
 
 import asyncio
-import json
 import os
 import signal
 import uuid
@@ -14,6 +13,7 @@ import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.collector import Collector, Span
+from tests.support.json_lines import read_lines
 from tests.support.serving import Cluster
 from tests.support.waiting import until
 
@@ -34,7 +34,7 @@ def log_lines(cluster: Cluster) -> list[dict[str, Any]]:
     """What routers and replicas have logged; every line is JSON."""
     (folder,) = [line.split()[1] for line in cluster.output().splitlines() if "logs: " in line]
     files = Path(folder).glob("replica_*.log")
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return read_lines(files)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_page_that_hears_nothing_says_so_and_goes_on_by_itself(
     shown: Page, simulated_cluster: Cluster
 ) -> None:
     state = "document.querySelector('#connection').dataset.state"
-    routers = [each for each in simulated_cluster.processes() if "Router" in each.cmdline()[0]]
+    routers = simulated_cluster.routers()
     assert len(routers) == 2
     for router in routers:
         router.suspend()

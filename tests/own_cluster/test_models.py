@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvroute.app import build
 from kvroute.replay.trace import TraceError, read
 from tests.support.clients import async_openai_client
+from tests.support.json_lines import read_lines
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.waiting import until
 from tests.support.workloads import ask, people_table, user
@@ -172,8 +173,7 @@ async def test_the_request_log_is_replayed_model_by_model(
     tokens = {ask(client, prompt, model=model).prompt_tokens for model in (LARGE, SMALL, LARGE)}
 
     def logged(model: str) -> int:
-        files = "".join(file.read_text() for file in log.iterdir())
-        lines = [json.loads(line) for line in files.splitlines()]
+        lines = read_lines(log.iterdir())
         return sum(line["model"] == model and line["input_length"] in tokens for line in lines)
 
     await until(lambda: (logged(LARGE), logged(SMALL)) == (2, 1))

@@ -52,7 +52,7 @@ def test_what_it_serves_is_reached_from_this_computer_only(cluster: Cluster) -> 
     assert {target["targets"][0].rpartition(":")[0] for target in targets} == {LOOPBACK}
     for name in ("haproxy", "redis-server"):
         assert {address.ip for address in listens_at(process(cluster, name))} == {LOOPBACK}
-    (router,) = (each for each in cluster.processes() if "kvroute:Router" in each.cmdline()[0])
+    (router,) = cluster.routers()
     http = [address for address in listens_at(router) if is_http(address.port)]
     assert len(http) == 2, "its own, and its metrics"
     assert {address.ip for address in http} == {LOOPBACK}

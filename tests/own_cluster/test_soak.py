@@ -66,7 +66,7 @@ def replicas(cluster: Cluster) -> dict[str, int]:
 
 def routers(cluster: Cluster) -> list[int]:
     """Process ids."""
-    return [each.pid for each in cluster.processes() if "kvroute:Router" in each.cmdline()[0]]
+    return [each.pid for each in cluster.routers()]
 
 
 def memory(pids: list[int]) -> dict[int, int]:

@@ -320,7 +320,7 @@ verbs = st.one_of(st.sampled_from(WORK), st.sampled_from(FAULTS), st.just("wait"
 steps = st.tuples(verbs, st.sampled_from("ab")).map(" ".join)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.lists(steps, min_size=5, max_size=40))
 def test_after_any_row_of_faults_mirror_redis_and_engines_agree(
     redis_url: str, steps: list[str]

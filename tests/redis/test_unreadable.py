@@ -46,7 +46,7 @@ PREFIX = key_prefix("default", MODEL)
 LEASE_S = 0.3
 HEALED_S = 20.0
 BLOCKS = [Fingerprint(2**63 + i) for i in range(10)]
-WAYS = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+WAYS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def as_json(value: object) -> bytes:
@@ -197,7 +197,7 @@ def known_fleet(**differs: Any) -> Fleet:
     return Fleet(model=MODEL, revision="", block_size=4, rng=random.Random(0), **differs)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(max_size=60) | torn())
 @example(messages.encode([VERSION, "r", [["s", "1", "a", float("nan"), 1, 2, b"", b""]]]))
 @example(messages.encode([VERSION, "r", [["s", "1", "a", 0.1, 1, 2, b"1234567", b""]]]))
@@ -300,7 +300,7 @@ async def pollute(redis: Any, acts: list[Any]) -> None:
             await do(redis, [act])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.lists(acts | types, min_size=1, max_size=8))
 @example([("hset", "replica:a", "facts", b"garbage")])
 @example([("become", "replica:a")])

@@ -215,7 +215,7 @@ def comparable(data: bytes) -> str:
 
 def joined_events(stream: str) -> str:
     """The kinds of a stream's events in order, and all texts and tokens in them: a busy engine's
-    events have several tokens."""
+    events have several tokens, and the last one has a text or none."""
     frames, texts, tokens = list[str](), list[str](), list[str]()
     for event in stream.split("\n\n"):
         for logprobs in _LOGPROBS.findall(event):
@@ -223,6 +223,7 @@ def joined_events(stream: str) -> str:
             tokens += [each for some in _TOKENS.findall(logprobs) for each in _STRING.findall(some)]
         texts += _TEXT.findall(event)
         frame = _NUMBER.sub("", _LOGPROBS.sub('"logprobs":{}', _TEXT.sub('"text":""', event)))
+        frame = frame.replace('"delta":{}', '"delta":{"text":""}')
         if frame not in frames[-1:]:
             frames.append(frame)
     return "\n".join([*frames, "".join(texts), "".join(tokens)])

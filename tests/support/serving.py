@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,9 @@ class Cluster:
         """The processes below the command whose title or name contains this."""
         started = psutil.Process(self.process.pid).children(recursive=True)
         return [each for each in started if title in _title_of(each)]
+
+    def routers(self) -> list[psutil.Process]:
+        return [each for each in self.processes() if "kvroute:Router" in _title_of(each)]
 
     def wait_for(self, text: str, *, deadline_s: float) -> None:
         """Fails with all of the output when the text is not printed in time."""
@@ -132,6 +135,14 @@ def assert_gone(cluster: Cluster, *, within_s: float = 2.0) -> None:
     while (left := cluster.processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"still running: {left}\n{cluster.output()}"
+
+
+def kill_at_once(processes: Iterable[psutil.Process]) -> None:
+    """As a node dies: none of them sees another one end, and starts a third."""
+    for act in (psutil.Process.suspend, psutil.Process.kill):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                act(process)
 
 
 def _kill(cluster: Cluster) -> None:

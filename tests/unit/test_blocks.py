@@ -88,7 +88,7 @@ class AnyUse(RuleBasedStateMachine):
         assert sorted([*in_use, *self.pool._cache.free]) == list(range(self.pool.capacity_blocks))
 
 
-AnyUse.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AnyUse.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestAnyUse = AnyUse.TestCase
 
 

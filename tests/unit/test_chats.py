@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.generation import TokenIds
@@ -233,7 +233,6 @@ BODIES = st.fixed_dictionaries(
 PATHS = st.sampled_from(["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(PATHS, BODIES, st.integers(0, 4)), max_size=8))
 def test_no_sequence_of_bodies_raises_or_exceeds_the_bound(
     asked: list[tuple[str, dict[str, Any], int]],

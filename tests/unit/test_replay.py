@@ -226,6 +226,12 @@ def test_logs_of_several_routers_are_one_trace_in_order_of_time(tmp_path: Path) 
     assert [(r.arrival_s, r.blocks) for r in requests] == [(0.0, (2,)), (1.0, (3,)), (4.0, (4,))]
 
 
+def test_a_line_that_a_router_is_writing_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line(0, [1]) + line(1, [2])[:30])
+    (tmp_path / "b.jsonl").write_text(line(2, [3]))
+    assert [r.blocks for r in read(tmp_path, limit=None, seed=0)] == [(2,), (4,)]
+
+
 def test_failed_requests_are_not_replayed(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(line(0, [1]) + line(1, [1], outcome="failed") + line(2, [1], outcome="ok"))

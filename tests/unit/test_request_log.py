@@ -1,7 +1,6 @@
 """The request log tells what happened, replay reads it, and no request ever waits for it."""
 
 import asyncio
-import json
 import os
 import random
 import resource
@@ -26,6 +25,7 @@ from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.breaks import Break, Difference, Span
 from kvroute.router.routing.fleet import Fleet
 from tests.support.answers import completion
+from tests.support.json_lines import read_lines
 from tests.support.records import FACTS, LOAD
 
 BLOCK = 32
@@ -87,7 +87,7 @@ async def router(tmp_path: Path) -> AsyncIterator[Router]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return read_lines(files)
 
 
 async def logged(router: Router) -> list[dict[str, Any]]:

@@ -154,7 +154,7 @@ def ids(tokenizer: Tokenizer, parts: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("bare", BARE)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=texts(NAMES), shortest=st.sampled_from([1, 1, 5, 20]))
 def test_segments_have_the_ids_of_the_whole_text(
     bare: str, flags: str, text: str, shortest: int
@@ -165,7 +165,7 @@ def test_segments_have_the_ids_of_the_whole_text(
     assert ids(made, segments) == ids(made, [text])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=texts(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<filename>", "<repo_name>"]))
 def test_segments_of_the_builtin_model_have_the_ids_of_the_whole_text(text: str) -> None:
     made = builtin()

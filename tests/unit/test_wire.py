@@ -440,7 +440,7 @@ async def test_a_message_that_cannot_be_read_ends_its_connection_with_a_reason(
     assert "cannot be read" in caplog.text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=200), st.sampled_from([0, *Kind]), st.booleans())
 def test_no_bytes_stop_a_replica(said: bytes, kind: int, is_proven: bool) -> None:
     """From a stranger, or from a router that has proven itself."""
@@ -461,7 +461,7 @@ def test_no_bytes_stop_a_replica(said: bytes, kind: int, is_proven: bool) -> Non
     asyncio.run(run())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=200), st.sampled_from([0, *Kind]))
 def test_no_bytes_stop_a_router(said: bytes, kind: int) -> None:
     """A connection may end, and says so."""

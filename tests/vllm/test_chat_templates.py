@@ -102,7 +102,7 @@ def test_each_template_renders_chats_of_all_kinds(sides: "Sides", name: str) -> 
 
 @pytest.mark.parametrize("name", [*SHOWN, "qwen3", "granite_4"])
 @given(body=BODIES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_chat_of_text_and_tools_is_rendered_alike(
     sides: "Sides", name: str, body: Body
 ) -> None:
