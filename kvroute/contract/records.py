@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvroute.contract.adapters import LOAD_S
+from kvroute.contract.cache_groups import Layout
 from kvroute.contract.identity import Identity
 from kvroute.contract.unreadable import UnreadableError
 
@@ -39,8 +40,8 @@ class Load(Struct, frozen=True, gc=False):
 class EngineFacts(Struct, frozen=True):
     """Properties of an engine that never change."""
 
-    block_size: AtLeastOne  # tokens
-    capacity_blocks: Count  # KV blocks in all
+    block_size: AtLeastOne  # tokens of one fingerprint
+    capacity_blocks: Count  # of block_size tokens, in all
     max_model_len: AtLeastOne  # tokens, prompt and output together
     prefill_tokens_per_s: Rate  # at a prompt's start; an estimate: the router learns the real speed
     attention_tokens: Rate = 32_768.0  # context at which a token's prefill costs twice as much
@@ -50,6 +51,7 @@ class EngineFacts(Struct, frozen=True):
     max_cpu_loras: Count = 0  # LoRA adapters that memory has room for
     engine: Name = "vllm"  # "vllm" | "simulated"
     content_format: Name = ""  # of messages in the chat template: "string", "openai"; empty: none
+    layout: Layout | None = None  # None: full attention in blocks of block_size tokens
 
 
 class Whereabouts(Struct, frozen=True):
