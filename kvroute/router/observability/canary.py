@@ -93,29 +93,31 @@ class Canaries:
             namespace=f"canary-{uuid.uuid4().hex}",
         )
         chain = self._fleet.chain(request.token_ids, request.namespace)
-        before, sent_s = await self._account(replica_id, chain), time.monotonic()
+        added = self._fleet.added(replica_id, chain)
+        before, sent_s = await self._account(replica_id, added), time.monotonic()
         try:
             await self._send(replica_id, request)
         except UnansweredError as error:
-            return Result(len(chain), before, refusal=str(error))
+            return Result(len(added), before, refusal=str(error))
         answered_s = time.monotonic()
         if before and before.record and before.record.facts.prefix_caching:
             await self._wait(replica_id, chain)
         seen_s, mirror = time.monotonic() - answered_s, self._mirrored(replica_id, chain)
+        is_seen = mirror == len(chain)
         return Result(
-            len(chain),
+            len(added),
             before,
             answered_s=answered_s - sent_s,
-            after=await self._account(replica_id, chain),
-            mirror=mirror,
-            seen_s=seen_s if mirror == len(chain) else None,
+            after=await self._account(replica_id, added),
+            mirror=len(added) if is_seen else mirror,
+            seen_s=seen_s if is_seen else None,
         )
 
     def _prompt(self) -> TokenIds:
-        """BLOCKS full blocks, or fewer if the context is short, plus the token that is always
-        computed."""
+        """BLOCKS full blocks, or fewer if the context is short, or as many as a hit needs at least;
+        plus the token that is always computed."""
         room = self._fleet.max_model_len or BLOCKS * self._block_size + 2  # with the output token
-        blocks = max(1, min(BLOCKS, (room - 2) // self._block_size))
+        blocks = max(self._fleet.least_blocks, min(BLOCKS, (room - 2) // self._block_size))
         tokens = blocks * self._block_size + 1
         return np.random.default_rng().integers(*TOKEN_IDS, tokens, dtype=np.uint32)
 
@@ -126,12 +128,12 @@ class Canaries:
             await asyncio.sleep(CHECK_INTERVAL_S)
 
     def _mirrored(self, replica_id: str, chain: Sequence[Fingerprint]) -> int:
-        return self._fleet.mirror.hits(chain).get(replica_id, 0)
+        return self._fleet.hits(chain).get(replica_id, 0)
 
-    async def _account(self, replica_id: str, chain: Sequence[Fingerprint]) -> Account | None:
+    async def _account(self, replica_id: str, added: Sequence[Fingerprint]) -> Account | None:
         try:
             record = await self._index.record(replica_id)
-            return Account(record, await self._index.held(record, chain) if record else 0)
+            return Account(record, await self._index.held(record, added) if record else 0)
         except (RedisError, OSError):
             return None
 

@@ -1,12 +1,13 @@
 """One request at one replica: why it was placed there, what it receives, how it ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
+from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.ledger import NOTHING, Ledger, account
 from kvroute.router.routing.load import ReplicaLoad
@@ -158,6 +159,7 @@ class Attempt:
     context: RequestContext
     placement: Placement | None = None  # why it went there; None: another router sent it
     observer: RequestObserver = NO_OBSERVER
+    boundaries: Boundaries | None = None  # of the replica's engine, if it has several cache groups
     trace: TraceContext | None = None  # its span, if an observer keeps one
     is_complete: bool = False
     output_tokens: int = 0  # of all choices
@@ -201,9 +203,14 @@ class Attempt:
         self.load.finish(self.request_id)
         self.mirror.unexpect(self.replica_id, self.dispatch.expected)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
-            chain, capacity_blocks = self.placement.chain, self.capacity_blocks
-            self.mirror.infer(self.replica_id, chain, capacity_blocks=capacity_blocks)
+            self._infer(self.placement.chain)
         self.observer.ended(self)
+
+    def _infer(self, chain: Sequence[Fingerprint]) -> None:
+        """The replica has cached the prompt."""
+        added = self.boundaries.added(chain, 0) if self.boundaries else chain
+        capacity = self.capacity_blocks * len(added) // max(1, len(chain))
+        self.mirror.infer(self.replica_id, added, capacity_blocks=capacity)
 
     def ledger(self) -> Ledger | None:
         """Where the prompt's tokens came from; None until the engine has reported."""

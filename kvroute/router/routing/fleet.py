@@ -19,6 +19,7 @@ from kvroute.router.routing.attempts import (
     RequestObserver,
 )
 from kvroute.router.routing.baselines import Ranking
+from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError, boundaries_of
 from kvroute.router.routing.branches import Branches, relative
 from kvroute.router.routing.handshake import NONE, Handshake
 from kvroute.router.routing.load import (
@@ -90,6 +91,7 @@ class Fleet:
         self._free_blocks: dict[str, int] = {}  # of replicas with a record
         self._loads: dict[str, ReplicaLoad] = {}  # of replicas with a record or with requests
         self._branches = Branches()
+        self._boundaries: dict[str, Boundaries] = {}  # of engines with several cache groups
 
     @property
     def records(self) -> list[ReplicaRecord]:
@@ -142,7 +144,8 @@ class Fleet:
         if unreadable and self._running:
             ours = set(self._running())
             unreadable = {id_: reason for id_, reason in unreadable.items() if id_ in ours}
-        self.handshake.check(self._records.values(), unreadable)
+        self._boundaries, unknown = _boundaries(self._records.values())
+        self.handshake.check(self._records.values(), unreadable, unknown)
         self._leased = self._records.keys() - set(unleased)
         self._free_blocks = {
             record.id: record.facts.capacity_blocks - record.load.used_blocks
@@ -168,7 +171,7 @@ class Fleet:
             lora=lora,
             namespace=namespace,
         )
-        blocks = reusable_blocks(len(token_ids), self._block_size)
+        blocks = self._usable(reusable_blocks(len(token_ids), self._block_size))
         return fingerprints(
             token_ids[: blocks * self._block_size], block_size=self._block_size, parent=parent
         )
@@ -176,7 +179,34 @@ class Fleet:
     def holders(self, token_ids: TokenIds) -> set[str]:
         """The replicas that hold all full blocks of these tokens, without a salt."""
         chain = self.chain(np.append(token_ids, token_ids[:1]), "")  # makes the last block reusable
-        return {id_ for id_, blocks in self.mirror.hits(chain).items() if blocks == len(chain)}
+        return {id_ for id_, blocks in self.hits(chain).items() if blocks == len(chain)}
+
+    @property
+    def least_blocks(self) -> int:
+        """Of the shortest prompt that every replica can reuse."""
+        return max((each.step for each in self._boundaries.values()), default=1)
+
+    def added(
+        self, replica_id: str, chain: Sequence[Fingerprint], hit_blocks: int = 0
+    ) -> tuple[Fingerprint, ...]:
+        """What the replica will announce when it computes the chain from there on."""
+        if not self._caches(replica_id):
+            return ()
+        if boundaries := self._boundaries.get(replica_id):
+            return tuple(boundaries.added(chain, hit_blocks))
+        return tuple(chain[hit_blocks:])
+
+    def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
+        """replica id -> blocks of the chain that a request would find there; no entry: none."""
+        if not self._boundaries:
+            return self.mirror.hits(chain)
+        hits = self.mirror.hits(chain)
+        for replica_id in self._boundaries:
+            hits.pop(replica_id, None)
+        for boundaries in set(self._boundaries.values()):
+            found = self.mirror.hits_at(chain, boundaries)
+            hits |= {id_: n for id_, n in found.items() if self._boundaries.get(id_) is boundaries}
+        return hits
 
     def place(
         self,
@@ -202,7 +232,7 @@ class Fleet:
         lora: str = "",
     ) -> Placement:
         """Ranks the running replicas for a prompt with these reusable blocks."""
-        hits = self.mirror.hits(chain)
+        hits = self.hits(chain)
         for replica_id in self.handshake.degraded:
             hits.pop(replica_id, None)
         best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
@@ -221,7 +251,7 @@ class Fleet:
             block_size=self._block_size,
             forks=forks,
             lora=lora,
-            known_blocks=self.mirror.known(chain, at_least=best),
+            known_blocks=self._known(chain, best),
         )
 
     def sent(
@@ -244,12 +274,13 @@ class Fleet:
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=placement.known_prefix[-1:],
-            expected=placement.chain[hit_blocks:] if self._caches(replica_id) else (),
+            expected=self.added(replica_id, placement.chain, hit_blocks),
             lora=placement.lora,
             loads_lora=there.lora_s > 0,
         )
         attempt = self.begin(dispatch, now_s)
         attempt.placement, attempt.observer = placement, self.observer
+        attempt.boundaries = self._boundaries.get(replica_id)
         attempt.context = context or attempt.context
         self.observer.sent(attempt)
         return attempt
@@ -314,6 +345,19 @@ class Fleet:
             )
         return candidates
 
+    def _usable(self, blocks: int) -> int:
+        """Of a prompt's blocks, those before the last boundary at which a hit can end."""
+        layouts = self._boundaries.values()
+        if len(layouts) < len(self._records) or not layouts:
+            return blocks
+        return max(boundaries.usable(blocks) for boundaries in layouts)
+
+    def _known(self, chain: Sequence[Fingerprint], at_least: int) -> int:
+        """Leading blocks of the chain that some replica holds or once held."""
+        for boundaries in self._boundaries.values():
+            return max(at_least, boundaries.known(chain, self.mirror.is_known))
+        return self.mirror.known(chain, at_least=at_least)
+
     def _with_lora(self, candidate: Candidate, lora: str) -> Candidate:
         if lora in self._load(candidate.replica_id).loras:
             return candidate
@@ -353,6 +397,23 @@ class Fleet:
         if record is None or replica_id in self.handshake.degraded:
             return False
         return record.facts.prefix_caching
+
+
+def _boundaries(
+    records: Iterable[ReplicaRecord],
+) -> tuple[dict[str, Boundaries], dict[str, str]]:
+    """Of the replicas whose engines have several cache groups; and why those of some are unknown,
+    by replica id."""
+    known, unknown = dict[str, Boundaries](), dict[str, str]()
+    for record in records:
+        facts = record.facts
+        if facts.layout is None or not facts.prefix_caching:
+            continue
+        try:
+            known[record.id] = boundaries_of(facts.layout, facts.block_size)
+        except UnknownLayoutError as error:
+            unknown[record.id] = str(error)
+    return known, unknown
 
 
 def _report_loras(load: ReplicaLoad, record: ReplicaRecord) -> None:

@@ -3,7 +3,8 @@
 A replica whose record cannot be read runs another version. A replica with another fingerprint
 scheme would never have a hit, without a visible reason. A replica with another tokenizer or chat
 template does not run the model that the prompts are made for. All of this happens during the
-rollout of a new version, or when one node has other files than the rest.
+rollout of a new version, or when one node has other files than the rest. And an engine may cache
+layers of a kind whose hits are not known.
 """
 
 import logging
@@ -17,6 +18,7 @@ log = logging.getLogger("kvroute.handshake")
 
 WORDS = {name: name.replace("_", " ") for name in Identity.__struct_fields__ if name != "adapters"}
 NONE: Mapping[str, str] = MappingProxyType({})
+REMEDY = "; restart it with the routers' model files and settings"
 
 
 class Handshake:
@@ -26,23 +28,29 @@ class Handshake:
         self._identity = identity
         self.degraded: Mapping[str, str] = {}  # replica id -> why
 
-    def check(self, records: Iterable[ReplicaRecord], unreadable: Mapping[str, str] = NONE) -> None:
+    def check(
+        self,
+        records: Iterable[ReplicaRecord],
+        unreadable: Mapping[str, str] = NONE,
+        unknown: Mapping[str, str] = NONE,
+    ) -> None:
         """Finds the degraded ones among the current replicas and logs new ones. unreadable: why the
-        records of further replicas cannot be read."""
+        records of further replicas cannot be read. unknown: why hits of some cannot be told."""
         degraded = {
             replica_id: f"its record cannot be read: {reason}"
             for replica_id, reason in unreadable.items()
         }
+        degraded.update(unknown)
         if self._identity is not None:
             for record in records:
                 if reason := differences(self._identity, record.identity):
                     degraded.setdefault(record.id, reason)
         for replica_id in degraded.keys() - self.degraded.keys():
             log.warning(
-                "replica %s is DEGRADED, its cache is ignored: %s; restart it with the routers' "
-                "model files and settings",
+                "replica %s is DEGRADED, its cache is ignored: %s%s",
                 replica_id,
                 degraded[replica_id],
+                "" if replica_id in unknown else REMEDY,
             )
         self.degraded = degraded
 

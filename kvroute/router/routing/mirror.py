@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.eviction_history import EvictionHistory
 from kvroute.router.routing.masks import TABLES, Masks
 
@@ -107,14 +108,23 @@ class Mirror:
             step *= 2
         return depths
 
+    def hits_at(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> dict[str, int]:
+        """The same for engines with several cache groups."""
+        depths: dict[str, int] = {}
+        for replicas, depth in boundaries.hits(chain, self._having, self._live):
+            for bit in _bits(replicas):
+                depths.setdefault(self._ids[bit], depth)
+        return depths
+
     def known(self, chain: Sequence[Fingerprint], *, at_least: int = 0) -> int:
         """Leading blocks of the chain that some replica holds or once held, as far as the eviction
         history remembers; of a chain's blocks, those evicted first also leave the history first."""
+        blocks = range(len(chain))
+        return bisect_left(blocks, True, lo=at_least, key=lambda i: not self.is_known(chain[i]))
 
-        def is_new(i: int) -> bool:
-            return not (self._held.get(chain[i]) or chain[i] in self._history)
-
-        return bisect_left(range(len(chain)), True, lo=at_least, key=is_new)
+    def is_known(self, fingerprint: Fingerprint) -> bool:
+        """Whether some replica holds the block, or once held it."""
+        return bool(self._held.get(fingerprint)) or fingerprint in self._history
 
     def held_by(self, replica_id: str) -> set[Fingerprint]:
         """All of one replica's blocks."""
@@ -142,7 +152,9 @@ class Mirror:
         """The bits of the live replicas that hold, or will hold, block i."""
         if i >= len(chain):
             return 0
-        fingerprint = chain[i]
+        return self._having(chain[i])
+
+    def _having(self, fingerprint: Fingerprint) -> int:
         return (self._held.get(fingerprint) | self._expected.get(fingerprint)) & self._live
 
     def _settle(

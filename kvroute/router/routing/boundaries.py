@@ -1,0 +1,165 @@
+"""The boundaries of a prompt at which a hit can end, for engines with several KV cache groups.
+
+vLLM takes the deepest boundary that every group can serve. Full attention needs all blocks before
+it; a sliding window those that the window before it touches; chunked local attention those from the
+start of its chunk; a state space model the one state there.
+(`find_longest_cache_hit` of each manager in vllm/v1/core/single_type_kv_cache_manager.py)
+
+Lengths and boundaries are in blocks of the fingerprints' size, which divides each group's.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
+
+from kvroute.contract.cache_groups import CHUNK, FULL, STATE, WINDOW, CacheGroup, Layout, member
+from kvroute.contract.fingerprint import Fingerprint
+
+Holders = Callable[[Fingerprint], int]  # the replicas that have a block, as the bits of a mask
+ALL = -1  # a mask of all replicas
+
+
+class UnknownLayoutError(Exception):
+    """It is not known what a hit needs in an engine that divides its cache in this way."""
+
+
+class Boundaries:
+    """The rules of one layout. Raises UnknownLayoutError that says which one is unknown."""
+
+    def __init__(self, layout: Layout, block_size: int) -> None:
+        self.step = _blocks(layout.hit_tokens, block_size)
+        self._groups = [
+            _Group(number, group, block_size) for number, group in enumerate(layout.groups)
+        ]
+
+    def usable(self, length: int) -> int:
+        """The deepest boundary within that length."""
+        return length // self.step * self.step
+
+    def added(self, chain: Sequence[Fingerprint], begin: int) -> list[Fingerprint]:
+        """What an engine announces when it has computed the chain from `begin` on."""
+        end = self.usable(len(chain))
+        return [
+            group.member(chain, each) for group in self._groups for each in group.added(begin, end)
+        ]
+
+    def hits(
+        self, chain: Sequence[Fingerprint], holders: Holders, replicas: int
+    ) -> Iterator[tuple[int, int]]:
+        """Pairs of replicas and the deepest boundary that they can serve, the deepest first; none
+        for replicas that can serve none."""
+        lookups = [
+            (_PrefixLookup if group.needs_all else _Lookup)(group, chain, holders)
+            for group in self._groups
+        ]
+        end = self.usable(len(chain))
+        while replicas and end:
+            able, hole = replicas, end
+            for lookup in lookups:
+                held, hole = lookup.at(end, replicas)
+                able &= held
+                if not able:
+                    break
+            if able:
+                yield able, end
+                replicas &= ~able
+            end = self.usable(hole - 1)
+
+    def known(self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]) -> int:
+        """The deepest boundary whose block in the first group is known."""
+        end = self.usable(len(chain))
+        while end and not is_known(self._groups[0].member(chain, end)):
+            end -= self.step
+        return end
+
+
+@lru_cache(maxsize=64)
+def boundaries_of(layout: Layout, block_size: int) -> Boundaries:
+    """The same object for equal layouts. Raises UnknownLayoutError."""
+    return Boundaries(layout, block_size)
+
+
+class _Group:
+    """One group's blocks, each known by where it ends in the chain."""
+
+    def __init__(self, number: int, group: CacheGroup, block_size: int) -> None:
+        self._number = number
+        self._has_states = group.kind in STATE
+        self.size = _blocks(group.block_tokens, block_size)
+        self.needs_all = group.kind in FULL
+        self.start = _start(group, block_size)
+
+    def member(self, chain: Sequence[Fingerprint], end: int) -> Fingerprint:
+        return member(chain[end - 1], self._number)
+
+    def needed(self, end: int) -> range:
+        """The blocks that this boundary needs, the last one first."""
+        return range(end, self.start(end), -self.size)
+
+    def added(self, begin: int, end: int) -> range:
+        """The blocks that computing this part adds; of states only the last one is sure."""
+        first = (begin // self.size + 1) * self.size
+        return range(max(first, end) if self._has_states else first, end + 1, self.size)
+
+
+class _Lookup:
+    """The replicas that have a group's blocks of one chain."""
+
+    def __init__(self, group: _Group, chain: Sequence[Fingerprint], holders: Holders) -> None:
+        self._group = group
+        self._held = cache(lambda end: holders(group.member(chain, end)))
+
+    def at(self, end: int, replicas: int) -> tuple[int, int]:
+        """The replicas that can serve this boundary, and a block that the next boundary to try must
+        not need: one that none of `replicas` has, or the last one."""
+        able = ALL
+        for each in self._group.needed(end):
+            held = self._held(each)
+            if not held & replicas:
+                return 0, each
+            able &= held
+        return able, end
+
+
+class _PrefixLookup(_Lookup):
+    """The same where a boundary needs all blocks before it."""
+
+    def __init__(self, group: _Group, chain: Sequence[Fingerprint], holders: Holders) -> None:
+        super().__init__(group, chain, holders)
+        self._able = [ALL]  # the replicas that have all of the first blocks, by their number
+
+    def at(self, end: int, replicas: int) -> tuple[int, int]:
+        size, able = self._group.size, self._able
+        blocks, rest = divmod(end, size)
+        while len(able) <= blocks and able[-1]:
+            able.append(able[-1] & self._held(len(able) * size))
+        known = min(blocks, len(able) - 1)
+        if not able[known] & replicas:
+            missing = bisect_left(able, True, hi=known, key=lambda each: not each & replicas)
+            return 0, missing * size
+        return able[known] & (self._held(end) if rest else ALL), end
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    if tokens % block_size:
+        raise UnknownLayoutError(
+            f"its engine caches blocks of {tokens} tokens, which is no multiple of --block-size "
+            f"{block_size}"
+        )
+    return tokens // block_size
+
+
+def _start(group: CacheGroup, block_size: int) -> Callable[[int], int]:
+    """Where the blocks begin that a boundary needs."""
+    tokens, size = group.block_tokens, group.block_tokens // block_size
+    if group.kind in FULL:
+        return lambda end: 0
+    if group.kind in STATE:
+        return lambda end: end - 1
+    if group.kind in WINDOW:
+        reach = -(-(group.window_tokens - 1) // tokens) * size
+        return lambda end: max(0, end - reach)
+    if group.kind in CHUNK:
+        chunk = group.window_tokens
+        return lambda end: end * block_size // chunk * chunk // tokens * size
+    raise UnknownLayoutError(f"what a hit needs of {group.kind} blocks is not known")
