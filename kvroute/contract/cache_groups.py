@@ -19,6 +19,8 @@ WINDOW = frozenset({"sliding_window", "sliding_window_mla"})  # those in the win
 CHUNK = frozenset({"chunked_local_attention"})  # those from the start of L's chunk to L
 STATE = frozenset({"mamba"})  # the one that ends at L
 
+UNTOLD = "no hits can be told for its engine: "  # begins why a replica is DEGRADED
+
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: its multiples are far from each other
 

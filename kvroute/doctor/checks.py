@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvroute.contract.cache_groups import UNTOLD
 from kvroute.deployments import last_line
 from kvroute.store.connection import OLDEST_REDIS
 
@@ -17,6 +18,7 @@ LATELY_S = 60.0  # older unreadable records are ignored
 LATE_LEASE_S = 1.0  # a third of the lease: two renewals are missing
 
 RESTART = "restart the replica with the router's model files and settings"
+BY_LOAD = "its requests are routed by load, and nothing is expected of its cache"
 HEALS = "ask again: what can heal has healed within seconds; if it stays, restart the replica"
 CANARY_REMEDIES = {
     "no answer": "see its log, and what it runs: kvroute status; one that hangs is replaced",
@@ -61,7 +63,8 @@ def handshake(health: Facts) -> Iterator[Check]:
     if not degraded:
         yield Check("handshake", "ok", "no replica contradicts the router")
     for replica_id, reason in degraded.items():
-        yield Check("handshake", "wrong", f"replica {replica_id}: {reason}", RESTART)
+        remedy = BY_LOAD if reason.startswith(UNTOLD) else RESTART
+        yield Check("handshake", "wrong", f"replica {replica_id}: {reason}", remedy)
 
 
 def connections(health: Facts) -> Iterator[Check]:

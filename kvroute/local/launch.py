@@ -7,7 +7,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -99,9 +100,9 @@ def _start(
     )
     deploy(_application(settings, each), progress, signals, deadline)
     url = f"http://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
-    _wait_until_healthy(url, signals, deadline)
+    health = _wait_until_healthy(url, signals, deadline)
     progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
-    _announce(each, url, progress)
+    _announce(each, url, health, progress)
 
 
 def refuse_taken_port(host: str, port: int) -> None:
@@ -197,21 +198,27 @@ def _model(settings: CheckedOptions, progress: Progress) -> str:
     return model
 
 
-def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> None:
+def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> dict[str, Any]:
+    """What /health says then."""
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{url}/health", trust_env=False, timeout=5).status_code == 200:
-                return
+            answer = httpx.get(f"{url}/health", trust_env=False, timeout=5)
+            if answer.status_code == 200:
+                return dict(answer.json())
         except httpx.TransportError:
             pass  # HAProxy is not up yet
         signals.sleep(POLL_S)
     raise StartError(f"{url}/health did not answer 200 in time; see --start-timeout-s")
 
 
-def _announce(each: Sequence[ModelSettings], url: str, progress: Progress) -> None:
+def _announce(
+    each: Sequence[ModelSettings], url: str, health: Mapping[str, Any], progress: Progress
+) -> None:
     for one in each:
         of_model = f" ({one.served_model_name})" if len(each) > 1 else ""
         progress.say(f"reuse_cache: {one.prefix_caching}{of_model}")
+    for reason, replicas in Counter(health["degraded"].values()).items():
+        progress.say(f"DEGRADED: {replicas} replicas are routed to by load alone: {reason}")
     progress.say(
         f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
         f'\'{{"model": "{each[0].served_model_name}", '

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvroute.contract.cache_groups import UNTOLD
 from kvroute.contract.unreadable import KINDS
 from kvroute.doctor import checks, clocks, load_checks, metrics_ports
 from kvroute.doctor.checks import Check
@@ -128,6 +129,9 @@ def test_a_replica_without_a_connection_is_named_with_the_reason() -> None:
 
 def test_a_replica_with_another_tokenizer_is_wrong() -> None:
     (well,) = checks.handshake({"replicas": 2})
+    blind = {"a": f"{UNTOLD}what a hit needs of its telepathy layers is not known"}
+    (other,) = checks.handshake({"replicas": 2, "degraded": blind})
+    assert (other.grade, other.remedy) == ("wrong", checks.BY_LOAD)
     (wrong,) = checks.handshake({"replicas": 2, "degraded": {"a": "its tokenizer is another one"}})
     assert (well.grade, wrong.grade) == ("ok", "wrong")
     assert wrong.finding == "replica a: its tokenizer is another one"

@@ -143,8 +143,8 @@ class _PrefixLookup(_Lookup):
 def _blocks(tokens: int, block_size: int) -> int:
     if tokens % block_size:
         raise UnknownLayoutError(
-            f"its engine caches blocks of {tokens} tokens, which is no multiple of --block-size "
-            f"{block_size}"
+            f"it caches blocks of {tokens} tokens, no multiple of --block-size {block_size}; start "
+            "with one that divides them"
         )
     return tokens // block_size
 
@@ -162,4 +162,4 @@ def _start(group: CacheGroup, block_size: int) -> Callable[[int], int]:
     if group.kind in CHUNK:
         chunk = group.window_tokens
         return lambda end: end * block_size // chunk * chunk // tokens * size
-    raise UnknownLayoutError(f"what a hit needs of {group.kind} blocks is not known")
+    raise UnknownLayoutError(f"what a hit needs of its {group.kind} layers is not known")

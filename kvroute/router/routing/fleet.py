@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from kvroute.contract.adapters import LOAD_S
+from kvroute.contract.cache_groups import UNTOLD
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import ReplicaRecord
@@ -412,7 +413,7 @@ def _boundaries(
         try:
             known[record.id] = boundaries_of(facts.layout, facts.block_size)
         except UnknownLayoutError as error:
-            unknown[record.id] = str(error)
+            unknown[record.id] = f"{UNTOLD}{error}"
     return known, unknown
 
 

@@ -111,7 +111,8 @@ class Mirror:
     def hits_at(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> dict[str, int]:
         """The same for engines with several cache groups."""
         depths: dict[str, int] = {}
-        for replicas, depth in boundaries.hits(chain, self._having, self._live):
+        holders = boundaries.hits(chain, lambda each: self._holders((each,), 0), self._live)
+        for replicas, depth in holders:
             for bit in _bits(replicas):
                 depths.setdefault(self._ids[bit], depth)
         return depths
@@ -152,9 +153,7 @@ class Mirror:
         """The bits of the live replicas that hold, or will hold, block i."""
         if i >= len(chain):
             return 0
-        return self._having(chain[i])
-
-    def _having(self, fingerprint: Fingerprint) -> int:
+        fingerprint = chain[i]
         return (self._held.get(fingerprint) | self._expected.get(fingerprint)) & self._live
 
     def _settle(
