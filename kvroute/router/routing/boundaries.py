@@ -10,7 +10,7 @@ Lengths and boundaries are in blocks of the fingerprints' size, which divides ea
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from kvroute.contract.cache_groups import CHUNK, FULL, STATE, WINDOW, CacheGroup, Layout, member
 from kvroute.contract.fingerprint import Fingerprint
@@ -107,18 +107,47 @@ class _Lookup:
 
     def __init__(self, group: _Group, chain: Sequence[Fingerprint], holders: Holders) -> None:
         self._group = group
-        self._held = cache(lambda end: holders(group.member(chain, end)))
+        self._chain = chain
+        self._holders = holders
+        # For 1, 2, 4... blocks: where they end -> the replicas that have all of them.
+        self._runs: list[dict[int, int]] = [{}]
 
     def at(self, end: int, replicas: int) -> tuple[int, int]:
-        """The replicas that can serve this boundary, and a block that the next boundary to try must
-        not need: one that none of `replicas` has, or the last one."""
-        able = ALL
-        for each in self._group.needed(end):
-            held = self._held(each)
-            if not held & replicas:
-                return 0, each
-            able &= held
-        return able, end
+        """The replicas that can serve this boundary, and the last block that the next boundary to
+        try must not need: without it none of `replicas` can go on."""
+        blocks = len(self._group.needed(end))
+        if not blocks:
+            return ALL, end
+        return (self._run(end, blocks) if self._held(end) & replicas else 0), end
+
+    def _held(self, end: int) -> int:
+        found = self._runs[0].get(end)
+        if found is None:
+            found = self._holders(self._group.member(self._chain, end))
+            self._runs[0][end] = found
+        return found
+
+    def _run(self, end: int, blocks: int) -> int:
+        """The replicas that have all of so many blocks that end there: of two runs that overlap."""
+        power = blocks.bit_length() - 1
+        rest = blocks - (1 << power)
+        last = self._doubled(end, power)
+        return last & self._doubled(end - rest * self._group.size, power) if last and rest else last
+
+    def _doubled(self, end: int, power: int) -> int:
+        """The same for 2 ** power blocks."""
+        if not power:
+            return self._held(end)
+        while len(self._runs) <= power:
+            self._runs.append({})
+        found = self._runs[power].get(end)
+        if found is None:
+            found = self._doubled(end, power - 1)
+            if found:
+                half = self._group.size << power - 1
+                found &= self._doubled(end - half, power - 1)
+            self._runs[power][end] = found
+        return found
 
 
 class _PrefixLookup(_Lookup):
