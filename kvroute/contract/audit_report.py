@@ -21,6 +21,12 @@ class Comparison(Struct, frozen=True):
     def of(cls, account: AbstractSet[Any], truth: AbstractSet[Any]) -> "Comparison":
         return cls(len(account), len(truth - account), len(account - truth))
 
+    def __add__(self, other: "Comparison") -> "Comparison":
+        """Both as one list."""
+        return Comparison(
+            self.blocks + other.blocks, self.missing + other.missing, self.surplus + other.surplus
+        )
+
     @property
     def true_blocks(self) -> int:
         return self.blocks + self.missing - self.surplus

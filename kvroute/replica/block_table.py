@@ -1,12 +1,12 @@
 """KV cache events are converted to changes of the replica's set of fingerprints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from itertools import chain, repeat
 
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.contract.cache_groups import member
+from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockHash,
@@ -16,6 +16,8 @@ from kvroute.replica.engine.kv_events import (
     EventsLost,
     KVEvent,
 )
+
+NOTHING: Mapping[BlockHash, int] = {}
 
 
 @dataclass(slots=True)
@@ -43,22 +45,70 @@ class Changes:
         self.removed.clear()
 
 
-class BlockTable:
-    """The fingerprints of the blocks that a replica holds, updated by the engine's events."""
+class _Group:
+    """One of the engine's groups, as a part of an entry of its layout."""
 
-    def __init__(self, *, model: str, revision: str, block_size: int) -> None:
-        self._model = model
-        self._revision = revision
-        self._block_size = block_size
-        self._fingerprints: dict[BlockHash, Fingerprint] = {}
+    def __init__(self, entry: int, announced: dict[BlockHash, Fingerprint]) -> None:
+        self.entry = entry
+        self.announced = announced  # what all groups of the entry hold; they share it
+        self.others: list[_Group] = []  # of the entry
         # vLLM does not deduplicate blocks: a hash can have several, each removed separately.
-        self._copies: dict[BlockHash, int] = {}
+        self.copies: dict[BlockHash, int] = {}
+
+    def store(self, event: BlockStored, changes: Changes) -> None:
+        for block_hash, fingerprint in zip(event.block_hashes, event.fingerprints, strict=True):
+            copies = self.copies.get(block_hash, 0)
+            self.copies[block_hash] = copies + 1
+            if copies == 0 and self._is_last(block_hash):
+                announced = member(fingerprint, self.entry)
+                self.announced[block_hash] = announced
+                changes.add(announced)
+
+    def _is_last(self, block_hash: BlockHash) -> bool:
+        """The entry's other groups hold the block already."""
+        return not self.others or all(block_hash in other.copies for other in self.others)
+
+    def remove(self, event: BlockRemoved, changes: Changes) -> None:
+        for block_hash in event.block_hashes:
+            copies = self.copies.get(block_hash, 0)
+            if copies > 1:
+                self.copies[block_hash] = copies - 1
+            elif copies == 1:
+                del self.copies[block_hash]
+                self._withdraw(block_hash, changes)
+
+    def reconcile(self, held: Mapping[BlockHash, int], changes: Changes) -> Comparison:
+        """Removes blocks that the engine no longer holds. Unknown blocks that it holds stay
+        unknown: their fingerprints cannot be derived from a hash."""
+        comparison = Comparison.of(self.copies.keys(), held.keys())
+        for block_hash in self.copies.keys() - held.keys():
+            self._withdraw(block_hash, changes)
+        self.copies = {known: held[known] for known in self.copies if known in held}
+        return comparison
+
+    def _withdraw(self, block_hash: BlockHash, changes: Changes) -> None:
+        announced = self.announced.pop(block_hash, None)
+        if announced is not None:
+            changes.remove(announced)
+
+
+class BlockTable:
+    """The fingerprints of the blocks that a replica holds, updated by the engine's events.
+
+    members: for each of the engine's groups, the number of its entry in the layout; None: it takes
+    no part in prefix caching. A block counts where all groups of its entry hold it.
+    """
+
+    def __init__(self, members: Sequence[int | None] = (0,)) -> None:
+        entries: dict[int, list[_Group]] = {}
+        self._groups = [None if entry is None else _grouped(entry, entries) for entry in members]
+        self._announced = [groups[0].announced for groups in entries.values()]
 
     def __len__(self) -> int:
-        return len(self._fingerprints)
+        return sum(map(len, self._announced))
 
     def held(self) -> list[Fingerprint]:
-        return list(self._fingerprints.values())
+        return [fingerprint for each in self._announced for fingerprint in each.values()]
 
     def apply(self, events: Iterable[KVEvent], changes: Changes) -> Comparison | None:
         """Applies the events and adds their effect to `changes`. After a BlocksHeld event it
@@ -67,9 +117,11 @@ class BlockTable:
         for event in events:
             match event:
                 case BlockStored():
-                    self._store(event, changes)
+                    if group := self._groups[event.group]:
+                        group.store(event, changes)
                 case BlockRemoved():
-                    self._remove(event, changes)
+                    if group := self._groups[event.group]:
+                        group.remove(event, changes)
                 case AllBlocksCleared():
                     self._clear(changes)
                 case BlocksHeld():
@@ -78,52 +130,29 @@ class BlockTable:
                     pass  # the reader of the events requests BlocksHeld
         return comparison
 
-    def _store(self, event: BlockStored, changes: Changes) -> None:
-        parent = self._parent_of(event)
-        if parent is None:
-            return  # the events of its parent were lost, so its fingerprint is unknown
-        chain = fingerprints(
-            np.asarray(event.token_ids, dtype=np.uint32),
-            block_size=self._block_size,
-            parent=parent,
-        )
-        for block_hash, fingerprint in zip(event.block_hashes, chain, strict=True):
-            copies = self._copies.get(block_hash, 0)
-            self._copies[block_hash] = copies + 1
-            if copies == 0:
-                self._fingerprints[block_hash] = fingerprint
-                changes.add(fingerprint)
-
-    def _parent_of(self, event: BlockStored) -> Fingerprint | None:
-        if event.parent is not None:
-            return self._fingerprints.get(event.parent)
-        return root(
-            model=self._model,
-            revision=self._revision,
-            block_size=self._block_size,
-            lora=event.lora,
-            namespace=event.namespace,
-        )
-
-    def _remove(self, event: BlockRemoved, changes: Changes) -> None:
-        for block_hash in event.block_hashes:
-            copies = self._copies.get(block_hash, 0)
-            if copies > 1:
-                self._copies[block_hash] = copies - 1
-            elif copies == 1:
-                del self._copies[block_hash]
-                changes.remove(self._fingerprints.pop(block_hash))
-
     def _reconcile(self, event: BlocksHeld, changes: Changes) -> Comparison:
-        """Removes blocks that the engine no longer holds. Unknown blocks that it holds stay
-        unknown: their tokens cannot be derived from a hash."""
-        comparison = Comparison.of(self._fingerprints.keys(), event.copies.keys())
-        for block_hash in self._fingerprints.keys() - event.copies.keys():
-            changes.remove(self._fingerprints.pop(block_hash))
-        self._copies = {known: event.copies[known] for known in self._fingerprints}
+        """Counts a block once in each group; a group that the event leaves out holds none."""
+        comparison = Comparison(0)
+        told = chain(event.copies, repeat(NOTHING))
+        for group, held in zip(self._groups, told, strict=False):
+            if group:
+                comparison += group.reconcile(held, changes)
         return comparison
 
     def _clear(self, changes: Changes) -> None:
-        self._fingerprints.clear()
-        self._copies.clear()
+        for group in self._groups:
+            if group:
+                group.copies.clear()
+                group.announced.clear()
         changes.clear()
+
+
+def _grouped(entry: int, entries: dict[int, list[_Group]]) -> _Group:
+    """A new group of the entry, known to its other groups."""
+    others = entries.setdefault(entry, [])
+    group = _Group(entry, others[0].announced if others else {})
+    for other in others:
+        other.others.append(group)
+        group.others.append(other)
+    others.append(group)
+    return group

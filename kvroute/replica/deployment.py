@@ -203,14 +203,9 @@ class Replica:
             block_size=facts.block_size,
             adapters=settings.adapters,
         )
-        table = BlockTable(
-            model=settings.served_model_name,
-            revision=settings.revision,
-            block_size=facts.block_size,
-        )
         return Publisher(
             self._index,
-            table,
+            BlockTable(self._engine.members),
             replica_id=self.id,
             description=Description(
                 facts, identity, self._whereabouts(), settings.served_model_name

@@ -30,6 +30,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
     capacity_tokens = settings.simulated_blocks * settings.block_size
     config = SimulatedConfig(
         model=settings.served_model_name,
+        revision=settings.revision,
         block_size=settings.block_size,
         capacity_blocks=settings.simulated_blocks,
         max_model_len=min(capacity_tokens, settings.max_model_len or _context_tokens(folder)),

@@ -133,7 +133,7 @@ class Publisher:
         if engine.facts.prefix_caching:
             await engine.emit_held()
         else:
-            self.publish([BlocksHeld({})])
+            self.publish([BlocksHeld([])])
 
     async def run(self) -> None:
         """Registers the replica, writes its changes and renews its lease until cancelled."""

@@ -197,7 +197,7 @@ class Side:
     """A publisher and a feed on one index, each in its own task."""
 
     def __init__(self, index: Index, lease_s: float = LEASE_S) -> None:
-        self.table = BlockTable(model="a model", revision="", block_size=4)
+        self.table = BlockTable()
         self.publisher = Publisher(
             index,
             self.table,
@@ -224,14 +224,14 @@ class Side:
         return self.fleet.mirror.held_by("a") == set(self.table.held())
 
 
-def stored(first: int, blocks: int, parent: int | None = None) -> BlockStored:
-    hashes = list(range(first, first + blocks))
-    return BlockStored(hashes, parent, [h * 7 + k for h in hashes for k in range(4)])
+def stored(first: int, blocks: int) -> BlockStored:
+    hashes = range(first, first + blocks)
+    return BlockStored(hashes, [Fingerprint(7 * number) for number in hashes])
 
 
 async def test_what_the_engine_stores_and_evicts_reaches_the_mirror(index: Index) -> None:
     async with Side(index).running() as side:
-        side.publisher.publish([stored(0, 50), stored(50, 10, parent=49)])
+        side.publisher.publish([stored(0, 50), stored(50, 10)])
         await until(lambda: len(side.fleet.mirror.held_by("a")) == 60)
         side.publisher.publish([BlockRemoved([59]), BlockRemoved([58])])
         await until(lambda: len(side.fleet.mirror.held_by("a")) == 58)
@@ -279,7 +279,7 @@ async def test_after_redis_forgot_everything_the_publisher_announces_all_again(
         side.publisher.publish([stored(0, 50)])
         await until(lambda: side.is_equal() and len(side.table) == 50)
         await index._redis.flushall()
-        side.publisher.publish([stored(50, 5, parent=49)])
+        side.publisher.publish([stored(50, 5)])
         await until(lambda: len(side.fleet.mirror.held_by("a")) == 55)
         (record,) = await index.records()
         assert set((await index.blocks(record)).blocks) == set(side.table.held())

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvroute.contract.fingerprint import Fingerprint
 from kvroute.local.ports import free_port
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import (
@@ -83,7 +84,7 @@ class Engine:
 
     def __init__(self, client: Any, replica_id: str, lease_s: float) -> None:
         self.wire = Wire(client)
-        self.table = BlockTable(model=MODEL, revision="", block_size=4)
+        self.table = BlockTable()
         self.prompt = 0
         self.blocks = 0  # of that prompt
         self.publisher = Publisher(
@@ -98,10 +99,8 @@ class Engine:
 
     def store(self) -> None:
         begin, end = self.blocks, self.blocks + 3
-        parent = self._name(begin - 1) if begin else None
         names = [self._name(block) for block in range(begin, end)]
-        token_ids = list(range(4 * begin, 4 * end))
-        self.publisher.publish([BlockStored(names, parent, token_ids, namespace=f"{self.prompt}")])
+        self.publisher.publish([BlockStored(names, list(map(Fingerprint, names)))])
         self.blocks = end
 
     def evict(self) -> None:
@@ -119,7 +118,7 @@ class Engine:
         """Of evictions; the engine then tells what it holds."""
         self.blocks = max(0, self.blocks - 2)
         held: dict[BlockHash, int] = {self._name(block): 1 for block in range(self.blocks)}
-        self.publisher.publish([EventsLost(), BlocksHeld(held)])
+        self.publisher.publish([EventsLost(), BlocksHeld([held])])
 
     def _name(self, block: int) -> int:
         return self.prompt << 32 | block

@@ -41,8 +41,8 @@ class Replica:
 
     def __init__(self, index: Index) -> None:
         self.id = uuid.uuid4().hex[:8]
-        self.table = BlockTable(model=MODEL, revision="", block_size=BLOCK)
-        self._pool = BlockPool(block_size=BLOCK, capacity_blocks=CAPACITY)
+        self.table = BlockTable()
+        self._pool = BlockPool(model=MODEL, block_size=BLOCK, capacity_blocks=CAPACITY)
         self._publisher = Publisher(
             index,
             self.table,

@@ -59,7 +59,7 @@ async def test_a_change_during_a_write_is_written_after_it(empty_redis: Redis, w
 def publisher_of(index: Index, pins: Pins) -> Publisher:
     return Publisher(
         index,
-        BlockTable(model="m", revision="", block_size=4),
+        BlockTable(),
         replica_id="a",
         description=DESCRIPTION,
         load=lambda: LOAD,

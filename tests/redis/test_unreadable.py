@@ -227,7 +227,7 @@ class World:
 
     def __init__(self, redis: Any) -> None:
         self.index = Index(redis, MODEL)
-        self.table = BlockTable(model=MODEL, revision="", block_size=4)
+        self.table = BlockTable()
         self.publisher = Publisher(
             Index(redis, MODEL),
             self.table,
@@ -236,8 +236,7 @@ class World:
             load=lambda: LOAD,
             lease_s=LEASE_S,
         )
-        hashes = list(range(20))
-        self.publisher.publish([BlockStored(hashes, None, list(range(80)))])
+        self.publisher.publish([BlockStored(range(20), list(map(Fingerprint, range(20))))])
         self.fleet = known_fleet(running=lambda: ["a"])
         self.feed = Feed(self.index, self.fleet)
         self.subscriber = PeerSubscriber(self.fleet, own="own")

@@ -23,6 +23,7 @@ from tests.support.waiting import until
 
 SIZE = 32  # tokens in a block
 INSTANT = SimulatedConfig(
+    model="m",
     capacity_blocks=200,
     max_model_len=2048,
     prefill_tokens_per_s=0.0,
@@ -52,7 +53,7 @@ class Replica:
         index = Index(redis, "m")
         self.publisher = Publisher(
             index,
-            BlockTable(model="m", revision="", block_size=SIZE),
+            BlockTable(),
             replica_id=id_,
             description=Description(self.engine.facts),
             load=self.engine.load,

@@ -93,7 +93,7 @@ async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterat
         **(defaults | own),
     )
     engine = await start_engine(settings)
-    running = Running(engine, BlockTable(model="m", revision="", block_size=BLOCK))
+    running = Running(engine, BlockTable(engine.members))
     pump = asyncio.create_task(running.pump())
     yield running
     pump.cancel()

@@ -76,7 +76,7 @@ def replica() -> CollectorRegistry:
     engine = SimulatedEngine(SimulatedConfig())
     publisher = Publisher(
         index(),
-        BlockTable(model="m", revision="", block_size=32),
+        BlockTable(),
         replica_id="r",
         description=Description(engine.facts),
         load=engine.load,

@@ -20,18 +20,23 @@ from tests.support.records import FACTS, LOAD
 
 MODEL = "m"
 CONFIG = SimulatedConfig(
-    block_size=4, capacity_blocks=100, prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0
+    model=MODEL,
+    block_size=4,
+    capacity_blocks=100,
+    prefill_tokens_per_s=0,
+    decode_step_s=0,
+    decode_per_seq_s=0,
 )
 
 
 class Side:
     """An engine with a publisher, and a router's mirror of it, each in tasks of their own."""
 
-    def __init__(self, url: str, *, facts: EngineFacts = FACTS, revision: str = "") -> None:
+    def __init__(self, url: str, *, facts: EngineFacts = FACTS) -> None:
         self.redis = connect(url)
         self.index = Index(self.redis, MODEL)
         self.engine = SimulatedEngine(CONFIG)
-        self.table = BlockTable(model=MODEL, revision=revision, block_size=4)
+        self.table = BlockTable()
         self.publisher = Publisher(
             self.index,
             self.table,

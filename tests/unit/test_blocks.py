@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvroute.contract.fingerprint import fingerprints, root
 from kvroute.contract.generation import TokenIds
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvroute.replica.sim_engine.blocks import BlockPool, Table
@@ -17,7 +18,7 @@ def tokens(count: int, start: int = 0) -> TokenIds:
 
 
 def pool_of(blocks: int) -> BlockPool:
-    return BlockPool(block_size=SIZE, capacity_blocks=blocks)
+    return BlockPool(model="m", block_size=SIZE, capacity_blocks=blocks)
 
 
 def held(pool: BlockPool, token_ids: TokenIds, namespace: str = "") -> Table:
@@ -73,8 +74,8 @@ class AnyUse(RuleBasedStateMachine):
     def events_tell_what_is_cached(self) -> None:
         for event in self.pool.drain():
             match event:
-                case BlockStored(block_hashes=hashes, parent=parent):
-                    assert parent is None or self.heard[parent]
+                case BlockStored(block_hashes=hashes, fingerprints=fingerprints):
+                    assert hashes == fingerprints
                     self.heard.update(hashes)
                 case BlockRemoved(block_hashes=hashes):
                     self.heard.subtract(hashes)
@@ -140,17 +141,24 @@ def test_unfilled_blocks_are_reused_before_cached_ones() -> None:
     assert set(pool.copies()) == set(table.hashes)
 
 
-def test_namespaces_share_nothing_and_are_told_with_the_first_block_only() -> None:
+def test_namespaces_share_nothing() -> None:
     pool = pool_of(8)
     table = held(pool, tokens(SIZE), "tenant")
     table.token_ids += range(SIZE)
     assert pool.extend(table, 2 * SIZE)
-    first, second = pool.drain()
-    assert isinstance(first, BlockStored)
-    assert isinstance(second, BlockStored)
-    assert (first.namespace, first.parent) == ("tenant", None)
-    assert (second.namespace, second.parent) == ("", table.hashes[0])
     assert pool.admit(pool.table(tokens(2 * SIZE), "")) == 0
+
+
+def test_each_block_is_told_once_with_the_fingerprint_of_the_prompt_up_to_its_end() -> None:
+    pool = BlockPool(model="m", revision="r", block_size=SIZE, capacity_blocks=8)
+    table = pool.table(tokens(SIZE), "tenant", "adapter")
+    pool.admit(table)
+    for blocks in (1, 3):
+        table.token_ids += range(len(table.token_ids), blocks * SIZE)
+        assert pool.extend(table, blocks * SIZE)
+    parent = root(model="m", revision="r", block_size=SIZE, lora="adapter", namespace="tenant")
+    chain = fingerprints(tokens(3 * SIZE), block_size=SIZE, parent=parent)
+    assert pool.drain() == [BlockStored(told, told) for told in (chain[:1], chain[1:])]
 
 
 def test_a_sequence_that_does_not_fit_takes_nothing_not_even_its_hits() -> None:
@@ -163,7 +171,7 @@ def test_a_sequence_that_does_not_fit_takes_nothing_not_even_its_hits() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found_and_nothing_is_told() -> None:
-    pool = BlockPool(block_size=SIZE, capacity_blocks=4, prefix_caching=False)
+    pool = BlockPool(model="m", block_size=SIZE, capacity_blocks=4, prefix_caching=False)
     pool.free(held(pool, tokens(3 * SIZE)))
     assert pool.admit(pool.table(tokens(3 * SIZE), "")) == 0
     assert pool.drain() == []

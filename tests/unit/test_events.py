@@ -1,14 +1,18 @@
 """The table holds exactly the fingerprints that the engine holds, whatever it stores and evicts."""
 
-import numpy as np
-from hypothesis import given
+from collections import Counter
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.contract.cache_groups import member
+from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
+    BlockHash,
     BlockRemoved,
     BlocksHeld,
     BlockStored,
@@ -16,16 +20,27 @@ from kvroute.replica.engine.kv_events import (
     KVEvent,
 )
 
-BLOCK = 2
-ROOT = root(model="m", block_size=BLOCK)
+PLAIN = (0,)
+WINDOWS = (1, 1, 0)  # two groups of windows before one of full attention
+PARTS = (0, None, 1)
 
 
-def table() -> BlockTable:
-    return BlockTable(model="m", revision="", block_size=BLOCK)
+def stored(*numbers: int, group: int = 0) -> BlockStored:
+    """Blocks with a hash and a fingerprint that follow from their number."""
+    return BlockStored(numbers, [print_of(number) for number in numbers], group)
 
 
-def expected(*tokens: int) -> list[Fingerprint]:
-    return fingerprints(np.array(tokens, np.uint32), block_size=BLOCK, parent=ROOT)
+def removed(*numbers: int, group: int = 0) -> BlockRemoved:
+    return BlockRemoved(numbers, group)
+
+
+def print_of(number: BlockHash, entry: int = 0) -> Fingerprint:
+    assert isinstance(number, int)
+    return member(Fingerprint(1_000 + number), entry)
+
+
+def prints(*numbers: int, entry: int = 0) -> set[Fingerprint]:
+    return {print_of(number, entry) for number in numbers}
 
 
 def applied(blocks: BlockTable, *events: KVEvent) -> Changes:
@@ -34,92 +49,149 @@ def applied(blocks: BlockTable, *events: KVEvent) -> Changes:
     return changes
 
 
-def test_stored_blocks_have_the_fingerprints_of_their_prompt() -> None:
-    blocks = table()
-    changes = applied(
-        blocks, BlockStored([10, 11], None, [1, 2, 3, 4]), BlockStored([12], 11, [5, 6])
-    )
-    assert changes.added == set(expected(1, 2, 3, 4, 5, 6))
-    assert set(blocks.held()) == changes.added
+def test_stored_blocks_have_the_fingerprints_that_the_engine_tells() -> None:
+    blocks = BlockTable()
+    changes = applied(blocks, stored(10, 11), stored(12))
+    assert changes.added == prints(10, 11, 12) == set(blocks.held())
+    assert len(blocks) == 3
 
 
 def test_a_second_copy_of_a_block_is_no_change_until_the_last_copy_goes() -> None:
-    blocks = table()
-    applied(blocks, BlockStored([10], None, [1, 2]))
-    assert not applied(blocks, BlockStored([10], None, [1, 2]), BlockRemoved([10]))
-    assert applied(blocks, BlockRemoved([10])).removed == set(expected(1, 2))
+    blocks = BlockTable()
+    applied(blocks, stored(10))
+    assert not applied(blocks, stored(10), removed(10))
+    assert applied(blocks, removed(10)).removed == prints(10)
 
 
 def test_a_block_stored_and_evicted_in_one_batch_is_left_out_of_what_is_held() -> None:
-    blocks = table()
-    changes = applied(blocks, BlockStored([10], None, [1, 2]), BlockRemoved([10]))
-    assert changes.added == set()
+    blocks = BlockTable()
+    assert applied(blocks, stored(10), removed(10)).added == set()
     assert blocks.held() == []
 
 
 def test_a_clear_forgets_what_came_before_it_and_not_what_comes_after() -> None:
-    blocks = table()
-    changes = applied(
-        blocks,
-        BlockStored([10], None, [1, 2]),
-        AllBlocksCleared(),
-        BlockStored([11], None, [3, 4]),
-    )
+    blocks = BlockTable(WINDOWS)
+    before = [stored(10, group=group) for group in range(3)]
+    changes = applied(blocks, *before, AllBlocksCleared(), stored(11, group=2))
     assert changes.cleared
-    assert changes.added == set(expected(3, 4)) == set(blocks.held())
+    assert changes.added == prints(11) == set(blocks.held())
 
 
 def test_after_lost_events_what_the_engine_tells_decides_what_is_still_believed() -> None:
-    blocks = table()
-    applied(blocks, BlockStored([10, 11, 12], None, [1, 2, 3, 4, 5, 6]))
-    applied(blocks, EventsLost(), BlockStored([21], 20, [7, 8]), BlockRemoved([99]))
-    changes = applied(blocks, BlocksHeld({10: 2, 11: 1, 20: 1, 21: 1}))
-    assert changes.removed == set(expected(1, 2, 3, 4, 5, 6)) - set(blocks.held())
-    assert set(blocks.held()) == set(expected(1, 2, 3, 4))
-    assert not applied(blocks, BlockRemoved([10]))  # there is a second one
-    assert applied(blocks, BlockRemoved([10]))
+    blocks = BlockTable()
+    applied(blocks, stored(10, 11, 12), EventsLost(), removed(99))
+    changes = applied(blocks, BlocksHeld([{10: 2, 11: 1, 20: 1}]))
+    assert changes.removed == prints(12)
+    assert set(blocks.held()) == prints(10, 11)
+    assert not applied(blocks, removed(10))  # there is a second one
+    assert applied(blocks, removed(10))
 
 
 def test_the_engines_word_is_compared_with_what_was_believed_until_then() -> None:
-    blocks = table()
-    told = BlockStored([10, 11], None, [1, 2, 3, 4])
-    comparison = blocks.apply([told, BlocksHeld({10: 1, 20: 1}), BlockRemoved([10])], Changes())
+    blocks = BlockTable()
+    comparison = blocks.apply(
+        [stored(10, 11), BlocksHeld([{10: 1, 20: 1}]), removed(10)], Changes()
+    )
     assert comparison == Comparison(blocks=2, missing=1, surplus=1)
     assert (comparison.true_blocks, comparison.drift) == (2, 2)
-    assert blocks.apply([BlockRemoved([10])], Changes()) is None
+    assert blocks.apply([removed(10)], Changes()) is None
 
 
-def test_namespaces_and_adapters_share_no_fingerprint() -> None:
-    blocks = table()
-    applied(blocks, BlockStored([1], None, [1, 2]))
-    applied(blocks, BlockStored([2], None, [1, 2], namespace="tenant"))
-    applied(blocks, BlockStored([3], None, [1, 2], lora="adapter"))
-    assert len(set(blocks.held())) == 3
+def test_groups_are_compared_one_by_one_and_those_left_out_hold_nothing() -> None:
+    blocks = BlockTable(PARTS)
+    told = [stored(10, 11), stored(10, group=1), stored(10, group=2)]
+    assert blocks.apply([*told, BlocksHeld([{10: 1, 11: 1}, {12: 1}])], Changes()) == Comparison(
+        blocks=3, missing=0, surplus=1
+    )
+    assert set(blocks.held()) == prints(10, 11)
 
 
-chains = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=6), min_size=1, max_size=12)
+def test_a_block_counts_while_all_groups_of_its_kind_hold_it() -> None:
+    blocks = BlockTable(WINDOWS)
+    assert not applied(blocks, stored(10, group=0))
+    assert applied(blocks, stored(10, group=1)).added == prints(10, entry=1)
+    assert applied(blocks, stored(10, group=2)).added == prints(10)
+    assert applied(blocks, removed(10, group=0)).removed == prints(10, entry=1)
+    assert not applied(blocks, removed(10, group=1))
+    assert set(blocks.held()) == prints(10)
 
 
-@given(chains, st.data())
-def test_changes_lead_from_any_state_to_the_next(prompts: list[list[int]], data: st.DataObject):  # type: ignore[no-untyped-def]
-    """A mirror that takes each batch's changes holds what the table holds after every batch."""
-    blocks, mirror, copies = table(), set[Fingerprint](), list[tuple[int, ...]]()
-    for prompt in prompts:
-        events: list[KVEvent] = []
-        prefix: tuple[int, ...] = ()
-        for i in range(0, len(prompt) - 1, BLOCK):
-            parent = hash(prefix) if prefix else None
-            prefix = (*prefix, *prompt[i : i + BLOCK])
-            events.append(BlockStored([hash(prefix)], parent, prompt[i : i + BLOCK]))
-            copies.append(prefix)
-        evictions = data.draw(st.integers(0, len(copies)))
-        copies.sort(key=len)  # leaves first, as engines evict
-        for _ in range(evictions):
-            events.append(BlockRemoved([hash(copies.pop())]))
-        if data.draw(st.booleans()) and data.draw(st.booleans()):
-            events.append(AllBlocksCleared())
-            copies.clear()
-        changes = applied(blocks, *events)
-        mirror = (set() if changes.cleared else mirror) - changes.removed | changes.added
-        truth = {fingerprint for held in copies for fingerprint in expected(*held)}
-        assert mirror == set(blocks.held()) == truth
+def test_a_group_outside_the_layout_is_ignored() -> None:
+    blocks = BlockTable(PARTS)
+    assert not applied(blocks, stored(10, group=1), removed(10, group=1))
+    assert not applied(blocks, BlocksHeld([{}, {10: 1}, {}]))
+
+
+def truth(members: Sequence[int | None], copies: Sequence[Counter[BlockHash]]) -> set[Fingerprint]:
+    """What is held, by the definition."""
+    held = set[Fingerprint]()
+    for entry in {each for each in members if each is not None}:
+        parts = [copies[group] for group, each in enumerate(members) if each == entry]
+        held |= {print_of(number, entry) for number in parts[0] if all(p[number] for p in parts)}
+    return held
+
+
+class AnyGroups(RuleBasedStateMachine):
+    """Groups store and remove blocks in any order. A mirror that takes each batch's changes holds
+    what the table holds."""
+
+    @initialize(members=st.sampled_from([PLAIN, WINDOWS, PARTS, (0, 0, 0), (2, 0, 1, None, 1)]))
+    def begin(self, members: tuple[int | None, ...]) -> None:
+        self.members = members
+        self.table = BlockTable(members)
+        self.copies: list[Counter[BlockHash]] = [Counter() for _ in members]
+        self.mirror = set[Fingerprint]()
+
+    @rule(group=st.integers(0, 4), numbers=st.lists(st.integers(0, 5), max_size=4))
+    def store(self, group: int, numbers: list[int]) -> None:
+        group %= len(self.members)
+        self.copies[group].update(numbers)
+        self.apply(stored(*numbers, group=group))
+
+    @rule(group=st.integers(0, 4), numbers=st.sets(st.integers(0, 5)))
+    def remove(self, group: int, numbers: set[int]) -> None:
+        group %= len(self.members)
+        self.copies[group] -= Counter(numbers)
+        self.apply(removed(*numbers, group=group))
+
+    @rule(group=st.integers(0, 4), number=st.integers(0, 5), other=st.integers(0, 5))
+    def replace(self, group: int, number: int, other: int) -> None:
+        """In one batch of events."""
+        group %= len(self.members)
+        self.copies[group] -= Counter([number])
+        self.copies[group].update([other])
+        self.apply(removed(number, group=group), stored(other, group=group))
+
+    @rule(group=st.integers(0, 4), numbers=st.sets(st.integers(0, 5)))
+    def lose_removals(self, group: int, numbers: set[int]) -> None:
+        group %= len(self.members)
+        self.copies[group] -= Counter(numbers)
+        self.apply(EventsLost(), BlocksHeld([dict(each) for each in self.copies]))
+
+    @rule()
+    def compare(self) -> None:
+        comparison = self.apply(BlocksHeld([dict(each) for each in self.copies]))
+        parts = zip(self.copies, self.members, strict=True)
+        assert comparison == Comparison(sum(len(c) for c, entry in parts if entry is not None))
+
+    @rule()
+    def clear(self) -> None:
+        self.copies = [Counter() for _ in self.members]
+        self.apply(AllBlocksCleared())
+
+    def apply(self, *events: KVEvent) -> Comparison | None:
+        changes = Changes()
+        comparison = self.table.apply(events, changes)
+        before = set() if changes.cleared else self.mirror
+        self.mirror = before - changes.removed | changes.added
+        return comparison
+
+    @invariant()
+    def the_mirror_is_right(self) -> None:
+        if hasattr(self, "table"):
+            held = self.table.held()
+            assert self.mirror == set(held) == truth(self.members, self.copies)
+            assert len(held) == len(set(held)) == len(self.table)
+
+
+TestAnyGroups = AnyGroups.TestCase

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from kvroute.contract.fingerprint import fingerprints, root
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.records import Load
 from kvroute.replica.engine.kv_events import (
@@ -91,8 +92,9 @@ async def test_long_prompts_are_computed_in_pieces_that_are_cached_in_order(
     await run(engine, request(200, max_tokens=1))
     stored = [event for event in await heard(engine) if isinstance(event, BlockStored)]
     assert [len(event.block_hashes) for event in stored] == [2, 2, 2]
-    assert [event.parent for event in stored] == [None, *(e.block_hashes[-1] for e in stored[:2])]
-    assert [id_ for event in stored for id_ in event.token_ids] == list(range(192))
+    parent = root(model="simulated", block_size=SIZE)
+    chain = fingerprints(np.arange(200, dtype=np.uint32), block_size=SIZE, parent=parent)
+    assert [told for event in stored for told in event.fingerprints] == chain
 
 
 async def test_equal_prompts_at_the_same_time_share_their_blocks(make: MakeEngine) -> None:

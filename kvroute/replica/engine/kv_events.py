@@ -1,23 +1,28 @@
-"""The events that an engine emits about its KV cache, in order."""
+"""The events that an engine emits about its KV cache, in order.
+
+Each group of an engine's KV cache has blocks of its own (contract/cache_groups.py); its number is
+the engine's.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from kvroute.contract.fingerprint import Fingerprint
 
 BlockHash = int | bytes  # the engine's own id of a block; never leaves the replica
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    block_hashes: Sequence[BlockHash]  # one for each block, in prompt order
-    parent: BlockHash | None  # the block before the first; None at the start of a prompt
-    token_ids: Sequence[int]  # block_size ids for each block
-    namespace: str = ""  # cache salt; set only with a prompt's first block
-    lora: str = ""  # the adapter that computed them
+    block_hashes: Sequence[BlockHash]  # one for each block
+    fingerprints: Sequence[Fingerprint]  # of the prompt up to each block's end
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
     block_hashes: Sequence[BlockHash]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class EventsLost:
 class BlocksHeld:
     """All blocks that the engine has cached, after the events before this one."""
 
-    copies: Mapping[BlockHash, int]  # blocks under each hash
+    copies: Sequence[Mapping[BlockHash, int]]  # of each group: blocks under each hash
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld

@@ -1,6 +1,6 @@
 """The interface of every engine."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from kvroute.contract.generation import Chunk, GenerateRequest
@@ -11,6 +11,7 @@ from kvroute.replica.engine.kv_events import KVEvent
 
 class Engine(Protocol):
     facts: EngineFacts
+    members: Sequence[int | None]  # for each group of its KV cache: its entry in the layout
 
     @property
     def pins(self) -> Mapping[str, int]:

@@ -1,4 +1,7 @@
-"""A simulated paged KV cache: it takes token ids and emits KV events as vLLM does."""
+"""A simulated paged KV cache: it takes token ids and emits KV events as vLLM does.
+
+A block's hash is its fingerprint.
+"""
 
 from dataclasses import dataclass, field
 
@@ -33,8 +36,16 @@ class BlockPool:
     """The blocks of one engine, and the events about them."""
 
     def __init__(
-        self, *, block_size: int, capacity_blocks: int, prefix_caching: bool = True
+        self,
+        *,
+        model: str,
+        revision: str = "",
+        block_size: int,
+        capacity_blocks: int,
+        prefix_caching: bool = True,
     ) -> None:
+        self._model = model
+        self._revision = revision
         self.block_size = block_size
         self.capacity_blocks = capacity_blocks
         self.prefix_caching = prefix_caching
@@ -57,7 +68,7 @@ class BlockPool:
 
     def table(self, token_ids: TokenIds, namespace: str, lora: str = "") -> Table:
         """A table without blocks. Blocks are shared within one namespace and adapter."""
-        parent = root(model="", block_size=self.block_size, lora=lora, namespace=namespace)
+        parent = self._root(namespace, lora)
         hashes = fingerprints(token_ids, block_size=self.block_size, parent=parent)
         return Table(token_ids.tolist(), namespace, lora, hashes)
 
@@ -110,7 +121,7 @@ class BlockPool:
     def emit_held(self) -> None:
         """Adds an event with all cached blocks."""
         if self.prefix_caching:
-            self._events.append(BlocksHeld(self.copies()))
+            self._events.append(BlocksHeld([self.copies()]))
 
     def drain(self) -> list[KVEvent]:
         """The events since the last call, in order."""
@@ -126,12 +137,11 @@ class BlockPool:
         if first >= full_blocks:
             return
         self._complete(table, full_blocks)
-        for block, hash_ in zip(
-            table.blocks[first:full_blocks], table.hashes[first:full_blocks], strict=True
-        ):
+        hashes = table.hashes[first:full_blocks]
+        for block, hash_ in zip(table.blocks[first:full_blocks], hashes, strict=True):
             self._cache.store(block, hash_)
         table.cached = full_blocks
-        self._events.append(self._stored(table, first))
+        self._events.append(BlockStored(hashes, hashes))
 
     def _complete(self, table: Table, full_blocks: int) -> None:
         """Computes the missing hashes of the table's first full_blocks blocks."""
@@ -148,20 +158,13 @@ class BlockPool:
     def _parent(self, table: Table, block: int) -> Fingerprint:
         if block:
             return table.hashes[block - 1]
-        return root(
-            model="",
-            block_size=self.block_size,
-            lora=table.lora,
-            namespace=table.namespace,
-        )
+        return self._root(table.namespace, table.lora)
 
-    def _stored(self, table: Table, first: int) -> BlockStored:
-        """The event for the blocks from `first` to the last cached one."""
-        size = self.block_size
-        return BlockStored(
-            block_hashes=table.hashes[first : table.cached],
-            parent=table.hashes[first - 1] if first else None,
-            token_ids=table.token_ids[first * size : table.cached * size],
-            namespace="" if first else table.namespace,
-            lora=table.lora,
+    def _root(self, namespace: str, lora: str) -> Fingerprint:
+        return root(
+            model=self._model,
+            revision=self._revision,
+            block_size=self.block_size,
+            lora=lora,
+            namespace=namespace,
         )

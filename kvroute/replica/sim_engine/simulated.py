@@ -32,6 +32,7 @@ class SimulatedConfig:
     """An engine's shape and speed. The default speed is about an 8B model's on one large GPU."""
 
     model: str = "simulated"  # its name in responses
+    revision: str = ""
     block_size: int = 32  # tokens
     capacity_blocks: int = 4096
     max_model_len: int = 8192  # tokens, prompt and output together
@@ -124,7 +125,10 @@ class SimulatedEngine(Engine):
             if tokenizer
             else Vocabulary.of_numbers(config.vocabulary)
         )
+        self.members = (0,)
         self._pool = BlockPool(
+            model=config.model,
+            revision=config.revision,
             block_size=config.block_size,
             capacity_blocks=config.capacity_blocks,
             prefix_caching=config.prefix_caching,

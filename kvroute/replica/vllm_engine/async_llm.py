@@ -2,15 +2,15 @@
 
 import asyncio
 import contextlib
+import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 import psutil
 from vllm.config import KVEventsConfig
-from vllm.distributed import kv_events
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
@@ -26,25 +26,22 @@ from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.process.builtin_model import is_builtin
 from kvroute.process.tracing import traces_endpoint
-from kvroute.replica.engine.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlocksHeld,
-    BlockStored,
-    EventsLost,
-    KVEvent,
-)
+from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.vllm_engine.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.cpu_affinity import Cores
+from kvroute.replica.vllm_engine.division import Division
 from kvroute.replica.vllm_engine.dtype import choose_dtype
 from kvroute.replica.vllm_engine.engine_args import checked, front_args
 from kvroute.replica.vllm_engine.engine_health import EngineHealth
+from kvroute.replica.vllm_engine.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.http_app import HttpApp
 from kvroute.replica.vllm_engine.lora import Adapters
-from kvroute.replica.vllm_engine.scheduler import PIN, EventBatch, Held
+from kvroute.replica.vllm_engine.scheduler import PIN
 from kvroute.replica.vllm_engine.subscription import Subscription
 from kvroute.settings.replica import ReplicaSettings
+
+log = logging.getLogger("kvroute.replica")
 
 # Initial estimates of the prefill speed; the router learns the real one.
 CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
@@ -58,12 +55,14 @@ class VllmEngine:
         self,
         llm: AsyncLLM,
         facts: EngineFacts,
+        members: Sequence[int | None],
         subscription: Subscription,
         stats: "_Stats",
         adapters: Adapters,
         http: HttpApp,
     ) -> None:
         self.facts = facts
+        self.members = members
         self._llm = llm
         self._subscription = subscription
         self._stats = stats
@@ -85,14 +84,14 @@ class VllmEngine:
                 await subscription.connect()
             else:
                 subscription.folder.cleanup()  # there is no publisher
-            can_pin = await llm.engine_core.call_utility_async("kvroute_can_pin")
+            division = await _begin(llm, settings)
             adapters = Adapters(llm, settings.adapters)
             http = await HttpApp.start(llm, front_args(settings.engine_args), adapters)
         except BaseException:
             subscription.close()
             raise
-        facts = _facts(llm, settings, can_pin=can_pin, content_format=http.content_format)
-        return cls(llm, facts, subscription, stats, adapters, http)
+        facts = _facts(llm, settings, division, content_format=http.content_format)
+        return cls(llm, facts, division.members, subscription, stats, adapters, http)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         chunks = self._unread(request) if request.call is None else self._http.chunks(request)
@@ -149,7 +148,8 @@ class VllmEngine:
     async def events(self) -> AsyncIterator[list[KVEvent]]:
         decoder = msgspec.msgpack.Decoder(EventBatch)
         async for payload in self._subscription.batches():
-            yield list(map(_event, decoder.decode(payload).events)) if payload else [EventsLost()]
+            events = map(event_of, decoder.decode(payload).events) if payload else [EventsLost()]
+            yield [event for event in events if event is not None]
 
     def load(self) -> Load:
         return Load(
@@ -270,56 +270,44 @@ def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> ContinuingLLM:
         return llm
 
 
+async def _begin(llm: AsyncLLM, settings: ReplicaSettings) -> Division:
+    """Before the first request."""
+    told = await llm.engine_core.call_utility_async(
+        "kvroute_begin", settings.served_model_name, settings.revision, settings.block_size
+    )
+    division = msgspec.convert(told, Division)
+    if not division.is_known:
+        log.warning(
+            "no router can foretell which prompts this engine finds in its cache: %s; a block_size "
+            "other than %d may help",
+            *(division.groups, division.unit),
+        )
+    return division
+
+
 def _facts(
-    llm: AsyncLLM, settings: ReplicaSettings, *, can_pin: bool, content_format: str
+    llm: AsyncLLM, settings: ReplicaSettings, division: Division, *, content_format: str
 ) -> EngineFacts:
     config = llm.vllm_config
     speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
     prefix_caching = bool(config.cache_config.enable_prefix_caching)
-    capacity_blocks = config.cache_config.num_gpu_blocks - 1  # without vLLM's null block
+    # Without vLLM's null block.
+    capacity_blocks = division.capacity_blocks(config.cache_config.num_gpu_blocks - 1)
     return EngineFacts(
-        block_size=config.cache_config.block_size,
+        block_size=division.unit,
         capacity_blocks=capacity_blocks,
         max_model_len=config.model_config.max_model_len,
         prefix_caching=prefix_caching,
         pin_blocks=pin_budget(
-            settings.pin_share if prefix_caching and can_pin else 0.0,
+            settings.pin_share if prefix_caching and division.is_plain else 0.0,
             capacity_blocks=capacity_blocks,
-            block_size=config.cache_config.block_size,
+            block_size=division.unit,
             max_model_len=config.model_config.max_model_len,
         ),
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_cpu_loras=settings.kept_loras,
         engine="vllm",
         content_format=content_format,
+        layout=division.layout if prefix_caching else None,
         **speed,
     )
-
-
-def _event(event: kv_events.KVCacheEvent) -> KVEvent:
-    match event:
-        case kv_events.BlockStored():
-            return BlockStored(
-                event.block_hashes,
-                event.parent_block_hash,
-                event.token_ids,
-                namespace=_salt(event),
-                lora=event.lora_name or "",
-            )
-        case kv_events.BlockRemoved():
-            return BlockRemoved(event.block_hashes)
-        case kv_events.AllBlocksCleared():
-            return AllBlocksCleared()
-        case Held():
-            return BlocksHeld(event.copies)
-        case _:
-            raise TypeError(f"unknown KV event {event!r}: this vLLM is not the pinned version")
-
-
-def _salt(event: kv_events.BlockStored) -> str:
-    """The cache salt: the last of the untagged extra keys of a prompt's first block. The adapter's
-    name is the first one."""
-    first = event.extra_keys[0] if event.extra_keys and event.parent_block_hash is None else None
-    keys = [key for key in first or () if isinstance(key, str)]
-    salts = keys[1:] if event.lora_name else keys
-    return salts[-1] if salts else ""

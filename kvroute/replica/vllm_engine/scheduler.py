@@ -1,7 +1,8 @@
-"""vLLM's schedulers with five additions.
+"""vLLM's schedulers with six additions.
 
-Clears are published at once, the cached blocks can be listed, blocks can be pinned, the grammar of
-a response that another engine began goes on where it stood, and the engine dies with its replica.
+Events about blocks have fingerprints, clears are published at once, the cached blocks can be
+listed, blocks can be pinned, the grammar of a response that another engine began goes on where it
+stood, and the engine dies with its replica.
 
 vLLM loads these classes by name inside the engine's process. They use private API of the pinned
 version; tests/vllm/test_engine.py checks what they rely on.
@@ -14,10 +15,16 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 from vllm import envs
 from vllm.distributed import kv_events
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import ExternalBlockHash, KVCacheBlock, get_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    ExternalBlockHash,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -25,20 +32,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from kvroute.replica.vllm_engine.block_pool import fingerprint
+from kvroute.replica.vllm_engine.division import Division, division_of
+from kvroute.replica.vllm_engine.events import EventBatch, Held
+from kvroute.replica.vllm_engine.request_chain import Space
+
 ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt tokens were answered
 PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned
-
-
-class Held(kv_events.KVCacheEvent):
-    """Number of blocks cached under each hash, after the events before this one."""
-
-    copies: dict[ExternalBlockHash, int]
-
-
-class EventBatch(kv_events.EventBatch):
-    """vLLM's KVEventBatch, with kvroute's event in addition to its own."""
-
-    events: list[kv_events.BlockStored | kv_events.BlockRemoved | kv_events.AllBlocksCleared | Held]
 
 
 class _Kvroute:
@@ -46,7 +46,17 @@ class _Kvroute:
         super().__init__(*args, **kwargs)
         self.structured_output_manager.__class__ = _Grammars  # type: ignore[attr-defined]
         self.pins: dict[str, list[KVCacheBlock]] = {}  # a pin holds blocks like a request does
+        self.can_pin = False
         _die_with_parent()
+
+    def begin(self, space: Space) -> Division:
+        """Before the first request: from now on, events have fingerprints. A pin holds blocks of
+        one kind that each have one."""
+        for pool in self._pools:
+            fingerprint(pool, space)
+        division = division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
+        self.can_pin = division.is_plain
+        return division
 
     def _free_blocks(self, request: Request) -> None:
         """vLLM calls this at a request's end, not when it is preempted."""
@@ -69,14 +79,15 @@ class _Kvroute:
         self._pool.free_blocks(reversed(self.pins.pop(name, [])))
 
     @property
-    def can_pin(self) -> bool:
-        """False for layers with different kinds of blocks (sliding windows, state space models)."""
-        return len(self.kv_cache_config.kv_cache_groups) == 1  # type: ignore[attr-defined]
-
-    @property
     def _pool(self) -> BlockPool:
         pool: BlockPool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         return pool
+
+    @property
+    def _pools(self) -> list[BlockPool]:
+        """Some models keep a part of their groups in host memory, in another pool."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+        return list(dict.fromkeys(manager.block_pool for manager in managers))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Also removes the pins and publishes AllBlocksCleared at once: vLLM would delay it until
@@ -94,12 +105,14 @@ class _Kvroute:
 
     def emit_held(self) -> None:
         """Publishes the cached blocks. It blocks the engine for about 0.5 ms per 1,000 blocks."""
-        copies: dict[ExternalBlockHash, int] = {}
+        groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
+        copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(groups)]
         as_numbers = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES  # the same format as vLLM's events
-        for key, blocks in self._pool.cached_block_hash_to_block._cache.items():
-            hash_ = get_block_hash(key)
-            name = int.from_bytes(hash_[-8:], "big") if as_numbers else hash_
-            copies[name] = copies.get(name, 0) + (len(blocks) if isinstance(blocks, dict) else 1)
+        for pool in self._pools:
+            for key, blocks in pool.cached_block_hash_to_block._cache.items():
+                hash_, group = get_block_hash(key), copies[get_group_id(key)]
+                name = int.from_bytes(hash_[-8:], "big") if as_numbers else hash_
+                group[name] = group.get(name, 0) + (len(blocks) if isinstance(blocks, dict) else 1)
         self._publish_events(Held(copies))
 
     def _publish_events(self, *more: kv_events.KVCacheEvent) -> None:
@@ -151,8 +164,11 @@ def kvroute_emit_held(core: EngineCore) -> None:
     core.scheduler.emit_held()
 
 
-def kvroute_can_pin(core: EngineCore) -> bool:
-    return bool(core.scheduler.can_pin)
+def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) -> dict[str, Any]:
+    """Returns a Division, as plain values."""
+    division: Division = core.scheduler.begin(Space(model, revision, block_size))
+    plain: dict[str, Any] = msgspec.to_builtins(division)
+    return plain
 
 
 def kvroute_pinned(core: EngineCore, name: str) -> int:
@@ -166,7 +182,7 @@ def kvroute_unpin(core: EngineCore, name: str) -> float:
     return usage
 
 
-for _method in (kvroute_emit_held, kvroute_can_pin, kvroute_pinned, kvroute_unpin):
+for _method in (kvroute_begin, kvroute_emit_held, kvroute_pinned, kvroute_unpin):
     setattr(EngineCore, _method.__name__, _method)
 
 

@@ -1,0 +1,116 @@
+"""vLLM's block pools tell of their blocks by fingerprints, one group at a time.
+
+vLLM's own event has hashes for the blocks that are neither null nor left out by the mask, and the
+tokens of all of them; so it is replaced where it is made, and the pool's arguments tell each
+block's end.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed import kv_events
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+)
+from vllm.v1.request import Request
+
+from kvroute.replica.vllm_engine.events import Removed, Stored
+from kvroute.replica.vllm_engine.request_chain import RequestChain, Space
+
+
+def fingerprint(pool: BlockPool, space: Space) -> None:
+    """The pool's events have fingerprints from now on."""
+    pool.__class__ = type("FingerprintedPool", (_Fingerprinted, type(pool)), {})
+    pool.kvroute_space = space
+
+
+class _Fingerprinted(BlockPool):
+    kvroute_space: Space
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        before = len(self.kv_event_queue)
+        super().cache_full_blocks(
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            block_mask,
+        )
+        if len(self.kv_event_queue) > before:
+            ends = [
+                (number + 1) * block_size
+                for number in range(num_cached_blocks, num_full_blocks)
+                if not blocks[number].is_null
+                and (block_mask is None or block_mask[number - num_cached_blocks])
+            ]
+            self._tell_of(request, ends, kv_cache_group_id)
+
+    def cache_partial_block(
+        self,
+        request: Request,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> BlockHashWithGroupId | None:
+        before = len(self.kv_event_queue)
+        key = super().cache_partial_block(
+            request, block, num_tokens, kv_cache_group_id, *args, **kwargs
+        )
+        if len(self.kv_event_queue) > before:
+            self._tell_of(request, [num_tokens], kv_cache_group_id)
+        return key
+
+    def emit_cached_block_events(self, *args: Any) -> None:
+        """Nothing: who counts blocks by events has heard of those that a request finds."""
+
+    def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.extend(
+                Removed([maybe_convert_block_hash(get_block_hash(key))], get_group_id(key))
+                for key in block_hashes
+            )
+
+    def _tell_of(self, request: Request, ends: Sequence[int], group: int) -> None:
+        """Replaces vLLM's last event, about the blocks with these ends. Blocks of which no
+        fingerprint is known are left out: those of embeddings, and those that end between two."""
+        stored = self.kv_event_queue.pop()
+        assert isinstance(stored, kv_events.BlockStored)
+        if request.prompt_embeds is not None:
+            return
+        known = [
+            (block_hash, found)
+            for block_hash, found in zip(
+                stored.block_hashes,
+                self._chain(request).at(request, ends, self.hash_block_size),
+                strict=True,
+            )
+            if found is not None
+        ]
+        if known:
+            hashes, found = zip(*known, strict=True)
+            self.kv_event_queue.append(Stored(list(hashes), list(found), group))
+
+    def _chain(self, request: Request) -> RequestChain:
+        """Kept with the request."""
+        if not hasattr(request, "kvroute_chain"):
+            request.kvroute_chain = RequestChain(self.kvroute_space)
+        chain: RequestChain = request.kvroute_chain
+        return chain

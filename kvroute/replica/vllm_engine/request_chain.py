@@ -1,0 +1,101 @@
+"""The fingerprints of a request's tokens, computed beside vLLM's hashes of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.request import Request
+from xxhash import xxh3_64_intdigest
+
+from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is the same for all fingerprints of an engine."""
+
+    model: str
+    revision: str
+    block_size: int  # tokens of one fingerprint
+
+    def root(self, request: Request) -> Fingerprint:
+        return root(
+            model=self.model,
+            revision=self.revision,
+            block_size=self.block_size,
+            lora=request.lora_request.name if request.lora_request else "",
+            namespace=request.cache_salt or "",
+        )
+
+
+class RequestChain:
+    """It grows as far as the request's cached blocks reach.
+
+    The next input of a streaming session replaces some tokens. vLLM's hash at the chain's end
+    proves that those before it are still the same: else the chain begins anew.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._begin()
+
+    def _begin(self) -> None:
+        self._fingerprints: list[Fingerprint] = []
+        self._hashes = 0  # of vLLM, before the chain's end
+        self._last_hash = b""  # of them
+        self._feature = 0  # the number of the image, or the like, in or after the last block
+
+    def at(
+        self, request: Request, ends: Sequence[int], hash_tokens: int
+    ) -> list[Fingerprint | None]:
+        """The fingerprint of the tokens before each end; None where none ends.
+
+        hash_tokens: tokens of one of the request's block hashes; each end is a multiple of it.
+        """
+        if self._hashes and not self._is_of(request):
+            self._begin()
+        if ends and ends[-1] > self._hashes * hash_tokens:
+            self._extend(request, ends[-1])
+            self._hashes = ends[-1] // hash_tokens
+            self._last_hash = request.block_hashes[self._hashes - 1]
+        unit = self._space.block_size
+        return [None if end % unit else self._fingerprints[end // unit - 1] for end in ends]
+
+    def _is_of(self, request: Request) -> bool:
+        """The tokens before its end are still the request's."""
+        hashes: list[bytes] = request.block_hashes
+        return len(hashes) >= self._hashes and hashes[self._hashes - 1] == self._last_hash
+
+    def _extend(self, request: Request, end: int) -> None:
+        unit = self._space.block_size
+        begin = len(self._fingerprints) * unit
+        ids = np.array(request.all_token_ids[begin:end], np.int64).astype(np.uint32)
+        parent = self._fingerprints[-1] if self._fingerprints else self._space.root(request)
+        if not _has_features(request, begin):
+            self._fingerprints += fingerprints(ids, block_size=unit, parent=parent)
+            return
+        for first in range(0, len(ids) - unit + 1, unit):
+            keys = self._feature_keys(request, begin + first)
+            block = ids[first : first + unit]
+            (parent,) = fingerprints(block, block_size=unit, parent=_mixed(parent, keys))
+            self._fingerprints.append(parent)
+
+    def _feature_keys(self, request: Request, begin: int) -> list[Any]:
+        """vLLM's keys for the images and the like in the block."""
+        end = begin + self._space.block_size
+        keys, self._feature = generate_block_hash_extra_keys(request, begin, end, self._feature)
+        return [key for key in keys or () if key[0] == "mm"]
+
+
+def _has_features(request: Request, begin: int) -> bool:
+    """There are images and the like at this token or after it."""
+    if not request.mm_features:
+        return False
+    last = request.mm_features[-1].mm_position
+    return bool(last.offset + last.length > begin)
+
+
+def _mixed(parent: Fingerprint, keys: list[Any]) -> Fingerprint:
+    return Fingerprint(xxh3_64_intdigest(repr(keys).encode(), parent)) if keys else parent
