@@ -1,0 +1,116 @@
+"""The router's hit equals vLLM's, after any requests, evictions and clears, for each kind of group.
+
+vLLM's own managers run without a model; their events take the way of a replica's.
+"""
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.replica.block_table import BlockTable, Changes
+from kvroute.router.routing.fleet import Fleet
+from tests.support.records import record
+
+if TYPE_CHECKING:
+    from tests.support.kv_managers import Cache
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(240),
+]
+
+UNIT = 16
+GROUPS: dict[str, tuple[list[tuple[Any, ...]], dict[str, Any]]] = {
+    "full attention": ([("full", 16)], {}),
+    "full attention in larger blocks": ([("full", 48)], {}),
+    "windows": ([("window", 16, 40), ("full", 16), ("window", 16, 40)], {}),
+    "windows of two lengths": ([("full", 16), ("window", 16, 40), ("window", 16, 100)], {}),
+    "windows in larger blocks": ([("full", 16), ("window", 32, 70)], {}),
+    "windows alone": ([("window", 16, 40)], {}),
+    "chunks": ([("full", 32), ("chunk", 32, 64)], {}),
+    "states": ([("full", 32), ("state", 32), ("state", 32)], {}),
+    "states in several steps": ([("full", 32), ("state", 32)], {"step_tokens": 96}),
+    "states at fine boundaries": ([("full", 64), ("state", 64)], {"hash_tokens": 16}),
+    "states alone": ([("state", 32)], {}),
+    "all": ([("full", 16), ("window", 16, 40), ("state", 16)], {"step_tokens": 33}),
+}
+TEXTS = [np.random.default_rng(n).integers(0, 40_000, 400).tolist() for n in range(3)]
+
+
+class Side:
+    """One engine's cache, and a router that hears of it."""
+
+    def __init__(self, name: str, blocks: int = 60) -> None:
+        from tests.support import kv_managers
+
+        groups, options = GROUPS[name]
+        specs = [getattr(kv_managers, kind)(*sizes) for kind, *sizes in groups]
+        self.cache: Cache = kv_managers.Cache(*specs, blocks=blocks, **options)
+        division = self.cache.division
+        self.table = BlockTable(division.members)
+        self.fleet = Fleet(
+            model=kv_managers.MODEL, revision="", block_size=UNIT, rng=random.Random(0)
+        )
+        self.fleet.mirror.join("a")
+        self.fleet.update([record("a", block_size=UNIT, layout=division.layout)])
+
+    def expected(self, prompt: list[int]) -> int:
+        """Tokens of the hit, as the router knows."""
+        changes = Changes()
+        self.table.apply(self.cache.events(), changes)
+        if changes.cleared:
+            self.fleet.mirror.join("a")
+        self.fleet.mirror.remove("a", changes.removed)
+        self.fleet.mirror.add("a", changes.added)
+        token_ids = np.array(prompt, dtype=np.uint32)
+        return self.fleet.place(token_ids, "", ["a"], 0.0).expected_tokens("a")
+
+
+def prompts() -> st.SearchStrategy[list[int]]:
+    """Beginnings of some texts, and some that leave one for another."""
+    cut = st.integers(1, 400)
+
+    def joined(first: int, second: int, at: int, length: int) -> list[int]:
+        return (TEXTS[first][:at] + TEXTS[second])[:length]
+
+    text = st.integers(0, len(TEXTS) - 1)
+    return st.builds(joined, text, text, cut, cut)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@settings(max_examples=40)
+@given(steps=st.lists(prompts() | st.none(), min_size=2, max_size=12))
+def test_the_routers_hit_is_vllms(name: str, steps: list[list[int] | None]) -> None:
+    side = Side(name)
+    for prompt in steps:
+        if prompt is None:
+            side.cache.manager.reset_prefix_cache()
+        else:
+            assert side.expected(prompt) == side.cache.hit(prompt)
+            try:
+                hit = side.cache.run(prompt)
+            except MemoryError:
+                continue
+            assert hit % UNIT == 0
+
+
+def test_what_the_router_expects_is_what_a_repeated_prompt_finds() -> None:
+    """Before the engine has told anything: the request is still being computed."""
+    for name in GROUPS:
+        side, prompt = Side(name, blocks=300), TEXTS[0]
+        token_ids = np.array(prompt, dtype=np.uint32)
+        placement = side.fleet.place(token_ids, "", ["a"], 0.0)
+        side.fleet.sent(placement, "a", "r", 0.0)
+        promised = side.fleet.place(token_ids, "", ["a"], 0.0).expected_tokens("a")
+        side.cache.run(prompt)
+        assert promised > 300
+        assert (name, promised) == (name, side.cache.hit(prompt))
+
+
+def test_every_layout_but_one_says_more_than_its_block_size() -> None:
+    plain = [name for name in GROUPS if Side(name).cache.division.layout is None]
+    assert plain == ["full attention"]
