@@ -103,7 +103,7 @@ uses = st.tuples(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(used=st.lists(uses, min_size=1, max_size=12), blocks=st.integers(12, 60))
 def test_each_group_tells_what_it_has_by_the_fingerprints_of_its_blocks_ends(
     shape: str, used: list[Any], blocks: int
