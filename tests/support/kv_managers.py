@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvroute.replica.engine.kv_events import KVEvent
-from kvroute.replica.vllm_engine.block_pool import fingerprint
+from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.division import Division, division_of
 from kvroute.replica.vllm_engine.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.request_chain import Space
@@ -118,10 +118,10 @@ class Cache:
             **own,
         )
 
-    def run(self, token_ids: Iterable[int], answer: Iterable[int] = (), **own: Any) -> int:
+    def run(self, prompt: Iterable[int] | Request, answer: Iterable[int] = (), **own: Any) -> int:
         """Computes the prompt and what is answered to it, then frees the request's blocks; returns
         the tokens of its hit. A MemoryError: there was no room."""
-        request = self.request(token_ids, **own)
+        request = prompt if isinstance(prompt, Request) else self.request(prompt, **own)
         try:
             hit = self.begin(request)
             for token in answer:
@@ -133,6 +133,7 @@ class Cache:
 
     def begin(self, request: Request) -> int:
         """Computes the request's prompt and holds its blocks; returns the tokens of its hit."""
+        hit: int
         found, hit, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
         self._step(request, request.num_tokens - hit, hit, found)
         while request.num_computed_tokens < request.num_tokens:
@@ -149,6 +150,10 @@ class Cache:
             request.block_hashes, request.num_tokens - 1
         )
         return int(found[1])
+
+    def held(self) -> list[dict[Any, int]]:
+        """Blocks under each hash, for each group."""
+        return copies_of([self.pool], len(self.manager.kv_cache_config.kv_cache_groups))
 
     def events(self) -> list[KVEvent]:
         """Those since the last call, after a way through vLLM's wire format."""

@@ -276,7 +276,7 @@ async def _begin(llm: AsyncLLM, settings: ReplicaSettings) -> Division:
         "kvroute_begin", settings.served_model_name, settings.revision, settings.block_size
     )
     division = msgspec.convert(told, Division)
-    if not division.is_known:
+    if settings.prefix_caching and not division.is_known:
         log.warning(
             "no router can foretell which prompts this engine finds in its cache: %s; a block_size "
             "other than %d may help",

@@ -5,13 +5,15 @@ tokens of all of them; so it is replaced where it is made, and the pool's argume
 block's end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vllm import envs
 from vllm.distributed import kv_events
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
+    ExternalBlockHash,
     KVCacheBlock,
     get_block_hash,
     get_group_id,
@@ -27,6 +29,18 @@ def fingerprint(pool: BlockPool, space: Space) -> None:
     """The pool's events have fingerprints from now on."""
     pool.__class__ = type("FingerprintedPool", (_Fingerprinted, type(pool)), {})
     pool.kvroute_space = space
+
+
+def copies_of(pools: Iterable[BlockPool], groups: int) -> list[dict[ExternalBlockHash, int]]:
+    """For each group, the number of blocks cached under each hash; the hashes are as in events."""
+    copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(groups)]
+    as_numbers = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
+    for pool in pools:
+        for key, blocks in pool.cached_block_hash_to_block._cache.items():
+            hash_, group = get_block_hash(key), copies[get_group_id(key)]
+            name = int.from_bytes(hash_[-8:], "big") if as_numbers else hash_
+            group[name] = group.get(name, 0) + (len(blocks) if isinstance(blocks, dict) else 1)
+    return copies
 
 
 class _Fingerprinted(BlockPool):
@@ -78,7 +92,7 @@ class _Fingerprinted(BlockPool):
             self._tell_of(request, [num_tokens], kv_cache_group_id)
         return key
 
-    def emit_cached_block_events(self, *args: Any) -> None:
+    def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: who counts blocks by events has heard of those that a request finds."""
 
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:

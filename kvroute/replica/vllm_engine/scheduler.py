@@ -16,15 +16,9 @@ import time
 from typing import Any
 
 import msgspec
-from vllm import envs
 from vllm.distributed import kv_events
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    ExternalBlockHash,
-    KVCacheBlock,
-    get_block_hash,
-    get_group_id,
-)
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -32,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from kvroute.replica.vllm_engine.block_pool import fingerprint
+from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.division import Division, division_of
 from kvroute.replica.vllm_engine.events import EventBatch, Held
 from kvroute.replica.vllm_engine.request_chain import Space
@@ -106,14 +100,7 @@ class _Kvroute:
     def emit_held(self) -> None:
         """Publishes the cached blocks. It blocks the engine for about 0.5 ms per 1,000 blocks."""
         groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
-        copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(groups)]
-        as_numbers = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES  # the same format as vLLM's events
-        for pool in self._pools:
-            for key, blocks in pool.cached_block_hash_to_block._cache.items():
-                hash_, group = get_block_hash(key), copies[get_group_id(key)]
-                name = int.from_bytes(hash_[-8:], "big") if as_numbers else hash_
-                group[name] = group.get(name, 0) + (len(blocks) if isinstance(blocks, dict) else 1)
-        self._publish_events(Held(copies))
+        self._publish_events(Held(copies_of(self._pools, groups)))
 
     def _publish_events(self, *more: kv_events.KVCacheEvent) -> None:
         """Publishes pending events now, then the given ones."""
