@@ -84,7 +84,7 @@ class _Group:
 
     def __init__(self, number: int, group: CacheGroup, block_size: int) -> None:
         self._number = number
-        self._has_states = group.kind in STATE
+        self._is_sparse = group.kind in STATE | WINDOW
         self.size = _blocks(group.block_tokens, block_size)
         self.needs_all = group.kind in FULL
         self.start = _start(group, block_size)
@@ -97,9 +97,11 @@ class _Group:
         return range(end, self.start(end), -self.size)
 
     def added(self, begin: int, end: int) -> range:
-        """The blocks that computing this part adds; of states only the last one is sure."""
-        first = (begin // self.size + 1) * self.size
-        return range(max(first, end) if self._has_states else first, end + 1, self.size)
+        """The blocks that computing this part adds. Of windows and states vLLM keeps what the end
+        needs; where it keeps more (--prefix-cache-retention-interval), its events say so."""
+        if self._is_sparse:
+            return range(end, max(begin, self.start(end)), -self.size)
+        return range((begin // self.size + 1) * self.size, end + 1, self.size)
 
 
 class _Lookup:
