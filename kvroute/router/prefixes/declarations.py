@@ -18,6 +18,7 @@ MAX_PREFIXES = 1_000  # versions of all names together
 
 Records = list[ReplicaRecord]
 Uses = Mapping[str, tuple[int, int]]  # id -> hits, tokens saved
+EVICTABLE = 'send "pinned": false for one that may be evicted'
 
 
 class Declarations:
@@ -117,14 +118,17 @@ class Declarations:
         for record in keepers(wanted, records):
             budget = record.facts.pin_blocks
             free = max(0, budget - taken[record.id])
+            if needed and (layout := record.facts.layout):
+                kinds = " and ".join(group.kind for group in layout.groups)
+                raise _unpinned(
+                    f"replica {record.id} pins nothing: it does not know how to keep what {kinds} "
+                    f"layers need; {EVICTABLE}"
+                )
             if needed > free:
-                raise ApiError(
-                    409,
+                raise _unpinned(
                     f"prefix {wanted.id!r} needs {needed} KV blocks, and replica {record.id} has "
                     f"{free} of its {budget} for pinned prefixes free; drop a prefix, raise "
-                    '--pin-share, or send "pinned": false for one that may be evicted',
-                    param="pinned",
-                    code="pin_budget_exceeded",
+                    f"--pin-share, or {EVICTABLE}"
                 )
 
     def _warm(self, prefix: Prefix, assigned: Records) -> Records:
@@ -182,3 +186,7 @@ class Declarations:
 def _is_pinned(prefix: Prefix, record: ReplicaRecord) -> bool:
     warm = record.pins.get(prefix.name)
     return warm is not None and warm.is_pinned
+
+
+def _unpinned(message: str) -> ApiError:
+    return ApiError(409, message, param="pinned", code="pin_budget_exceeded")
