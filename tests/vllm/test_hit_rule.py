@@ -38,7 +38,9 @@ GROUPS: dict[str, tuple[list[tuple[Any, ...]], dict[str, Any]]] = {
     "states alone": ([("state", 32)], {}),
     "all": ([("full", 16), ("window", 16, 40), ("state", 16)], {"step_tokens": 33}),
 }
-TEXTS = [np.random.default_rng(n).integers(0, 40_000, 400).tolist() for n in range(3)]
+TEXTS: list[list[int]] = [
+    np.random.default_rng(n).integers(0, 40_000, 400).tolist() for n in range(3)
+]
 
 
 class Side:
