@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,10 +33,10 @@ CONFIG = SimulatedConfig(
 class Side:
     """An engine with a publisher, and a router's mirror of it, each in tasks of their own."""
 
-    def __init__(self, url: str, *, facts: EngineFacts = FACTS) -> None:
+    def __init__(self, url: str, *, facts: EngineFacts = FACTS, revision: str = "") -> None:
         self.redis = connect(url)
         self.index = Index(self.redis, MODEL)
-        self.engine = SimulatedEngine(CONFIG)
+        self.engine = SimulatedEngine(replace(CONFIG, revision=revision))
         self.table = BlockTable()
         self.publisher = Publisher(
             self.index,
