@@ -71,7 +71,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3-next": _of(
         "Qwen3NextConfig",
         num_hidden_layers=4,
-        num_key_value_heads=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         head_dim=64,
         num_experts=4,
         num_experts_per_tok=2,
@@ -85,6 +86,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3.5": _of(
         "Qwen3_5TextConfig",
         num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         head_dim=64,
         linear_num_value_heads=2,
         linear_num_key_heads=1,
@@ -116,7 +119,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         attn_layer_period=4,
         attn_layer_offset=3,
     ),
-    "lfm2": _of("Lfm2Config", num_hidden_layers=4, full_attn_idxs=[1, 3]),
+    "lfm2": _of(
+        "Lfm2Config", num_hidden_layers=4, full_attn_idxs=[1, 3], block_dim=64, conv_dim=64
+    ),
     "mamba2": _of(
         "Mamba2Config", num_hidden_layers=2, num_heads=4, head_dim=32, state_size=16, n_groups=1
     ),
