@@ -86,12 +86,12 @@ async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterat
         "model": BUILTIN_MODEL,
         "kv_cache_memory_mb": 128,
         "dtype": "float32",  # in which a prompt's answer is the same, cached or not
+        "max_model_len": 1024,
     }
     settings = ReplicaSettings(
         served_model_name="m",
         redis_url="",
         engine=kind,
-        max_model_len=1024,
         simulated_prefill_tokens_per_s=0,
         simulated_decode_ms=5,
         **(defaults | own),
