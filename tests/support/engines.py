@@ -41,6 +41,7 @@ class Running:
     table: BlockTable
     requests: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
+    changes: Changes = field(default_factory=Changes)  # of the table; whoever needs them takes them
 
     async def ask(self, prompt: list[int], namespace: str = "", **fields: Any) -> list[Chunk]:
         return await self.run(request_of(prompt, namespace, **fields))
@@ -66,7 +67,7 @@ class Running:
 
     async def pump(self) -> None:
         async for events in self.engine.events():
-            if comparison := self.table.apply(events, Changes()):
+            if comparison := self.table.apply(events, self.changes):
                 self.comparisons.append(comparison)
 
     async def compare(self) -> Comparison:
@@ -81,13 +82,16 @@ class Running:
 async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterator[Running]:
     """A small engine with settings of its own, and what is heard of its cache; closed when the
     block ends."""
-    defaults: dict[str, Any] = {"model": BUILTIN_MODEL, "kv_cache_memory_mb": 128}
+    defaults: dict[str, Any] = {
+        "model": BUILTIN_MODEL,
+        "kv_cache_memory_mb": 128,
+        "dtype": "float32",  # in which a prompt's answer is the same, cached or not
+        "max_model_len": 1024,
+    }
     settings = ReplicaSettings(
         served_model_name="m",
         redis_url="",
         engine=kind,
-        dtype="float32",  # in which a prompt's answer is the same, cached or not
-        max_model_len=1024,
         simulated_prefill_tokens_per_s=0,
         simulated_decode_ms=5,
         **(defaults | own),

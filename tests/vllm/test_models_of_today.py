@@ -1,0 +1,144 @@
+"""The router expects of today's architectures what vLLM then finds in its cache."""
+
+import random
+from collections.abc import AsyncIterator, Mapping
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from kvroute.contract.cache_groups import FULL
+from kvroute.contract.records import ReplicaRecord
+from kvroute.replica.block_table import Changes
+from kvroute.router.routing.fleet import Fleet
+from tests.support.answers import ids_of
+from tests.support.engines import BLOCK, Running, prompt_of, started
+from tests.support.tiny_models import tiny_model
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.timeout(240),
+]
+
+REPLICA = "a"
+CACHE_MB: Mapping[str, int] = {  # for less than ten prompts of 600 tokens
+    "gemma3": 3,  # windows and full attention
+    "gpt-oss": 3,  # the same with half the window
+    "mistral": 1,  # windows alone
+    "llama4": 3,  # chunks and full attention
+    "qwen3-next": 8,  # linear and full attention, in large blocks
+    "lfm2": 3,  # convolutions and full attention
+}
+
+
+class Routed:
+    """An engine, and a router that knows of it what its events tell."""
+
+    def __init__(self, running: Running) -> None:
+        self.running = running
+        engine = running.engine
+        self.fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
+        layout = engine.facts.layout
+        self.has_full_attention = bool(layout and layout.groups[0].kind in FULL)
+        self.fleet.mirror.join(REPLICA)
+        self.fleet.update([ReplicaRecord(REPLICA, "1", 0, engine.facts, engine.load())])
+
+    async def ask(self, prompt: list[int], answer: list[int] | None = None) -> int:
+        """How much of the prompt was cached, which the router has expected. The answer's tokens are
+        added to `answer`."""
+        await self.hear()
+        placement = self.fleet.place(np.array(prompt, np.uint32), "", [REPLICA], 0.0)
+        chunks = await self.running.ask(prompt, max_tokens=4 if answer is None else 70)
+        if answer is not None:
+            answer += ids_of(chunks)
+        assert placement.expected_tokens(REPLICA) == chunks[0].cached_tokens
+        return chunks[0].cached_tokens
+
+    async def hear(self) -> None:
+        """The mirror follows all events so far."""
+        assert (await self.running.compare()).drift == 0
+        changes, self.running.changes = self.running.changes, Changes()
+        mirror = self.fleet.mirror
+        if changes.cleared:
+            mirror.join(REPLICA)
+        mirror.remove(REPLICA, changes.removed)
+        mirror.add(REPLICA, changes.added)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=CACHE_MB)
+async def routed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Routed]:
+    """Long prompts take two steps."""
+    model = tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+    async with started(
+        "vllm",
+        model=str(model),
+        dtype="bfloat16",  # linear attention has no other on CPUs
+        kv_cache_memory_mb=CACHE_MB[request.param],
+        engine_args={"max_num_batched_tokens": 512},
+    ) as running:
+        routed = Routed(running)
+        yield routed
+        vars(routed).clear()
+
+
+async def test_the_second_time_a_prompt_is_cached(routed: Routed) -> None:
+    prompt = prompt_of(620, seed=1)
+    assert await routed.ask(prompt) == 0
+    assert await routed.ask(prompt) > 0
+    assert await routed.ask(prompt) > 0
+
+
+async def test_a_longer_prompt_takes_its_beginning(routed: Routed) -> None:
+    prompt = prompt_of(620, seed=2)
+    await routed.ask(prompt)
+    assert await routed.ask(prompt + prompt_of(300, seed=3)) > 0
+
+
+async def test_a_shorter_prompt_has_no_more_than_its_model_keeps(routed: Routed) -> None:
+    prompt = prompt_of(900, seed=4)
+    for tokens in (900, 620, 200, 620, 900):
+        await routed.ask(prompt[:tokens])
+
+
+async def test_prompts_of_whole_blocks_compute_their_last_block_again(routed: Routed) -> None:
+    prompt = prompt_of(640, seed=5)
+    for tokens in (640, 640, 320, 320, 641):
+        await routed.ask(prompt[:tokens])
+
+
+async def test_what_prompts_share_is_cached_once_two_have_diverged(routed: Routed) -> None:
+    """Windows alone keep the ends of prompts only."""
+    shared = prompt_of(400, seed=6)
+    for seed in (7, 8):
+        await routed.ask(shared + prompt_of(300, seed))
+    third = await routed.ask(shared + prompt_of(300, seed=9))
+    assert (third > 0) == routed.has_full_attention
+
+
+async def test_a_chat_goes_on_from_what_its_model_keeps(routed: Routed) -> None:
+    chat = prompt_of(400, seed=10)
+    for seed in (11, 12, 13):
+        answer: list[int] = []
+        await routed.ask(chat, answer)
+        chat = chat + answer + prompt_of(60, seed)
+    assert await routed.ask(chat) > 0
+
+
+async def test_what_later_prompts_have_left_of_earlier_ones_is_expected(routed: Routed) -> None:
+    prompts = [prompt_of(620, seed) for seed in range(20, 32)]
+    for prompt in prompts:
+        await routed.ask(prompt)
+    left = [await routed.ask(prompt) for prompt in reversed(prompts)]
+    print("LEFT", left)
+    assert left[0] > 0 == left[-1]
+
+
+async def test_after_a_reset_nothing_is_expected(routed: Routed) -> None:
+    prompt = prompt_of(620, seed=40)
+    await routed.ask(prompt)
+    assert await routed.running.engine.reset_prefix_cache()
+    assert await routed.ask(prompt) == 0
+    assert await routed.ask(prompt) > 0
