@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[list[tuple[Any, ...]], dict[str, Any]]] = {
     "plain": ([("full", 16)], {}),
     "windows": ([("window", 16, 40), ("full", 16), ("window", 16, 40)], {}),
     "wide windows": ([("full", 16), ("window", 32, 70)], {}),
+    "narrow windows": ([("full", 64), ("window", 16, 20)], {}),
     "one window": ([("window", 16, 40)], {}),
     "chunks": ([("full", 32), ("chunk", 32, 64)], {}),
     "states": ([("full", 32), ("state", 32), ("state", 32)], {}),
@@ -127,16 +128,11 @@ def test_a_repeated_prompt_is_found(shape: str) -> None:
     assert (cache.run(tokens(100)), cache.hit(tokens(100)), cache.run(tokens(100))) == (0, 96, 96)
 
 
-def test_a_window_tells_of_no_block_that_no_hit_needs() -> None:
-    cache = cache_of("wide windows", step_tokens=64)
-    chain = chain_of(tokens(400))
-    cache.run(tokens(400))
-    stored = [event for event in cache.events() if isinstance(event, BlockStored)]
-    full = [found for event in stored if event.group == 0 for found in event.fingerprints]
-    windows = [found for event in stored if event.group == 1 for found in event.fingerprints]
-    assert full == chain[: len(full)]
-    assert windows
-    assert set(windows) <= set(chain[1::2])
+def test_of_a_window_only_the_blocks_before_a_hits_end_are_told() -> None:
+    cache = cache_of("narrow windows")
+    cache.run(tokens(200))
+    chain = chain_of(tokens(200))
+    assert told(cache, group=1) == [chain[number] for number in (2, 3, 6, 7, 10, 11)]
 
 
 def test_a_state_is_told_of_only_where_it_was_kept() -> None:

@@ -92,9 +92,6 @@ class _Fingerprinted(BlockPool):
             self._tell_of(request, [num_tokens], kv_cache_group_id)
         return key
 
-    def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: who counts blocks by events has heard of those that a request finds."""
-
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
         if self.enable_kv_cache_events:
             self.kv_event_queue.extend(

@@ -1,7 +1,7 @@
 """The events that vLLM's process sends about its KV cache.
 
 Only events of this package's own types are about the blocks in the engine's memory; those of vLLM's
-types come from a KV connector and are about other memory.
+types come from a KV connector and are about other memory, or repeat what was told before.
 """
 
 from vllm.distributed import kv_events
