@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvroute.contract.cache_groups import CacheGroup, Layout
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError
 
 if TYPE_CHECKING:
     from tests.support.kv_managers import Cache
@@ -267,12 +268,12 @@ def test_a_layout_has_full_attention_first_and_equal_groups_once() -> None:
     )
 
 
-def test_a_group_whose_blocks_end_between_fingerprints_is_unknown() -> None:
+def test_blocks_that_end_between_fingerprints_make_a_layout_that_no_router_knows() -> None:
     division = cache_of("plain", unit=32).division
-    assert division.layout == Layout((CacheGroup("unknown", 16),), hit_tokens=16)
-    assert not division.is_known
     assert not division.is_plain
-    assert cache_of("all").division.is_known
+    assert division.layout == Layout((FULL,), hit_tokens=16)
+    with pytest.raises(UnknownLayoutError, match="blocks of 16 tokens"):
+        Boundaries(division.layout, division.unit)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +301,7 @@ def test_layers_whose_windows_differ_are_unknown_and_those_of_full_attention_hav
     from tests.support.kv_managers import HEADS, window
 
     specs = {"a": window(16, 40), "b": window(16, 80)}
-    assert _group(UniformTypeKVCacheSpecs(16, specs), 16, 16) == CacheGroup("unknown", 16)
+    assert _group(UniformTypeKVCacheSpecs(16, specs), 16) == CacheGroup("unknown", 16)
     same = {"a": window(16, 40), "b": window(16, 40)}
-    assert _group(UniformTypeKVCacheSpecs(16, same), 16, 16) == WINDOW
-    assert _group(FullAttentionSpec(16, sliding_window=40, **HEADS), 16, 16) == FULL
+    assert _group(UniformTypeKVCacheSpecs(16, same), 16) == WINDOW
+    assert _group(FullAttentionSpec(16, sliding_window=40, **HEADS), 16) == FULL

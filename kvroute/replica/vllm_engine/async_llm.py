@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -40,8 +39,6 @@ from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.scheduler import PIN
 from kvroute.replica.vllm_engine.subscription import Subscription
 from kvroute.settings.replica import ReplicaSettings
-
-log = logging.getLogger("kvroute.replica")
 
 # Initial estimates of the prefill speed; the router learns the real one.
 CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
@@ -275,14 +272,7 @@ async def _begin(llm: AsyncLLM, settings: ReplicaSettings) -> Division:
     told = await llm.engine_core.call_utility_async(
         "kvroute_begin", settings.served_model_name, settings.revision, settings.block_size
     )
-    division = msgspec.convert(told, Division)
-    if settings.prefix_caching and not division.is_known:
-        log.warning(
-            "no router can foretell which prompts this engine finds in its cache: %s; a block_size "
-            "other than %d may help",
-            *(division.groups, division.unit),
-        )
-    return division
+    return msgspec.convert(told, Division)
 
 
 def _facts(

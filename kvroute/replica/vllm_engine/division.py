@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter
 
 from kvroute.contract.cache_groups import CHUNK, FULL, WINDOW, CacheGroup, Layout
 
-UNKNOWN = "unknown"  # a kind of which no hit can be foretold
+UNKNOWN = "unknown"  # a kind of which routers tell no hits
 
 
 class Division(Struct, frozen=True):
@@ -24,11 +24,6 @@ class Division(Struct, frozen=True):
         """Full attention alone, in blocks of one fingerprint."""
         plain = {CacheGroup(kind, self.unit) for kind in FULL}
         return len(self.groups) == 1 and self.groups[0] in plain
-
-    @property
-    def is_known(self) -> bool:
-        """The hits of every group can be foretold."""
-        return all(group.kind != UNKNOWN for group in self._entries)
 
     @property
     def layout(self) -> Layout | None:
@@ -62,19 +57,18 @@ def division_of(manager: KVCacheManager, unit: int) -> Division:
         unit,
         coordinator._cache_hit_alignment_tokens if is_hybrid else coordinator.scheduler_block_size,
         tuple(
-            _group(each.kv_cache_spec, each.block_size, unit)
-            for each in coordinator.single_type_managers
+            _group(each.kv_cache_spec, each.block_size) for each in coordinator.single_type_managers
         ),
     )
 
 
-def _group(spec: KVCacheSpec, block_tokens: int, unit: int) -> CacheGroup | None:
+def _group(spec: KVCacheSpec, block_tokens: int) -> CacheGroup | None:
     """block_tokens: under context parallelism more than the layers of one process have."""
     if not spec.prefix_cacheable:
         return None
     kind = get_kv_cache_spec_kind(spec).value
     windows = set(map(_window, iter_layer_specs(spec))) if kind in WINDOW | CHUNK else {0}
-    if block_tokens % unit or len(windows) > 1:
+    if len(windows) > 1:
         return CacheGroup(UNKNOWN, block_tokens)
     return CacheGroup(kind, block_tokens, windows.pop())
 
