@@ -132,7 +132,6 @@ async def test_what_later_prompts_have_left_of_earlier_ones_is_expected(routed: 
     for prompt in prompts:
         await routed.ask(prompt)
     left = [await routed.ask(prompt) for prompt in reversed(prompts)]
-    print("LEFT", left)
     assert left[0] > 0 == left[-1]
 
 
