@@ -24,7 +24,6 @@ pytestmark = [
 REPLICA = "a"
 CACHE_MB: Mapping[str, int] = {  # for less than ten prompts of 600 tokens
     "gemma3": 3,  # windows and full attention
-    "gpt-oss": 3,  # the same with half the window
     "mistral": 1,  # windows alone
     "llama4": 3,  # chunks and full attention
     "qwen3-next": 8,  # linear and full attention, in large blocks
