@@ -18,10 +18,16 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvroute.contract.adapters import room_for_rank
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import (
+    CannotRunError,
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+)
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.process.builtin_model import is_builtin
@@ -41,6 +47,7 @@ from kvroute.replica.vllm_engine.dtype import choose_dtype
 from kvroute.replica.vllm_engine.engine_args import checked, front_args
 from kvroute.replica.vllm_engine.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.http_app import HttpApp
+from kvroute.replica.vllm_engine.last_words import LastWords
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.scheduler import PIN, EventBatch, Held
 from kvroute.replica.vllm_engine.subscription import Subscription
@@ -62,6 +69,7 @@ class VllmEngine:
         stats: "_Stats",
         adapters: Adapters,
         http: HttpApp,
+        words: LastWords,
     ) -> None:
         self.facts = facts
         self._llm = llm
@@ -69,6 +77,7 @@ class VllmEngine:
         self._stats = stats
         self._adapters = adapters
         self._http = http
+        self._words = words
         self._pins: dict[str, int] = {}
         self._processes = psutil.Process().children(recursive=True)  # the engine's
         self._unfinished = 0  # requests
@@ -76,8 +85,9 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
-        """Loads the model (a folder or a hub name) and binds the engine's process to `cores`."""
-        subscription, stats = Subscription(), _Stats()
+        """Loads the model (a folder or a hub name) and binds the engine's process to `cores`.
+        CannotRunError when vLLM refuses the model, or dies of its first tokens."""
+        subscription, stats, words = Subscription(), _Stats(), LastWords()
         try:
             args = engine_args(settings, model, subscription)
             llm = await asyncio.to_thread(_load, args, stats, cores)
@@ -88,11 +98,14 @@ class VllmEngine:
             can_pin = await llm.engine_core.call_utility_async("kvroute_can_pin")
             adapters = Adapters(llm, settings.adapters)
             http = await HttpApp.start(llm, front_args(settings.engine_args), adapters)
-        except BaseException:
+            await _try(llm, words)
+        except BaseException as error:
             subscription.close()
-            raise
+            if isinstance(error, CannotRunError) or not isinstance(error, Exception):
+                raise
+            raise words.of_start(error) from error
         facts = _facts(llm, settings, can_pin=can_pin, content_format=http.content_format)
-        return cls(llm, facts, subscription, stats, adapters, http)
+        return cls(llm, facts, subscription, stats, adapters, http, words)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         chunks = self._unread(request) if request.call is None else self._http.chunks(request)
@@ -101,6 +114,8 @@ class VllmEngine:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
+        except (EngineDeadError, VllmDeadError) as error:
+            raise self._dead(error) from error
         finally:
             self._unfinished -= 1
 
@@ -133,8 +148,6 @@ class VllmEngine:
                 yield Chunk(ids, output.num_cached_tokens or 0, output.finished)
             if request.pin:
                 self._pins[request.pin] = await self._call("kvroute_pinned", request.pin)
-        except VllmDeadError as error:
-            raise EngineDeadError(str(error)) from error
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
 
@@ -165,7 +178,7 @@ class VllmEngine:
         try:
             await self._llm.check_health()
         except VllmDeadError as error:
-            raise EngineDeadError(str(error)) from error
+            raise self._dead(error) from error
         reason = self._health.check(
             is_stopped=self._is_stopped(),
             has_work=self._unfinished > 0,
@@ -173,6 +186,9 @@ class VllmEngine:
         )
         if reason is not None:
             raise EngineDeadError(reason)
+
+    def _dead(self, error: Exception) -> EngineDeadError:
+        return EngineDeadError(self._words.said() or str(error))
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):  # vLLM itself reports a dead process
@@ -268,6 +284,22 @@ def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> ContinuingLLM:
     with cores.bound():
         llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
         return llm
+
+
+async def _try(llm: AsyncLLM, words: LastWords) -> None:
+    """Generates two tokens: vLLM's start does not run every kernel that a request needs."""
+    if "generate" not in await llm.get_supported_tasks() or llm.model_config.is_encoder_decoder:
+        return
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
+    try:
+        async for _ in llm.generate(tokens_input([0]), params, "first"):
+            pass
+    except VllmDeadError as error:
+        if said := words.said():
+            raise CannotRunError(said) from error
+        raise  # killed, perhaps
+    except (ValueError, EngineGenerateError):
+        return  # the engine lives; this model needs another prompt
 
 
 def _facts(
