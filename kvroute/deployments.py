@@ -4,8 +4,9 @@ from urllib.parse import quote, unquote
 
 from rich.text import Text
 
-APPLICATION = "kvroute"
+from kvroute.contract.generation import CannotRunError
 
+APPLICATION = "kvroute"
 
 REPLICAS = "Replica"  # the deployment's name; with several models the beginning of it
 
@@ -27,6 +28,12 @@ def model_of(deployment: str) -> str | None:
 def plain(message: str) -> str:
     """The message without terminal colours, which Ray's tracebacks have."""
     return Text.from_ansi(message).plain
+
+
+def final_error(message: str) -> str:
+    """Why no replica can ever start, in the engine's words; empty unless that is so."""
+    last = last_line(message) if message else ""
+    return last.partition(f"{CannotRunError.__name__}: ")[2]
 
 
 def last_line(message: str) -> str:

@@ -86,5 +86,9 @@ class EngineDeadError(RuntimeError):
     """The engine cannot continue; the replica must be replaced."""
 
 
+class CannotRunError(RuntimeError):
+    """The engine cannot run this model as it is configured; another start would end alike."""
+
+
 class PinRefusedError(ValueError):
     """Pins would exceed their share of the KV cache."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from kvroute.deployments import APPLICATION, last_line, model_of, plain
+from kvroute.deployments import APPLICATION, final_error, last_line, model_of, plain
 from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.haproxy import MOST_REQUESTS
 from kvroute.local.ports import free_port
@@ -19,6 +19,7 @@ from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.signals import StopSignals
 from kvroute.process.exposition import METRICS_HOST
+from kvroute.settings.owned_engine_args import options_for
 from kvroute.settings.serve import ServeSettings
 from kvroute.settings.serve_environment import serve_environment
 from kvroute.wire.server import HOST as REPLICA_HOST
@@ -58,6 +59,7 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
     shown: set[str] = set()
     while time.monotonic() < deadline:
         status = serve.status().applications[APPLICATION]
+        _refuse_final_errors(status.deployments)
         _show(status.deployments, shown, progress)
         if status.status == "RUNNING":
             return
@@ -134,6 +136,19 @@ def _stop() -> None:
         # Ray ends a process of which a thread still uses it when it is shut down.
         if _within(SHUTDOWN_S, serve.shutdown):
             _within(SHUTDOWN_S, ray.shutdown)
+
+
+def _refuse_final_errors(deployments: Mapping[str, Any]) -> None:
+    """Raises StartError as soon as one replica has found that none can run its model; Serve would
+    start more of them."""
+    for name, status in deployments.items():
+        if words := final_error(status.message):
+            model = model_of(name)
+            options = options_for(words)
+            raise StartError(
+                f"vLLM cannot run {model or 'this model'} as it is configured: {words}"
+                + (f"\nkvroute's options for that: {options}" if options else "")
+            )
 
 
 def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -> None:

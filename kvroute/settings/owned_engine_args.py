@@ -1,5 +1,6 @@
 """vLLM's engine arguments that kvroute sets itself, so that users cannot set them."""
 
+import re
 from collections.abc import Mapping
 
 # OWNED: vLLM's name -> kvroute's option for it. FIXED: vLLM's name -> why it cannot be changed.
@@ -37,6 +38,12 @@ FIXED = {
     "sse_keep_alive_interval": "a response goes on with its next token",
     "enable_prompt_tokens_details": "clients always see their cached tokens",
 }
+
+
+def options_for(text: str) -> str:
+    """The options of kvroute for the arguments that vLLM names there; empty if there are none."""
+    options = {OWNED.get(word, "") for word in re.findall(r"\w+_\w+", text)}
+    return " and ".join(sorted(option for option in options if option.startswith("--")))
 
 
 def refusal(engine_args: Mapping[str, object]) -> str | None:

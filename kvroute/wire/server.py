@@ -73,7 +73,8 @@ class Server:
         return f"the replica has {self.running} requests" if self.running >= self._most else ""
 
     def stop(self) -> None:
-        """From now on all requests are refused; those that run go on."""
+        """From now on all requests are refused; those that run go on. A dead engine stops it too:
+        what comes now did not cause that."""
         self._is_stopping = True
 
     async def idle(self) -> None:
@@ -211,7 +212,7 @@ class Peer(Connection):
                 async for chunk in chunks:
                     self._push(stream, chunk)
         except Exception as error:  # any of the engine's
-            self._end(stream, *_outcome(error))
+            self._fail(stream, error)
         else:
             self._end(stream, "done")
 
@@ -221,7 +222,7 @@ class Peer(Connection):
                 raise ValueError(f"this replica knows no {call.method!r}")
             body = await method(call.body)
         except Exception as error:  # any of the method's
-            self._end(call.stream, *_outcome(error))
+            self._fail(call.stream, error)
         else:
             self.send(Kind.REPLY, encode(structs.Reply(call.stream, body)))
 
@@ -234,6 +235,11 @@ class Peer(Connection):
     def _end(self, stream: int, outcome: Outcome, message: str = "") -> None:
         self._ended.append(Ended(stream, outcome, message))
         self._flush_soon()
+
+    def _fail(self, stream: int, error: Exception) -> None:
+        if isinstance(error, EngineDeadError):
+            self._server.stop()
+        self._end(stream, *_outcome(error))
 
     def _flush_soon(self) -> None:
         """In the loop's next round: first, all streams of the step get their chunks."""

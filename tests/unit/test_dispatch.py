@@ -45,6 +45,7 @@ from tests.support.wired import Wired
 
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
+GONE = -2  # its connection ends as the request comes
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
 
 
@@ -55,6 +56,7 @@ class Engines:
     def __init__(self, lives: Sequence[int]) -> None:
         self.all = {f"r{number}": SimulatedEngine(INSTANT) for number in range(len(lives))}
         self.requests: list[GenerateRequest] = []
+        self.wired: Wired | None = None
         self._lives = lives
 
     def generates(self) -> dict[str, Generate]:
@@ -63,6 +65,9 @@ class Engines:
     async def _generate(self, id_: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         life = self._lives[len(self.requests) - 1]
+        if life == GONE and self.wired:
+            for peer in self.wired.servers[id_].peers:
+                peer.abort("as planned")
         async with aclosing(self.all[id_].generate(request)) as chunks:
             async for chunk in chunks:
                 if life == 0:
@@ -93,7 +98,7 @@ class Client:
         self.fleet = Fleet(
             model="m", revision="", block_size=32, rng=random.Random(0), observer=self.diary
         )
-        self.wired = Wired(self.engines.generates(), most=most)
+        self.wired = self.engines.wired = Wired(self.engines.generates(), most=most)
         links = self.wired.links
         liveness = Liveness(lambda: self.wired, links, self.fleet, hang_timeout_s=5)
         self.dispatcher = Dispatcher(links, self.fleet, liveness)
@@ -123,7 +128,7 @@ def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:
     return text_of(chunks), ids_of(chunks), logprobs_of(chunks), end_of(chunks)
 
 
-@pytest.mark.parametrize("lives", [[0], [1], [5], [11], [12], [3, 0], [0] * (LOSSES - 1)])
+@pytest.mark.parametrize("lives", [[0], [1], [5], [11], [12], [3, GONE], [GONE] * (LOSSES - 1)])
 async def test_an_answer_is_the_same_however_many_replicas_it_takes(lives: list[int]) -> None:
     undisturbed = await Client(IMMORTAL).ask(logprobs=1)
     assert said(await Client(*lives, IMMORTAL).ask(logprobs=1)) == said(undisturbed)
@@ -180,16 +185,16 @@ async def test_what_cannot_go_on_begins_again_while_the_client_has_nothing() -> 
 
 
 async def test_replicas_that_were_dead_already_are_few_enough() -> None:
-    client = Client(*[0] * LOSSES, IMMORTAL)
+    client = Client(*[GONE] * LOSSES, IMMORTAL)
     with pytest.raises(ApiError, match="was lost while it answered, and 4 others"):
         await client.ask()
     assert len(client.requests) == LOSSES
 
 
-@pytest.mark.parametrize("lives", [[1, 1], [0, SOON_TOKENS, 0, 1]])
+@pytest.mark.parametrize("lives", [[0, 0], [1, 1], [GONE, SOON_TOKENS, GONE, 1]])
 async def test_a_request_under_which_replicas_die_is_sent_to_no_other(lives: list[int]) -> None:
     client = Client(*lives, IMMORTAL, IMMORTAL)
-    with pytest.raises(ApiError, match="may be the cause") as ended:
+    with pytest.raises(ApiError, match=r"may be the cause.* words were: as planned") as ended:
         await client.ask(max_tokens=100)
     assert len(client.requests) == len(lives)
     assert response(ended.value).headers["x-should-retry"] == "false"
@@ -214,7 +219,7 @@ async def test_a_replica_that_hangs_is_not_said_to_die() -> None:
 
 
 async def test_no_load_is_left_where_a_replica_was_lost() -> None:
-    client = Client(5, 0, IMMORTAL)
+    client = Client(5, GONE, IMMORTAL)
     await client.ask()
     ids = [*client.wired.ids()]
     candidates = client.fleet.place_chain([], 1, ids, now_s=time.monotonic()).ranking
@@ -298,7 +303,7 @@ async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: i
 
 
 async def test_every_attempt_ends_once_with_what_became_of_it() -> None:
-    client = Client(5, 0, IMMORTAL)
+    client = Client(5, GONE, IMMORTAL)
     await client.ask()
     lost, never_begun, last = client.diary.attempts
     assert [attempt.outcome for attempt in client.diary.attempts] == ["failed", "failed", "ok"]
@@ -315,6 +320,21 @@ async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
     assert status_of(chunks) == 400
     assert b"9000 tokens" in data_of(chunks)
     assert [attempt.outcome for attempt in client.diary.attempts] == ["refused"]
+
+
+async def test_a_question_of_which_engines_die_is_put_to_no_other() -> None:
+    client, asked = Client(*[IMMORTAL] * 4), list[str]()
+
+    async def die(id_: str, _: bytes) -> bytes:
+        asked.append(id_)
+        raise EngineDeadError("as planned")
+
+    async with client.serving():
+        for id_, server in client.wired.servers.items():
+            server.methods = {"http": partial(die, id_)}
+        with pytest.raises(ApiError, match=r"may be the cause.* words were: as planned"):
+            await client.dispatcher.ask("http", b"a")
+    assert len(asked) == CAUSED
 
 
 async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> None:

@@ -5,9 +5,11 @@ import socket
 
 import pytest
 
+from kvroute.deployments import final_error
 from kvroute.local.launch import gpus_per_replica, refuse_missing_engine, refuse_taken_port
 from kvroute.local.ports import free_port
 from kvroute.local.progress import StartError
+from kvroute.settings.owned_engine_args import options_for
 from kvroute.settings.serve import ServeSettings, load
 
 
@@ -22,6 +24,14 @@ def test_a_gpu_each_where_there_are_some_and_none_for_the_simulation() -> None:
     assert gpus_per_replica([load({})], available=8) == [1]
     assert gpus_per_replica([load({})], available=0) == [0]
     assert gpus_per_replica([load({"engine": "simulated"})], available=8) == [0]
+
+
+def test_an_error_that_every_start_would_repeat_is_told_apart() -> None:
+    error = "kvroute.contract.generation.CannotRunError: ValueError: no room for max_model_len"
+    assert final_error(f"Traceback\n\x1b[36m  File\x1b[39m\n{error}") == error.split(": ", 1)[1]
+    assert options_for(final_error(error)) == "--max-model-len"
+    assert [final_error(other) for other in ("", "x\nValueError: y")] == ["", ""]
+    assert options_for("the model is too large") == ""
 
 
 def test_more_gpus_than_there_are_are_refused() -> None:

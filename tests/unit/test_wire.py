@@ -243,6 +243,20 @@ async def test_an_error_of_the_engine_comes_after_what_it_generated(
             await stream.next()
 
 
+async def test_a_replica_whose_engine_is_dead_refuses_what_comes() -> None:
+    """Whoever asks it now has lost nothing."""
+    engine = Engine()
+    async with served(engine) as (_, (link,)):
+        stream = link.open(request(), most_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        engine.error = EngineDeadError("it died")
+        engine.step()
+        with pytest.raises(EngineDeadError):
+            await stream.next()
+        with pytest.raises(RefusedError):
+            await link.open(request(), most_waiting=MOST).next()
+
+
 @pytest.mark.parametrize("how", ["cancel", "the link", "the server"])
 async def test_who_leaves_ends_the_request(how: str) -> None:
     engine = Engine()

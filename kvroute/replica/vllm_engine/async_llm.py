@@ -17,10 +17,16 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvroute.contract.adapters import room_for_rank
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import (
+    CannotRunError,
+    Chunk,
+    EngineDeadError,
+    GenerateRequest,
+)
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.process.builtin_model import is_builtin
@@ -35,6 +41,7 @@ from kvroute.replica.vllm_engine.engine_args import checked, front_args
 from kvroute.replica.vllm_engine.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.http_app import HttpApp
+from kvroute.replica.vllm_engine.last_words import LastWords
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.scheduler import PIN
 from kvroute.replica.vllm_engine.subscription import Subscription
@@ -57,6 +64,7 @@ class VllmEngine:
         stats: "_Stats",
         adapters: Adapters,
         http: HttpApp,
+        words: LastWords,
     ) -> None:
         self.facts = facts
         self.members = members
@@ -65,6 +73,7 @@ class VllmEngine:
         self._stats = stats
         self._adapters = adapters
         self._http = http
+        self._words = words
         self._pins: dict[str, int] = {}
         self._processes = psutil.Process().children(recursive=True)  # the engine's
         self._unfinished = 0  # requests
@@ -72,8 +81,9 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
-        """Loads the model (a folder or a hub name) and binds the engine's process to `cores`."""
-        subscription, stats = Subscription(), _Stats()
+        """Loads the model (a folder or a hub name) and binds the engine's process to `cores`.
+        CannotRunError when vLLM refuses the model, or dies of its first tokens."""
+        subscription, stats, words = Subscription(), _Stats(), LastWords()
         try:
             args = engine_args(settings, model, subscription)
             llm = await asyncio.to_thread(_load, args, stats, cores)
@@ -84,11 +94,14 @@ class VllmEngine:
             division = await _begin(llm, settings)
             adapters = Adapters(llm, settings.adapters)
             http = await HttpApp.start(llm, front_args(settings.engine_args), adapters)
-        except BaseException:
+            await _try(llm, words)
+        except BaseException as error:
             subscription.close()
-            raise
+            if isinstance(error, CannotRunError) or not isinstance(error, Exception):
+                raise
+            raise words.of_start(error) from error
         facts = _facts(llm, settings, division, content_format=http.content_format)
-        return cls(llm, facts, division.members, subscription, stats, adapters, http)
+        return cls(llm, facts, division.members, subscription, stats, adapters, http, words)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         chunks = self._unread(request) if request.call is None else self._http.chunks(request)
@@ -97,6 +110,8 @@ class VllmEngine:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
+        except (EngineDeadError, VllmDeadError) as error:
+            raise self._dead(error) from error
         finally:
             self._unfinished -= 1
 
@@ -129,8 +144,6 @@ class VllmEngine:
                 yield Chunk(ids, output.num_cached_tokens or 0, output.finished)
             if request.pin:
                 self._pins[request.pin] = await self._call("kvroute_pinned", request.pin)
-        except VllmDeadError as error:
-            raise EngineDeadError(str(error)) from error
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
 
@@ -162,7 +175,7 @@ class VllmEngine:
         try:
             await self._llm.check_health()
         except VllmDeadError as error:
-            raise EngineDeadError(str(error)) from error
+            raise self._dead(error) from error
         reason = self._health.check(
             is_stopped=self._is_stopped(),
             has_work=self._unfinished > 0,
@@ -170,6 +183,9 @@ class VllmEngine:
         )
         if reason is not None:
             raise EngineDeadError(reason)
+
+    def _dead(self, error: Exception) -> EngineDeadError:
+        return EngineDeadError(self._words.said() or str(error))
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):  # vLLM itself reports a dead process
@@ -273,6 +289,22 @@ async def _begin(llm: AsyncLLM, settings: ReplicaSettings) -> Division:
         "kvroute_begin", settings.served_model_name, settings.revision, settings.block_size
     )
     return msgspec.convert(told, Division)
+
+
+async def _try(llm: AsyncLLM, words: LastWords) -> None:
+    """Generates two tokens: vLLM's start does not run every kernel that a request needs."""
+    if "generate" not in await llm.get_supported_tasks() or llm.model_config.is_encoder_decoder:
+        return
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
+    try:
+        async for _ in llm.generate(tokens_input([0]), params, "first"):
+            pass
+    except VllmDeadError as error:
+        if said := words.said():
+            raise CannotRunError(said) from error
+        raise  # killed, perhaps
+    except (ValueError, EngineGenerateError):
+        return  # the engine lives; this model needs another prompt
 
 
 def _facts(

@@ -212,8 +212,8 @@ class Dispatcher:
 
     async def ask(self, method: str, body: bytes, *, within_s: float = ANSWER_S) -> bytes:
         """The answer to a question that every replica can answer, by one of those that owe the
-        fewest answers. ApiError when none does."""
-        gone = set[str]()
+        fewest answers. ApiError when none does, or when engines die of it."""
+        gone, losses = set[str](), Losses()
         for _ in range(TRIES):
             running = await self._running(gone)
             replica_id = min(running, key=lambda id_: (self._links.owed(id_), random.random()))
@@ -222,6 +222,11 @@ class Dispatcher:
             except UnansweredError as error:
                 log.info("replica %s did not answer %s: %s", replica_id, method, error)
                 gone.add(replica_id)
+                if words := _words(error.__cause__):
+                    losses.add(
+                        replica_id, died=True, is_gone=True, held_s=0.0, tokens=0, words=words
+                    )
+                    losses.check()
                 if len(gone) == len(self._liveness.trusted()):
                     break
         raise ApiError(503, "no replica answers; try again", type="server_error")
@@ -334,7 +339,13 @@ def _lose(losses: Losses, replica_id: str, attempt: Attempt, error: Exception) -
         is_gone=not isinstance(error, LostError),  # a dead one is never connected again
         held_s=time.monotonic() - attempt.sent_s,
         tokens=attempt.output_tokens,
+        words=_words(error),
     )
+
+
+def _words(error: BaseException | None) -> str:
+    """Why the engine died, if it did under the request."""
+    return str(error) if isinstance(error, EngineDeadError) else ""
 
 
 def _outcome(error: BaseException) -> Outcome:

@@ -1,0 +1,64 @@
+"""Why an engine died is found in what vLLM wrote."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvroute.contract.generation import CannotRunError
+from kvroute.replica.vllm_engine.last_words import LastWords, described, last_words
+
+CORE = "(EngineCore pid=7) ERROR 11-22 23:27:33 [core.py:1512] "
+WORKER = "(Worker_TP0 pid=8) ERROR 11-22 23:27:33 [multiproc_executor.py:953] "
+FRONT = "(MainProcess pid=1) ERROR 11-22 23:27:33 [async_llm.py:906] "
+DEAD = f"""\
+{CORE}ValueError: a request's, of which nobody died
+{CORE}EngineCore encountered a fatal error.
+{CORE}Traceback (most recent call last):
+{CORE}  File "/vllm/v1/engine/core.py", line 1, in run
+{CORE}KeyError: 'seldom the cause'
+{CORE}RuntimeError: Unsupported: head_dim=20
+{FRONT}vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
+"""
+REFUSED = f"""\
+{WORKER}WorkerProc failed to start.
+{WORKER}ValueError: too large
+{CORE}EngineCore failed to start.
+{CORE}Exception: WorkerProc initialization failed. See stack trace for root cause.
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (DEAD, "RuntimeError: Unsupported: head_dim=20"),
+        (REFUSED, "ValueError: too large"),
+        (f"{CORE}ValueError: a request's, of which nobody died\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_error_of_a_dead_process_is_its_cause(log: str, words: str) -> None:
+    assert last_words(log) == words
+
+
+def test_words_from_before_the_start_are_anothers(tmp_path: Path) -> None:
+    with (tmp_path / "stream").open("w") as stream:
+        kept = os.dup(1)
+        os.dup2(stream.fileno(), 1)
+        try:
+            os.write(1, DEAD.encode())
+            words = LastWords()
+            before = words.said()
+            os.write(1, REFUSED.encode())
+            after = words.said()
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+    assert (before, after) == ("", "ValueError: too large")
+
+
+def test_only_what_every_start_would_repeat_is_final() -> None:
+    words = LastWords()
+    assert isinstance(words.of_start(ValueError("no such model\n\nat all")), CannotRunError)
+    assert not isinstance(words.of_start(OSError("the port is taken")), CannotRunError)
+    assert described(ValueError("no such model\n\nat all")) == "ValueError: no such model"
