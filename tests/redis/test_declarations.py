@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvroute.contract.cache_groups import CacheGroup, Layout
 from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError
@@ -143,18 +142,6 @@ async def test_what_replicas_could_not_pin_is_refused_with_the_room_there_is(
         await declare(declarations, "tax", 5 * BLOCK)
     assert (refusal.value.status, refusal.value.param) == (409, "pinned")
     assert [shown["id"] for shown in await declarations.list()] == ["law"]
-
-
-async def test_a_pin_is_refused_where_an_engine_can_keep_none(
-    declarations: Declarations, fleet: Fleet
-) -> None:
-    groups = (CacheGroup("full_attention", BLOCK), CacheGroup("mamba", BLOCK))
-    fleet.update([record("a", layout=Layout(groups, BLOCK))])
-    with pytest.raises(ApiError, match=r"pins nothing.*full_attention and mamba") as refusal:
-        await declare(declarations, "law", 6 * BLOCK)
-    assert (refusal.value.status, refusal.value.param) == (409, "pinned")
-    shown, _ = await declare(declarations, "law", 6 * BLOCK, pinned=False)
-    assert not shown["pinned"]
 
 
 async def test_the_caller_may_do_without_the_pin(declarations: Declarations) -> None:

@@ -136,6 +136,21 @@ async def test_what_later_prompts_have_left_of_earlier_ones_is_expected(routed: 
     assert left[0] > 0 == left[-1]
 
 
+async def test_no_flood_evicts_what_is_pinned(routed: Routed) -> None:
+    prefix, engine = prompt_of(400, seed=50), routed.running.engine
+    await routed.running.pin("a", prefix)
+    kept = engine.pins["a"] * BLOCK
+    assert 300 < kept <= 400
+    for seed in range(51, 63):
+        await routed.ask(prompt_of(620, seed))
+    for seed in (64, 65):
+        assert await routed.ask(prefix + prompt_of(200, seed)) >= kept
+    await engine.unpin("a")
+    for seed in range(51, 63):
+        await routed.ask(prompt_of(620, seed))
+    assert await routed.ask(prefix + prompt_of(200, seed=66)) == 0
+
+
 async def test_after_a_reset_nothing_is_expected(routed: Routed) -> None:
     prompt = prompt_of(620, seed=40)
     await routed.ask(prompt)

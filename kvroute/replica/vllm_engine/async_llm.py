@@ -26,6 +26,7 @@ from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,
     GenerateRequest,
+    PinRefusedError,
 )
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
@@ -143,13 +144,25 @@ class VllmEngine:
                 ids = tuple(output.outputs[0].token_ids)
                 yield Chunk(ids, output.num_cached_tokens or 0, output.finished)
             if request.pin:
-                self._pins[request.pin] = await self._call("kvroute_pinned", request.pin)
+                await self._count_pin(request)
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
 
     @property
     def pins(self) -> Mapping[str, int]:
         return self._pins
+
+    async def _count_pin(self, request: GenerateRequest) -> None:
+        """Raises PinRefusedError when the cache has not kept what a later prompt needs."""
+        hit_tokens = self.facts.layout.hit_tokens if self.facts.layout else self.facts.block_size
+        wanted = (len(request.prompt_ids) - 1) // hit_tokens * hit_tokens
+        tokens: int = await self._call("kvroute_pinned", request.pin)
+        self._pins[request.pin] = tokens // self.facts.block_size
+        if tokens < wanted:
+            await self.unpin(request.pin)
+            raise PinRefusedError(
+                f"the engine has kept {tokens} of the {wanted} tokens of {request.pin}"
+            )
 
     async def unpin(self, name: str) -> None:
         if self._pins.pop(name, None) is not None:
@@ -321,7 +334,7 @@ def _facts(
         max_model_len=config.model_config.max_model_len,
         prefix_caching=prefix_caching,
         pin_blocks=pin_budget(
-            settings.pin_share if prefix_caching and division.is_plain else 0.0,
+            settings.pin_share if prefix_caching else 0.0,
             capacity_blocks=capacity_blocks,
             block_size=division.unit,
             max_model_len=config.model_config.max_model_len,

@@ -13,6 +13,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,47 +37,64 @@ ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt toke
 PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned
 
 
+@dataclass(frozen=True)
+class _Pin:
+    """It holds blocks like a request does."""
+
+    tokens: int  # of the prompt, that are found
+    blocks: list[tuple[BlockPool, list[KVCacheBlock]]]  # of each group
+
+    def hold(self) -> None:
+        for pool, blocks in self.blocks:
+            pool.touch(blocks)
+
+    def release(self) -> None:
+        for pool, blocks in self.blocks:
+            pool.free_blocks(reversed(blocks))
+
+
+def _held(blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+    """A group has null blocks in place of those that it does not need."""
+    return [block for block in blocks if not block.is_null]
+
+
 class _Kvroute:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.structured_output_manager.__class__ = _Grammars  # type: ignore[attr-defined]
-        self.pins: dict[str, list[KVCacheBlock]] = {}  # a pin holds blocks like a request does
-        self.can_pin = False
+        self.pins: dict[str, _Pin] = {}
         _die_with_parent()
 
     def begin(self, space: Space) -> Division:
-        """Before the first request: from now on, events have fingerprints. A pin holds blocks of
-        one kind that each have one."""
+        """Before the first request: from now on, events have fingerprints."""
         for pool in self._pools:
             fingerprint(pool, space)
-        division = division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
-        self.can_pin = division.is_plain
-        return division
+        return division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
 
     def _free_blocks(self, request: Request) -> None:
         """vLLM calls this at a request's end, not when it is preempted."""
         params = request.sampling_params
         name = ((params and params.extra_args) or {}).get(PIN)
-        if name and self.can_pin and request.status != RequestStatus.FINISHED_ABORTED:
+        if name and request.status != RequestStatus.FINISHED_ABORTED:
             self._pin(name, request)
         super()._free_blocks(request)  # type: ignore[misc]
 
     def _pin(self, name: str, request: Request) -> None:
-        """Holds the prompt's full blocks; they replace the earlier blocks of that name."""
-        (group,) = self.kv_cache_manager.get_blocks(request.request_id).blocks  # type: ignore[attr-defined]
-        full_blocks = request.num_prompt_tokens // self.block_size  # type: ignore[attr-defined]
-        blocks = list(group[:full_blocks])
-        self._pool.touch(blocks)
+        """Holds what a prompt that begins with this one finds: of full attention all blocks, of
+        windows the last ones, of states one. They replace the earlier blocks of that name."""
+        coordinator = self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
+        found, tokens, _ = coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_prompt_tokens
+        )
+        managers = zip(coordinator.single_type_managers, found, strict=True)
+        pin = _Pin(tokens, [(each.block_pool, _held(blocks)) for each, blocks in managers])
+        pin.hold()
         self.unpin(name)
-        self.pins[name] = blocks
+        self.pins[name] = pin
 
     def unpin(self, name: str) -> None:
-        self._pool.free_blocks(reversed(self.pins.pop(name, [])))
-
-    @property
-    def _pool(self) -> BlockPool:
-        pool: BlockPool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
-        return pool
+        if pin := self.pins.pop(name, None):
+            pin.release()
 
     @property
     def _pools(self) -> list[BlockPool]:
@@ -91,8 +110,8 @@ class _Kvroute:
             self.unpin(name)
         done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         if not done:
-            for blocks in pins.values():
-                self._pool.touch(blocks)
+            for pin in pins.values():
+                pin.hold()
             self.pins = pins
         self._publish_events()
         return done
@@ -159,7 +178,9 @@ def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) 
 
 
 def kvroute_pinned(core: EngineCore, name: str) -> int:
-    return len(core.scheduler.pins.get(name, ()))
+    """Tokens."""
+    pin: _Pin | None = core.scheduler.pins.get(name)
+    return pin.tokens if pin else 0
 
 
 def kvroute_unpin(core: EngineCore, name: str) -> float:

@@ -18,7 +18,6 @@ MAX_PREFIXES = 1_000  # versions of all names together
 
 Records = list[ReplicaRecord]
 Uses = Mapping[str, tuple[int, int]]  # id -> hits, tokens saved
-EVICTABLE = 'send "pinned": false for one that may be evicted'
 
 
 class Declarations:
@@ -118,17 +117,14 @@ class Declarations:
         for record in keepers(wanted, records):
             budget = record.facts.pin_blocks
             free = max(0, budget - taken[record.id])
-            if needed and (layout := record.facts.layout):
-                kinds = " and ".join(group.kind for group in layout.groups)
-                raise _unpinned(
-                    f"replica {record.id} pins nothing: it does not know how to keep what {kinds} "
-                    f"layers need; {EVICTABLE}"
-                )
             if needed > free:
-                raise _unpinned(
+                raise ApiError(
+                    409,
                     f"prefix {wanted.id!r} needs {needed} KV blocks, and replica {record.id} has "
                     f"{free} of its {budget} for pinned prefixes free; drop a prefix, raise "
-                    f"--pin-share, or {EVICTABLE}"
+                    '--pin-share, or send "pinned": false for one that may be evicted',
+                    param="pinned",
+                    code="pin_budget_exceeded",
                 )
 
     def _warm(self, prefix: Prefix, assigned: Records) -> Records:
@@ -186,7 +182,3 @@ class Declarations:
 def _is_pinned(prefix: Prefix, record: ReplicaRecord) -> bool:
     warm = record.pins.get(prefix.name)
     return warm is not None and warm.is_pinned
-
-
-def _unpinned(message: str) -> ApiError:
-    return ApiError(409, message, param="pinned", code="pin_budget_exceeded")
