@@ -47,7 +47,7 @@ bench: $(DEV) ## What a decision, an index and a request's way cost; options as 
 	@$(BIN)/python -W ignore -m tests.bench $(ARGS)
 
 bench-engines: $(DEV) ## Policies side by side on real engines; takes about a quarter of an hour
-	@$(BIN)/python -W ignore -m tests.bench.engines
+	@$(BIN)/python -W ignore -m tests.bench.engines $(ARGS)
 
 bench-prefixes: $(DEV) ## What a named prefix is worth on real engines; takes some minutes
 	@$(BIN)/python -W ignore -m tests.bench.prefixes

@@ -1,10 +1,12 @@
 """Policies on real engines: `python -m tests.bench.engines` (some minutes, about 7 GB of memory).
 
-Two vLLM replicas with the built-in model serve the same chats under each policy, one cluster after
-another. Chats share a few long system prompts; their histories are more than the caches can hold.
-They begin at random times, and each goes on a while after its last answer: all by a fixed seed.
+Two vLLM replicas with the built-in model, or with another one of MODELS, serve the same chats under
+each policy, one cluster after another. Chats share a few long system prompts; their histories are
+more than the caches can hold. They begin at random times, and each goes on a while after its last
+answer: all by a fixed seed.
 """
 
+import argparse
 import asyncio
 import json
 import random
@@ -21,7 +23,32 @@ from openai import AsyncOpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.serving import start_cluster
+from tests.support.tiny_models import tiny_model
 
+# Of other architectures there are random weights, with layers as wide as a small model's.
+WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    BUILTIN_MODEL: {},
+    "gemma3": WIDE
+    | {
+        "num_hidden_layers": 24,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 4,
+        "query_pre_attn_scalar": 64,
+    },
+    "lfm2": WIDE
+    | {
+        "num_hidden_layers": 24,
+        "full_attn_idxs": [2, 5, 8, 11, 14, 17, 20, 23],
+        "block_dim": 512,
+        "conv_dim": 512,
+    },
+}
 POLICIES = ("kvroute", "round-robin", "power-of-two")
 SYSTEM_PROMPTS = 3
 SYSTEM_WORDS = 220
@@ -34,6 +61,7 @@ THINK_S = 12.0  # on average, between an answer and the next turn
 CACHE_MB = 256  # of each replica: about 5,800 tokens in float32
 LEARNING = 20  # first requests, from which a router learns the engines' speed
 SEED = 1
+SERVED = "bench"  # the model's name for clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +80,24 @@ class Chat:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.engines")
+    parser.add_argument("--model", choices=MODELS, default=BUILTIN_MODEL)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        compare(model_of(options.model, Path(folder)), options.policies)
+
+
+def model_of(name: str, folder: Path) -> str:
+    """What `kvroute serve --model` gets for it."""
+    return str(tiny_model(name, folder, **MODELS[name])) if MODELS[name] else name
+
+
+def compare(model: str, policies: Sequence[str]) -> None:
     logs = {}
     print("| policy | hit share | TTFT p50 s | TTFT p90 s |\n|---|---|---|---|", flush=True)
-    for policy in POLICIES:
-        answers, logs[policy] = serve(policy)
+    for policy in policies:
+        answers, logs[policy] = serve(model, policy)
         ttft_s = quantiles([answer.ttft_s for answer in answers])
         print(f"| {policy} | {hit_share(answers):.3f} | {ttft_s} |", flush=True)
     print("\n| TTFT observed / predicted | requests | p50 | p90 |\n|---|---|---|---|")
@@ -66,10 +108,11 @@ def main() -> None:
         print(f"| {policy}, after the first {LEARNING} | {len(later)} | {quantiles(later)} |")
 
 
-def serve(policy: str) -> tuple[list[Answer], list[dict[str, Any]]]:
+def serve(model: str, policy: str) -> tuple[list[Answer], list[dict[str, Any]]]:
     """The chats on a cluster of that policy: what clients saw, and what the router logged."""
     with tempfile.TemporaryDirectory() as folder:
         with start_cluster(
+            *("--model", model, "--served-model-name", SERVED),
             *("--policy", policy, "--replicas", "2", "--request-log", folder),
             *("--max-model-len", "2048", "--kv-cache-memory-mb", str(CACHE_MB)),
             deadline_s=600,
@@ -124,7 +167,7 @@ async def hold(client: AsyncOpenAI, chat: Chat) -> list[Answer]:
 async def ask(client: AsyncOpenAI, history: list[dict[str, str]]) -> tuple[str, Answer]:
     begun_s, first_s, texts = time.monotonic(), None, []
     stream = await client.chat.completions.create(  # type: ignore[call-overload]
-        model=BUILTIN_MODEL,
+        model=SERVED,
         messages=history,
         temperature=0,
         max_tokens=ANSWER_TOKENS,

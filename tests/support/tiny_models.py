@@ -129,13 +129,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-def tiny_model(architecture: str, folder: Path) -> Path:
-    """The model of that name in ARCHITECTURES, in this folder; each time with the same weights."""
+def tiny_model(architecture: str, folder: Path, **larger: Any) -> Path:
+    """The model of that name in ARCHITECTURES, in this folder; each time with the same weights.
+    larger: other fields of its configuration, for one that takes longer to compute."""
     import torch
     import transformers
 
     named = ARCHITECTURES[architecture]
-    config = getattr(transformers, named.config)(**named.fields)
+    config = getattr(transformers, named.config)(**{**named.fields, **larger})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
