@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "lfm2": WIDE
     | {
         "num_hidden_layers": 24,
-        "full_attn_idxs": [2, 5, 8, 11, 14, 17, 20, 23],
+        "full_attn_idxs": [layer for layer in range(24) if layer % 3],
         "block_dim": 512,
         "conv_dim": 512,
     },
