@@ -4,7 +4,6 @@ vLLM's own managers run without a model; their events take the way of a replica'
 """
 
 import random
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from hypothesis import strategies as st
 
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.router.routing.fleet import Fleet
+from tests.support.kv_shapes import SHAPES, cache_of
 from tests.support.records import record
-
-if TYPE_CHECKING:
-    from tests.support.kv_managers import Cache
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
@@ -24,20 +21,6 @@ pytestmark = [
 ]
 
 UNIT = 16
-GROUPS: dict[str, tuple[list[tuple[Any, ...]], dict[str, Any]]] = {
-    "full attention": ([("full", 16)], {}),
-    "full attention in larger blocks": ([("full", 48)], {}),
-    "windows": ([("window", 16, 40), ("full", 16), ("window", 16, 40)], {}),
-    "windows of two lengths": ([("full", 16), ("window", 16, 40), ("window", 16, 100)], {}),
-    "windows in larger blocks": ([("full", 16), ("window", 32, 70)], {}),
-    "windows alone": ([("window", 16, 40)], {}),
-    "chunks": ([("full", 32), ("chunk", 32, 64)], {}),
-    "states": ([("full", 32), ("state", 32), ("state", 32)], {}),
-    "states in several steps": ([("full", 32), ("state", 32)], {"step_tokens": 96}),
-    "states at fine boundaries": ([("full", 64), ("state", 64)], {"hash_tokens": 16}),
-    "states alone": ([("state", 32)], {}),
-    "all": ([("full", 16), ("window", 16, 40), ("state", 16)], {"step_tokens": 33}),
-}
 TEXTS: list[list[int]] = [
     np.random.default_rng(n).integers(0, 40_000, 400).tolist() for n in range(3)
 ]
@@ -47,16 +30,10 @@ class Side:
     """One engine's cache, and a router that hears of it."""
 
     def __init__(self, name: str, blocks: int = 60) -> None:
-        from tests.support import kv_managers
-
-        groups, options = GROUPS[name]
-        specs = [getattr(kv_managers, kind)(*sizes) for kind, *sizes in groups]
-        self.cache: Cache = kv_managers.Cache(*specs, blocks=blocks, **options)
+        self.cache = cache_of(name, blocks=blocks)
         division = self.cache.division
         self.table = BlockTable(division.members)
-        self.fleet = Fleet(
-            model=kv_managers.MODEL, revision="", block_size=UNIT, rng=random.Random(0)
-        )
+        self.fleet = Fleet(model="m", revision="", block_size=UNIT, rng=random.Random(0))
         self.fleet.mirror.join("a")
         self.fleet.update([record("a", block_size=UNIT, layout=division.layout)])
 
@@ -83,7 +60,7 @@ def prompts() -> st.SearchStrategy[list[int]]:
     return st.builds(joined, text, text, cut, cut)
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SHAPES)
 @settings(max_examples=40)
 @given(steps=st.lists(prompts() | st.none(), min_size=2, max_size=12))
 def test_the_routers_hit_is_vllms(name: str, steps: list[list[int] | None]) -> None:
@@ -102,7 +79,7 @@ def test_the_routers_hit_is_vllms(name: str, steps: list[list[int] | None]) -> N
 
 def test_what_the_router_expects_is_what_a_repeated_prompt_finds() -> None:
     """Before the engine has told anything: the request is still being computed."""
-    for name in GROUPS:
+    for name in SHAPES:
         side, prompt = Side(name, blocks=300), TEXTS[0]
         token_ids = np.array(prompt, dtype=np.uint32)
         placement = side.fleet.place(token_ids, "", ["a"], 0.0)
@@ -114,5 +91,5 @@ def test_what_the_router_expects_is_what_a_repeated_prompt_finds() -> None:
 
 
 def test_every_layout_but_one_says_more_than_its_block_size() -> None:
-    plain = [name for name in GROUPS if Side(name).cache.division.layout is None]
-    assert plain == ["full attention"]
+    plain = [name for name in SHAPES if Side(name).cache.division.layout is None]
+    assert plain == ["plain"]

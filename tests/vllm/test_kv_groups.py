@@ -14,6 +14,7 @@ from kvroute.contract.cache_groups import CacheGroup, Layout
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError
+from tests.support.kv_shapes import SHAPES, cache_of
 
 if TYPE_CHECKING:
     from tests.support.kv_managers import Cache
@@ -24,28 +25,6 @@ pytestmark = [
 ]
 
 UNIT = 16
-
-Group = tuple[str, int, int]  # the kind's builder in kv_managers, and its sizes
-SHAPES: dict[str, tuple[list[tuple[Any, ...]], dict[str, Any]]] = {
-    "plain": ([("full", 16)], {}),
-    "windows": ([("window", 16, 40), ("full", 16), ("window", 16, 40)], {}),
-    "wide windows": ([("full", 16), ("window", 32, 70)], {}),
-    "narrow windows": ([("full", 64), ("window", 16, 20)], {}),
-    "one window": ([("window", 16, 40)], {}),
-    "chunks": ([("full", 32), ("chunk", 32, 64)], {}),
-    "states": ([("full", 32), ("state", 32), ("state", 32)], {}),
-    "parts of states": ([("full", 64), ("state", 64)], {"hash_tokens": 16}),
-    "pieces": ([("full", 32), ("state", 32)], {"step_tokens": 48}),
-    "all": ([("full", 16), ("window", 16, 40), ("state", 16)], {"step_tokens": 33}),
-}
-
-
-def cache_of(shape: str, **own: Any) -> "Cache":
-    from tests.support import kv_managers
-
-    groups, options = SHAPES[shape]
-    specs = [getattr(kv_managers, kind)(*sizes) for kind, *sizes in groups]
-    return kv_managers.Cache(*specs, **(options | own))
 
 
 def chain_of(
