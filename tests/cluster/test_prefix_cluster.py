@@ -177,7 +177,9 @@ async def test_an_update_under_twenty_streams_fails_and_mixes_nothing(
     done.set()
     await asyncio.gather(*streams)
     assert set(seen) == sizes
-    assert (await complete(client, prefix_id="law")).prompt_tokens - alone == max(sizes)
+    async with asyncio.timeout(30):  # the other router may hear of it a moment later
+        while (await complete(client, prefix_id="law")).prompt_tokens - alone != max(sizes):
+            await asyncio.sleep(0.2)
 
 
 async def test_a_prefix_that_its_replica_cannot_serve_gets_another_one(

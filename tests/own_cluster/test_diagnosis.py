@@ -112,7 +112,7 @@ def fleet() -> Iterator[Fleet]:
             *("--simulated-prefill-tokens-per-s", "20000", "--replicas", "4"),
         ) as cluster,
         prometheus(cluster) as server,
-        openai_client(cluster) as client,
+        openai_client(cluster, max_retries=2) as client,  # a server may close what has been idle
         cache_clearer(cluster) as clear,
         chatting(cluster),
     ):

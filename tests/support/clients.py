@@ -12,5 +12,5 @@ def async_openai_client(url: str, *, max_retries: int = 0, timeout_s: float = 60
     )
 
 
-def openai_client(cluster: Cluster) -> OpenAI:
-    return OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60)
+def openai_client(cluster: Cluster, *, max_retries: int = 0) -> OpenAI:
+    return OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=max_retries, timeout=60)
