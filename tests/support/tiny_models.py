@@ -38,9 +38,19 @@ class Architecture:
 
 
 def _of(config: str, **fields: Any) -> Architecture:
-    return Architecture(config, SHARED | fields)
+    return Architecture(config, {**SHARED, **fields})
 
 
+LINEAR = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 MAMBA2 = {"mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -70,29 +80,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen3-next": _of(
         "Qwen3NextConfig",
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
-        linear_num_value_heads=2,
-        linear_num_key_heads=1,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
+        **LINEAR,
     ),
     "qwen3.5": _of(
         "Qwen3_5TextConfig",
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        linear_num_value_heads=2,
-        linear_num_key_heads=1,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
+        **LINEAR,
     ),
     "granite4": _of(
         "GraniteMoeHybridConfig",

@@ -98,7 +98,7 @@ class _Group:
 
     def added(self, begin: int, end: int) -> range:
         """The blocks that computing this part adds. Of windows and states vLLM keeps what the end
-        needs; where it keeps more (--prefix-cache-retention-interval), its events say so."""
+        needs; where it keeps more (its prefix_cache_retention_interval), its events say so."""
         if self._is_sparse:
             return range(end, max(begin, self.start(end)), -self.size)
         return range((begin // self.size + 1) * self.size, end + 1, self.size)
