@@ -1,10 +1,10 @@
 """Other users and other computers reach nothing of a cluster but its address."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -15,6 +15,8 @@ from tests.support.scraping import wait_until
 from tests.support.serving import Cluster, start_cluster
 
 pytestmark = pytest.mark.timeout(240)
+
+T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 NOBODY = 65534  # the user id
@@ -27,11 +29,19 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def process(cluster: Cluster, name: str) -> psutil.Process:
-    """The only one of that name, once one HAProxy has taken over from another after the start."""
-    wait_until(lambda: len(cluster.named(name)) == 1)
-    (found,) = cluster.named(name)
-    return found
+def of_the_only(cluster: Cluster, name: str, read: Callable[[psutil.Process], T]) -> T:
+    """What is read of the only process of that name: after the start one HAProxy takes over from
+    another, which ends."""
+    found: list[T] = []
+
+    def is_alone() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            found[:] = [read(process) for process in cluster.named(name)]
+            return len(found) == 1
+        return False
+
+    wait_until(is_alone)
+    return found[0]
 
 
 def listens_at(process: psutil.Process) -> list[Any]:
@@ -51,7 +61,8 @@ def test_what_it_serves_is_reached_from_this_computer_only(cluster: Cluster) -> 
     targets = httpx.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
     assert {target["targets"][0].rpartition(":")[0] for target in targets} == {LOOPBACK}
     for name in ("haproxy", "redis-server"):
-        assert {address.ip for address in listens_at(process(cluster, name))} == {LOOPBACK}
+        addresses = of_the_only(cluster, name, listens_at)
+        assert {address.ip for address in addresses} == {LOOPBACK}
     (router,) = cluster.routers()
     http = [address for address in listens_at(router) if is_http(address.port)]
     assert len(http) == 2, "its own, and its metrics"
@@ -62,7 +73,8 @@ def test_what_it_serves_is_reached_from_this_computer_only(cluster: Cluster) -> 
 def test_another_user_reads_none_of_its_files_and_asks_nothing_of_its_redis(
     cluster: Cluster,
 ) -> None:
-    (config,) = (each for each in process(cluster, "haproxy").cmdline() if each.endswith(".cfg"))
+    command = of_the_only(cluster, "haproxy", psutil.Process.cmdline)
+    (config,) = (each for each in command if each.endswith(".cfg"))
     opened = {file.path for each in cluster.processes() for file in each.open_files()}
     paths = {path for path in opened if path.startswith(str(Path(config).parents[2]))}
     assert len(paths) > 5
@@ -71,7 +83,7 @@ def test_another_user_reads_none_of_its_files_and_asks_nothing_of_its_redis(
     command = ["sh", "-c", PROBE, "sh", *sorted(paths)]
     probed = subprocess.run(command, user=NOBODY, capture_output=True, text=True)
     assert (probed.stdout, probed.returncode) == ("", 0), probed.stderr
-    (address,) = listens_at(process(cluster, "redis-server"))
+    (address,) = of_the_only(cluster, "redis-server", listens_at)
     stranger = Redis(host=address.ip, port=address.port)
     with stranger, pytest.raises(AuthenticationError):
         stranger.ping()

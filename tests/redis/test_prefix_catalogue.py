@@ -139,7 +139,7 @@ async def test_half_warm_is_not_warm(store: Prefixes, known: Catalogue, fleet: F
 
 
 async def test_a_prefix_whose_time_is_over_is_unknown(store: Prefixes, known: Catalogue) -> None:
-    await declare(store, "law", expires_at_s=time.time() + 0.2)
+    await declare(store, "law", expires_at_s=time.time() + 1.0)
     assert await known.named("task_id", "law")
     await until(lambda: known.get("law") is None)
 
