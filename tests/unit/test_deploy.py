@@ -85,5 +85,24 @@ def test_a_stream_may_last_as_long_as_its_router_drains() -> None:
     assert int(serve_environment()["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= drain_timeout_s
 
 
+def test_a_router_never_closes_a_connection_that_haproxy_may_use_again() -> None:
+    """HAProxy's clients have Serve's own timeout."""
+    script = (
+        "from ray.serve._private.http_util import configure_http_options_with_defaults as made\n"
+        "from ray.serve.config import HTTPOptions\n"
+        "given = HTTPOptions()\n"
+        "print(given.keep_alive_timeout_s, made(given).keep_alive_timeout_s)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={**os.environ, **serve_environment()},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    clients_s, routers_s = map(int, shown.stdout.split())
+    assert routers_s >= 100 * clients_s
+
+
 def test_the_start_script_is_bash() -> None:
     subprocess.run(["bash", "-n", ROOT / "deploy" / "node.sh"], check=True)
