@@ -11,6 +11,7 @@ from kvroute.client import LOCAL, Model, Url, call, fail, with_model
 from kvroute.command.calibrate import calibrate
 from kvroute.command.doctor_command import doctor
 from kvroute.command.explain import explain
+from kvroute.command.keys_command import keys
 from kvroute.command.prefixes_command import prefixes
 from kvroute.command.replay_command import replay
 from kvroute.command.serve_command import Serve
@@ -98,3 +99,4 @@ app.command()(explain)
 app.command()(replay)
 app.command()(calibrate)
 app.add_typer(prefixes, name="prefixes")
+app.add_typer(keys, name="keys")

@@ -1,5 +1,6 @@
 """The commands call a running cluster over HTTP."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 
 WAIT_S = 60.0
 LOCAL = "http://127.0.0.1:8000"
+KEY = "KVROUTE_API_KEY"  # an environment variable: arguments can be seen by other users
 
 Url = Annotated[str, typer.Option(help="The cluster's URL.")]
 Model = Annotated[
@@ -18,7 +20,9 @@ Model = Annotated[
 def call(method: str, url: str, path: str, **body: Any) -> Any:
     """The response as JSON. After an error it prints the server's message and ends the command."""
     try:
-        response = httpx.request(method, url.rstrip("/") + path, timeout=WAIT_S, **body)
+        response = httpx.request(
+            method, url.rstrip("/") + path, timeout=WAIT_S, headers=key_headers(), **body
+        )
         found = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         fail(no_cluster(url, error))
@@ -28,6 +32,12 @@ def call(method: str, url: str, path: str, **body: Any) -> Any:
             or f"{method} {path}: {response.status_code} {response.reason_phrase}"
         )
     return found
+
+
+def key_headers() -> dict[str, str]:
+    """The user's API key, if there is one."""
+    key = os.environ.get(KEY)
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def no_cluster(url: str, error: Exception) -> str:
@@ -48,6 +58,8 @@ def fail(message: str) -> Any:
 def error_message(found: Any) -> str | None:
     """The message of an error in OpenAI's format."""
     try:
-        return str(found["error"]["message"])
+        message = str(found["error"]["message"])
     except (KeyError, TypeError):
         return None
+    needs_key = found["error"].get("code") in ("invalid_api_key", "insufficient_role")
+    return f"{message}; commands send the one in {KEY}" if needs_key else message

@@ -23,6 +23,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     written_tokens: int = 0  # prompt tokens written to the KV cache there
     problem: str = ""  # why the router has not rendered the body
     request_id: str = ""  # the client's, where no GenerateRequest has it
+    namespace: str = ""  # the same: its cache salt
 
 
 class HttpPart(Struct, frozen=True, array_like=True):

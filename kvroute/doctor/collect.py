@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.client import error_message
+from kvroute.client import error_message, key_headers
 from kvroute.doctor import checks, clocks, load_checks, metrics_ports
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
@@ -27,7 +27,7 @@ def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> 
         remedy = "start one (kvroute serve), or write another --url"
         yield Check("cluster", "wrong", finding, remedy)
         return
-    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+    with httpx.Client(base_url=url, timeout=WAIT_S, headers=key_headers()) as client:
         yield checks.cluster(health)
         yield from checks.connections(health)
         yield from checks.handshake(health)

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from kvroute.keys import key_file
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
 from kvroute.local.head_service import HEAD_SERVICE
@@ -83,6 +85,7 @@ def _start(
     """Returns when the cluster is ready; `running` has everything that was started."""
     deadline = time.monotonic() + settings.start_timeout_s
     refuse_taken_port(settings.host, settings.port)
+    refuse_strangers(settings.host, settings.api_keys, insecure=settings.insecure)
     refuse_closed_folder(settings.request_log)
     refuse_missing_engine(settings.each)
     refuse_engine_args(settings.each, progress)
@@ -99,6 +102,8 @@ def _start(
         cluster=cluster_id(socket.gethostname(), settings.port),
     )
     deploy(_application(settings, each), progress, signals, deadline)
+    if settings.api_keys is None and not is_local(settings.host):
+        progress.say(f"INSECURE: no API keys, and everybody who reaches {settings.host} is let in")
     url = f"http://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
     health = _wait_until_healthy(url, signals, deadline)
     progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
@@ -112,6 +117,32 @@ def refuse_taken_port(host: str, port: int) -> None:
             f"port {port} on {host} cannot be had ({os.strerror(error.errno or 0)}); "
             f"try --port {free_port()}, or another --host"
         )
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def refuse_strangers(host: str, api_keys: Path | None, *, insecure: bool) -> None:
+    """Raises StartError for a file of keys that cannot be used, and for an address that others
+    reach without keys."""
+    if api_keys is None:
+        if insecure or is_local(host):
+            return
+        raise StartError(
+            f"--host is {host}, which others reach, and there are no API keys: give --api-keys "
+            "FILE (see kvroute keys), or say --insecure"
+        )
+    try:
+        file = key_file.read(api_keys)
+    except key_file.KeyFileError as error:
+        raise StartError(f"--api-keys: {error}; kvroute keys add makes one") from None
+    if not file.keys:
+        raise StartError(f"--api-keys: {api_keys} has no key; add one with kvroute keys add")
 
 
 def refuse_closed_folder(request_log: Path | None) -> None:

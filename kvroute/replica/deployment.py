@@ -134,7 +134,7 @@ class Replica:
     async def _http(self, call: bytes) -> bytes:
         """The whole response to an HTTP request for which the engine does not generate."""
         http = call_in(call)
-        request = GenerateRequest(f"{http.request_id}-0", NO_TOKENS, call=http)
+        request = GenerateRequest(f"{http.request_id}-0", NO_TOKENS, http.namespace, call=http)
         async with contextlib.aclosing(self._engine.generate(request)) as chunks:
             return encode_part(joined_parts([chunk.http async for chunk in chunks if chunk.http]))
 

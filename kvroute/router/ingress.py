@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -11,8 +12,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
+from kvroute.keys.watched import WatchedKeys
 from kvroute.process.builtin_model import resolve
 from kvroute.process.logs import log_to_serve
+from kvroute.router.api.access import Access
 from kvroute.router.api.admission import Admission
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
@@ -49,22 +52,32 @@ class Router:
             self._all.append(await _model_router(id_, given, replicas))
         self._models = Models(id_, self._all)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
+        self._keys = await _keys(self._models.settings.api_keys)
+        self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.start() for model in self._all))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application; Serve calls this after the constructor."""
-        return application(self._models, self._bodies)
+        return application(self._models, self._bodies, self._keys)
 
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
         for model in self._all:
             model.check()
+        if self._watching and self._watching.done():
+            self._watching.result()
 
     async def __del__(self) -> None:
         """Serve's shutdown hook."""
+        if self._watching:
+            self._watching.cancel()
         await asyncio.gather(self._bodies.close(), *(model.close() for model in self._all))
         await asyncio.to_thread(request_spans.close)
+
+
+async def _keys(path: Path | None) -> WatchedKeys | None:
+    return await asyncio.to_thread(WatchedKeys, path) if path else None
 
 
 async def _model_router(id_: str, given: dict[str, Any], replicas: DeploymentHandle) -> ModelRouter:
@@ -74,13 +87,15 @@ async def _model_router(id_: str, given: dict[str, Any], replicas: DeploymentHan
     return ModelRouter(id_, settings, replicas, tokenizer)
 
 
-def application(models: Models, bodies: Bodies) -> FastAPI:
-    """An application with all routes for these models."""
+def application(models: Models, bodies: Bodies, keys: WatchedKeys | None = None) -> FastAPI:
+    """An application with all routes for these models. keys: who may ask; None: everybody."""
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
     http.state.bodies = bodies
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
+    if keys is not None:
+        http.add_middleware(Access, keys=keys.now, refused=models.first.refused)
     for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
         http.include_router(kind.routes)
     http.exception_handler(ApiError)(_refuse)

@@ -221,6 +221,17 @@ class RouterOptions(CommonOptions):
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),
     ] = "kvroute"
+    api_keys: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "File of API keys, which kvroute keys edits: each belongs to a tenant, whose caches "
+            "are its own.",
+            example="keys.json",
+            default="no keys are needed",
+        ),
+    ] = None
     response_store_mb: Annotated[
         int,
         NotNegative,
@@ -364,6 +375,16 @@ class Options(ModelOptions):
     host: Annotated[
         str, Option(CLUSTER, "Address to listen on; 0.0.0.0: all of this machine's.")
     ] = "127.0.0.1"
+    insecure: Annotated[
+        bool,
+        Option(
+            CLUSTER,
+            "Listen on other addresses than this machine's own without API keys: everybody who "
+            "reaches them can use, watch and change the cluster.",
+            example="1 or 0",
+            flags=("--insecure",),
+        ),
+    ] = False
     port: Annotated[int, Field(ge=1, le=65535), Option(CLUSTER, "Port to listen on.")] = 8000
     drain_timeout_s: Annotated[
         float,

@@ -2,15 +2,20 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from redis.asyncio import Redis
 from starlette.responses import Response
 
+from kvroute.keys.key_file import new_file, new_key
+from kvroute.keys.keyring import Keyring
+from kvroute.router.api.access import Access
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.endpoints.response_routes import routes
@@ -28,12 +33,16 @@ def conversations(client: Redis, model: str) -> Conversations:
     return Conversations(store, most_bytes=MB)
 
 
-def application(each: Sequence[Conversations | None]) -> httpx.AsyncClient:
+def application(
+    each: Sequence[Conversations | None], keyring: Keyring | None = None
+) -> httpx.AsyncClient:
     """A client of a router's routes. each: one for each of its models."""
     http: Any = FastAPI()
     http.state.models = SimpleNamespace(all=[SimpleNamespace(conversations=one) for one in each])
     http.include_router(routes)
     http.exception_handler(ApiError)(_refuse)
+    if keyring is not None:
+        http.add_middleware(Access, keys=lambda: keyring, refused=lambda error: None)
     return httpx.AsyncClient(transport=httpx.ASGITransport(http), base_url="http://router")
 
 
@@ -68,6 +77,28 @@ async def test_a_salted_one_is_found_with_its_salt(empty_redis: Redis) -> None:
             salted = {"cache_salt": "盐"}
             found = await client.request(verb, "/v1/responses/resp_1", params=salted)
             assert found.status_code == 200
+
+
+async def test_one_of_a_tenant_is_found_with_its_key_only(empty_redis: Redis) -> None:
+    keys, entries = zip(*(new_key(tenant, ["use"], "") for tenant in "ab"), strict=True)
+    keyring = Keyring(msgspec.structs.replace(new_file(), keys=entries))
+    model = conversations(empty_redis, "m")
+    call = parse_call(RESPONSES, b'{"input": "Hi", "cache_salt": "own"}')
+    call = replace(call, caller=keyring.caller(keys[0]))
+    given = Response(b'{"id": "resp_1", "output": [], "previous_response_id": null}')
+    await stored(await asked(call, model), given)
+    async with application([model], keyring) as client:
+        for salt in ("own", "", f"{call.cache_salt}", call.cache_salt.partition(".")[0]):
+            for key in (keys[1], *(keys[:1] if salt != "own" else ())):
+                headers, query = {"x-api-key": key}, {"cache_salt": salt}
+                for verb, path in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+                    found = await client.request(
+                        verb, f"/v1/responses/resp_1{path}", params=query, headers=headers
+                    )
+                    assert found.status_code == 404
+        headers, query = {"x-api-key": keys[0]}, {"cache_salt": "own"}
+        found = await client.get("/v1/responses/resp_1", params=query, headers=headers)
+        assert found.status_code == 200
 
 
 async def test_input_items_come_in_pages(empty_redis: Redis) -> None:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 # that is not in a room of its own stands for itself.
 ORDER = (
     "kvroute.contract",
+    "kvroute.keys",
     "kvroute.wire",
     "kvroute.store",
     "kvroute.process",

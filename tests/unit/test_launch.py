@@ -2,11 +2,19 @@
 
 import importlib.util
 import socket
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvroute.deployments import final_error
-from kvroute.local.launch import gpus_per_replica, refuse_missing_engine, refuse_taken_port
+from kvroute.keys.key_file import new_file, new_key, write
+from kvroute.local.launch import (
+    gpus_per_replica,
+    refuse_missing_engine,
+    refuse_strangers,
+    refuse_taken_port,
+)
 from kvroute.local.ports import free_port
 from kvroute.local.progress import StartError
 from kvroute.settings.owned_engine_args import options_for
@@ -18,6 +26,30 @@ def test_a_taken_port_is_refused_with_another_one() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 .* try --port 2"):
             refuse_taken_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
+def test_at_home_no_key_is_needed(host: str) -> None:
+    refuse_strangers(host, None, insecure=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_elsewhere_keys_are_needed_or_a_word(host: str, tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"others reach, .* --api-keys FILE .* --insecure"):
+        refuse_strangers(host, None, insecure=False)
+    refuse_strangers(host, None, insecure=True)
+    _, entry = new_key("acme", ["use"], "")
+    write(tmp_path / "keys.json", replace(new_file(), keys=(entry,)))
+    refuse_strangers(host, tmp_path / "keys.json", insecure=False)
+
+
+def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    with pytest.raises(StartError, match=r"--api-keys: .* No such file"):
+        refuse_strangers("127.0.0.1", path, insecure=False)
+    write(path, new_file())
+    with pytest.raises(StartError, match="has no key; add one"):
+        refuse_strangers("127.0.0.1", path, insecure=True)
 
 
 def test_a_gpu_each_where_there_are_some_and_none_for_the_simulation() -> None:

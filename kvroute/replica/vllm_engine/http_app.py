@@ -113,13 +113,13 @@ class _Client:
         return run.outputs(self._llm, prompt, sampling_params, options)
 
     async def encode(
-        self, *args: Any, lora_request: LoRARequest | None = None, **options: Any
+        self, prompt: Any, *args: Any, lora_request: LoRARequest | None = None, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Embeddings, scores and classes."""
         run = CURRENT.get()
         assert run is not None, "only HTTP requests come here"
         lora = await self._adapters.ready(lora_request.lora_name if lora_request else "")
-        outputs = self._llm.encode(*args, lora_request=lora, **options)
+        outputs = self._llm.encode(run.salted(prompt), *args, lora_request=lora, **options)
         async with run.reporting_a_dead_engine(), aclosing(outputs):
             async for output in outputs:
                 yield output

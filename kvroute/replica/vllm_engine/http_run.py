@@ -135,8 +135,13 @@ class Run:
         deltas = _delta_params(params)
         if is_whole:
             deltas.stream_interval = WHOLE_TOKENS
-        outputs = self._outputs(llm, prompt, deltas, options)
+        outputs = self._outputs(llm, self.salted(prompt), deltas, options)
         return _whole(outputs) if is_whole else outputs
+
+    def salted(self, prompt: Any) -> Any:
+        """With the router's salt, whatever the body says."""
+        salt = self.request.namespace
+        return {**prompt, "cache_salt": salt} if salt else prompt
 
     async def _outputs(
         self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import PrefixId
+from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 from kvroute.router.api.parsing import json_object
@@ -58,6 +59,7 @@ class Call:
     raw: bytes
     body: Mapping[str, Any]
     input_values: int = 0  # JSON values in the items of a list `input`
+    caller: Caller | None = None  # None where no keys are needed
 
     @property
     def model(self) -> str | None:
@@ -66,7 +68,9 @@ class Call:
 
     @property
     def cache_salt(self) -> str:
-        return self.body.get("cache_salt") or ""
+        """Of what the request leaves in caches: its tenant's, with the body's own."""
+        own = self.body.get("cache_salt") or ""
+        return own if self.caller is None else self.caller.salted(own)
 
     @property
     def n(self) -> int:

@@ -12,6 +12,8 @@ from starlette.responses import Response
 ANTHROPIC = "/v1/messages"  # its errors have Anthropic's shape
 ANTHROPIC_TYPES = {  # by status
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -9,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvroute.router.api.access import caller_of
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
     CHATS,
@@ -54,7 +56,7 @@ routes.routes += [
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Where the prompts of this body would go now, and why; nothing runs."""
-    call = await bodies.read(parse_any, request)
+    call = replace(await bodies.read(parse_any, request), caller=caller_of(request))
     try:
         receipts = await models.named(call.model).explain(call)
     except RefusedCallError as error:
@@ -81,6 +83,7 @@ async def _respond(path: str, request: Request) -> Response:
     bodies: Bodies = request.app.state.bodies
     with _counting_refusals(request, models):
         call = await bodies.read(partial(parse_call, path), request)
+        call = replace(call, caller=caller_of(request))
         request.state.model = model = models.named(call.model)
         return await model.answer(
             call,

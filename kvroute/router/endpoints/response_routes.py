@@ -3,9 +3,10 @@
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvroute.router.api.access import salted
 from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 from kvroute.router.api.response_object import listed
@@ -16,26 +17,32 @@ ONE = RESPONSES + "/{response_id}"
 MOST_LISTED = 100  # items in one page, as OpenAI has it
 
 T = TypeVar("T")
-Salt = Annotated[str, Query(alias="cache_salt")]
+
+
+async def _salt(request: Request, own: Annotated[str, Query(alias="cache_salt")] = "") -> str:
+    return salted(request, own)
+
+
+Salt = Annotated[str, Depends(_salt)]
 
 routes = APIRouter()
 
 
 @routes.get(ONE)
-async def get_response(response_id: str, models: Served, salt: Salt = "") -> Response:
+async def get_response(response_id: str, models: Served, salt: Salt) -> Response:
     body = await _found(models, response_id, lambda each: each.get(response_id, salt))
     return Response(body, media_type="application/json")
 
 
 @routes.delete(ONE)
-async def delete_response(response_id: str, models: Served, salt: Salt = "") -> Response:
+async def delete_response(response_id: str, models: Served, salt: Salt) -> Response:
     await _found(models, response_id, lambda each: each.delete(response_id, salt))
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 @routes.get(f"{ONE}/input_items")
 async def list_input_items(
-    response_id: str, request: Request, models: Served, salt: Salt = ""
+    response_id: str, request: Request, models: Served, salt: Salt
 ) -> Response:
     """What the response answers: the whole conversation before it, too."""
     items = await _found(models, response_id, lambda each: each.input_items(response_id, salt))

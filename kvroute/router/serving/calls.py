@@ -74,7 +74,9 @@ class Calls:
 
     async def passed_on(self, call: Call, request_id: str) -> Response:
         """The response of any replica to a call that needs no placement."""
-        http = msgspec.structs.replace(_http(call, call.raw), request_id=request_id)
+        http = msgspec.structs.replace(
+            _http(call, call.raw), request_id=request_id, namespace=call.cache_salt
+        )
         answer = await self._dispatcher.ask("http", encode_call(http), within_s=WHOLE_S)
         return whole_response(part_in(answer))
 

@@ -1,0 +1,97 @@
+"""The command `kvroute keys`."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from kvroute.client import fail
+from kvroute.keys.key_file import ROLES, KeyFile, KeyFileError, Role, new_file, new_key, read, write
+
+COLUMNS = ("id", "tenant", "roles", "created")
+
+File = Annotated[
+    Path,
+    typer.Option(
+        "--file", envvar="KVROUTE_API_KEYS", help="The file that kvroute serve --api-keys reads."
+    ),
+]
+
+keys = typer.Typer(
+    no_args_is_help=True,
+    help="API keys of a cluster. Routers read the file again within seconds after a change.",
+)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    path: Path
+
+    def read(self) -> KeyFile:
+        try:
+            return read(self.path)
+        except KeyFileError as error:
+            return fail(f"--file: {error}")  # type: ignore[no-any-return]
+
+    def write(self, file: KeyFile) -> None:
+        try:
+            write(self.path, file)
+        except KeyFileError as error:
+            fail(f"--file: {error}")
+
+
+@keys.command()
+def add(
+    tenant: Annotated[str, typer.Option(help="Whose key it is; tenants share no cache.")],
+    file: File,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What it may do: {', '.join(ROLES)}; several: one --role each."),
+    ] = None,
+) -> None:
+    """Add a key, and print it: it is in no file, so it cannot be shown again."""
+    opened, roles = _Opened(file), _roles(role or ["use"])
+    found = opened.read() if file.exists() else new_file()
+    try:
+        key, entry = new_key(tenant, roles, datetime.now(UTC).date().isoformat())
+    except msgspec.ValidationError:
+        fail(f"--tenant is {tenant[:80]!r}; expected up to 64 letters, digits and . _ @ -")
+    opened.write(msgspec.structs.replace(found, keys=(*found.keys, entry)))
+    typer.echo(key)
+
+
+@keys.command("list")
+def list_keys(file: File) -> None:
+    """Show all keys, without their secrets."""
+    table = Table(*(Column(name) for name in COLUMNS), box=None)
+    for key in _Opened(file).read().keys:
+        table.add_row(key.id, key.tenant, " ".join(key.roles), key.created)
+    Console().print(table)
+
+
+@keys.command()
+def revoke(
+    id: Annotated[  # noqa: A002
+        str, typer.Argument(metavar="ID", help="The key's id, which is also its second part.")
+    ],
+    file: File,
+) -> None:
+    """Remove a key."""
+    opened = _Opened(file)
+    found = opened.read()
+    left = tuple(key for key in found.keys if key.id != id)
+    if len(left) == len(found.keys):
+        fail(f"ID is {id[:80]!r}, which is no key of {file}; see kvroute keys list")
+    opened.write(msgspec.structs.replace(found, keys=left))
+
+
+def _roles(given: list[str]) -> list[Role]:
+    for role in given:
+        if role not in ROLES:
+            fail(f"--role is {role[:80]!r}; expected {', '.join(ROLES)}")
+    return [role for role in ROLES if role in given]

@@ -1,0 +1,1 @@
+"""API keys: who may use, observe and manage a cluster."""

@@ -1,0 +1,50 @@
+"""Who a request is from, by its API key."""
+
+import hmac
+import secrets
+from collections.abc import Set
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvroute.keys.key_file import PREFIX, Key, KeyFile, hash_of
+
+NOBODY = Key("", "", (), bytes(16), secrets.token_bytes(32))  # its secret is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who has sent a request."""
+
+    tenant: str
+    roles: Set[str]
+    salt: str  # of all that the tenant's requests leave in caches, and of its stored responses
+
+    def salted(self, own: str) -> str:
+        """The salt of a request with a `cache_salt` of its own, which parts the tenant's caches
+        further. No two tenants have an equal one."""
+        return f"{self.salt}.{own}" if own else self.salt
+
+
+class Keyring:
+    """All keys of a file."""
+
+    def __init__(self, file: KeyFile) -> None:
+        self._keys = {key.id: key for key in file.keys}
+        tenants = {key.tenant for key in file.keys}
+        salts = {tenant: _salt(tenant, file.secret) for tenant in tenants}
+        self._callers = {
+            key.id: Caller(key.tenant, frozenset(key.roles), salts[key.tenant]) for key in file.keys
+        }
+
+    def caller(self, given: str) -> Caller | None:
+        """Whose key it is; None if it is nobody's. It takes as long for unknown ids as for wrong
+        secrets."""
+        prefix, _, rest = given.partition("-")
+        id_, _, secret = rest.partition("-")
+        key = self._keys.get(id_, NOBODY)
+        is_right = hmac.compare_digest(hash_of(secret, key.salt), key.hash)
+        return self._callers.get(id_) if is_right and prefix == PREFIX else None
+
+
+def _salt(tenant: str, secret: bytes) -> str:
+    return blake2b(tenant.encode(), key=secret, digest_size=16).hexdigest()

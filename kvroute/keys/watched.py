@@ -1,0 +1,56 @@
+"""A file of keys that is read again when it changes."""
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from kvroute.keys.key_file import KeyFileError, read
+from kvroute.keys.keyring import Keyring
+
+log = logging.getLogger("kvroute.keys")
+
+POLL_S = 1.0  # between two looks at the file
+
+
+class WatchedKeys:
+    """The keys of a file. While it cannot be read, those that it had stay valid."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises KeyFileError."""
+        self._path = path
+        self._seen = _state(path)
+        self._keys = Keyring(read(path))
+        self.problem = ""  # why it cannot be read now; empty: it can
+
+    def now(self) -> Keyring:
+        return self._keys
+
+    async def run(self) -> None:
+        """Follows the file until cancelled; a disk that hangs stops nobody else."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            await asyncio.to_thread(self._look)
+
+    def _look(self) -> None:
+        try:
+            state = _state(self._path)
+            if state == self._seen and not self.problem:
+                return
+            self._keys = Keyring(read(self._path))
+        except KeyFileError as error:
+            if str(error) != self.problem:
+                log.error("the API keys stay as they were: %s", error)
+            self.problem = str(error)
+            return
+        self._seen, self.problem = state, ""
+        log.info("the API keys were read from %s", self._path)
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """What differs once the file was written. KeyFileError."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise KeyFileError(f"{path} cannot be read: {error.strerror}") from None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,150 @@
+"""A request gets in with an API key that has the route's role.
+
+It is refused before its body is read. Who sends wrong keys again and again waits for each refusal;
+others, behind the same address too, do not.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvroute.keys.key_file import Role
+from kvroute.keys.keyring import Caller, Keyring
+from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, PASSED_ON, RESPONSES
+from kvroute.router.api.errors import ApiError, response
+
+OPEN = ("/health", "/ui")  # the page asks for a key, and then for its events
+USE = (CHATS, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON, "/v1/route", "/v1/models")
+OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")
+READ = ("/v1/prefixes",)  # GET is to observe, all else to manage
+MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")
+
+FIRST_WAIT_S = 0.05  # for a refusal; doubles with each failure of an address
+LONGEST_WAIT_S = 2.0
+FORGOTTEN_S = 60.0  # since an address's last failure
+ADDRESSES = 4096  # whose failures are remembered
+WAITING = 256  # refusals that may wait at a time; further ones come at once
+
+
+class Access:
+    """ASGI middleware. keys: the keyring of now. refused: called with each refusal."""
+
+    def __init__(
+        self, app: ASGIApp, *, keys: Callable[[], Keyring], refused: Callable[[ApiError], None]
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._refused = refused
+        self._failures = Failures()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        role = role_for(scope["method"], path)
+        try:
+            if role is not None:
+                scope.setdefault("state", {})["caller"] = await self._caller(scope, role)
+        except ApiError as error:
+            self._refused(error)
+            refusal = response(error, path=scope["path"])
+            if error.status == 401:
+                refusal.headers["www-authenticate"] = "Bearer"
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    async def _caller(self, scope: Scope, role: Role) -> Caller:
+        """ApiError if it may not do that."""
+        given = _key_in(scope["headers"])
+        caller = self._keys().caller(given) if given else None
+        if caller is None:
+            if given:
+                await self._failures.slow_down(_address(scope))
+            raise ApiError(
+                401,
+                f"{'the API key is unknown or revoked' if given else 'there is no API key'}; send "
+                "one as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                code="invalid_api_key",
+            )
+        if role not in caller.roles:
+            raise ApiError(
+                403,
+                f"{scope['method']} {scope['path'][:80]} needs an API key with the role {role}; "
+                f"this one has {' and '.join(sorted(caller.roles))}",
+                type="permission_error",
+                code="insufficient_role",
+            )
+        return caller
+
+
+class Failures:
+    """How often wrong keys came from an address lately."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, tuple[int, float]] = OrderedDict()  # and when, at last
+        self._waiting = 0
+
+    async def slow_down(self, address: str) -> None:
+        wait_s = self._wait_s(address, time.monotonic())
+        if self._waiting >= WAITING:
+            return
+        self._waiting += 1
+        try:
+            await asyncio.sleep(wait_s)
+        finally:
+            self._waiting -= 1
+
+    def _wait_s(self, address: str, now_s: float) -> float:
+        count, at_s = self._counts.pop(address, (0, now_s))
+        count = 0 if now_s - at_s > FORGOTTEN_S else count
+        self._counts[address] = count + 1, now_s
+        if len(self._counts) > ADDRESSES:
+            self._counts.popitem(last=False)
+        return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(count, 16)))
+
+
+def role_for(method: str, path: str) -> Role | None:
+    """The role that a route needs; None: none. What is in no list is to be managed."""
+    if _is_in(path, OPEN):
+        return None
+    if _is_in(path, MANAGE):
+        return "manage"
+    if _is_in(path, OBSERVE) or (method in ("GET", "HEAD") and _is_in(path, READ)):
+        return "observe"
+    return "use" if _is_in(path, USE) else "manage"
+
+
+def caller_of(request: Request) -> Caller | None:
+    """Who has sent it; None where no keys are needed."""
+    caller: Caller | None = getattr(request.state, "caller", None)
+    return caller
+
+
+def salted(request: Request, own: str) -> str:
+    """The salt of what the request leaves in caches, or finds there."""
+    caller = caller_of(request)
+    return own if caller is None else caller.salted(own)
+
+
+def _is_in(path: str, routes: Iterable[str]) -> bool:
+    return any(path == route or path.startswith(f"{route}/") for route in routes)
+
+
+def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Empty if there is none."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip().decode("latin-1")
+        if name == b"x-api-key":
+            return value.strip().decode("latin-1")
+    return ""
+
+
+def _address(scope: Scope) -> str:
+    return str((scope.get("client") or ("",))[0])

@@ -1,0 +1,218 @@
+"""A cluster with API keys: strangers and other tenants get nothing of what is not theirs."""
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from kvroute.client import KEY
+from kvroute.keys.key_file import Role, read
+from tests.support.scraping import wait_until
+from tests.support.serving import KVROUTE, Cluster, start_cluster
+
+pytestmark = pytest.mark.timeout(240)
+
+MODEL = "SmolLM2-135M-Instruct"
+ROUTES = (
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/route"),
+    ("POST", "/v1/prefixes"),
+    ("DELETE", "/v1/prefixes/x"),
+    ("GET", "/v1/prefixes"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/cluster"),
+    ("GET", "/v1/cluster/hot"),
+    ("GET", "/v1/cluster/live"),
+    ("GET", "/v1/cluster/audit"),
+    ("POST", "/v1/cluster/canary"),
+    ("GET", "/v1/metrics/targets"),
+    ("GET", "/v1/responses/x"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    cluster: Cluster
+    path: Path
+
+    def add(self, tenant: str, *roles: Role) -> str:
+        options = [f"--role={role}" for role in roles]
+        return self.kvroute("keys", "add", "--tenant", tenant, *options).stdout.strip()
+
+    def kvroute(self, *args: str, key: str = "") -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "KVROUTE_API_KEYS": str(self.path), KEY: key}
+        command = [*KVROUTE, *args]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+
+    def client(self, key: str) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.cluster.url, headers=headers, timeout=60)
+
+    def status(self, key: str) -> int:
+        with self.client(key) as client:
+            return client.get("/v1/models").status_code
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    path = tmp_path_factory.mktemp("keys") / "keys.json"
+    first = subprocess.run(
+        [*KVROUTE, "keys", "add", "--tenant", "first", "--file", str(path)], check=True
+    )
+    assert first.returncode == 0
+    options = ("--engine", "simulated", "--replicas", "1", "--api-keys", str(path))
+    with start_cluster(*options, "--auto-pin") as cluster:
+        yield Keyed(cluster, path)
+
+
+@pytest.fixture(scope="module")
+def tenants(keyed: Keyed) -> tuple[str, str]:
+    """The keys of two."""
+    keys = keyed.add("a"), keyed.add("b")
+    wait_until(lambda: [keyed.status(key) for key in keys] == [200, 200])
+    return keys
+
+
+@pytest.fixture(scope="module")
+def operator(keyed: Keyed) -> str:
+    key = keyed.add("operators", "use", "observe", "manage")
+    wait_until(lambda: keyed.status(key) == 200)
+    return key
+
+
+def chat(text: str, **more: object) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "max_tokens": 2,
+        "messages": [{"role": "user", "content": text}],
+        **more,
+    }
+
+
+def cached(client: httpx.Client, body: dict[str, Any]) -> int:
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    assert (
+        int(answer.headers["x-kvroute-expected-tokens"])
+        == (usage["prompt_tokens_details"]["cached_tokens"])
+    )
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_strangers_and_wrong_keys_reach_health_and_nothing_else(keyed: Keyed) -> None:
+    """All at once: each refusal of a wrong key waits for a while."""
+    known = read(keyed.path).keys[0].id
+    async with httpx.AsyncClient(base_url=keyed.cluster.url, timeout=60) as client:
+        assert (await client.get("/health")).status_code == 200
+        answers = await asyncio.gather(
+            *(
+                client.request(
+                    method,
+                    path,
+                    json={} if method == "POST" else None,
+                    headers={"authorization": f"Bearer {key}"} if key else {},
+                )
+                for key in ("", "sk-1", f"kvr-{known}-x")
+                for method, path in ROUTES
+            )
+        )
+    assert [answer.status_code for answer in answers] == [401] * len(answers)
+    assert len(answers) == 3 * len(ROUTES)
+
+
+def test_a_tenant_changes_and_watches_nothing(keyed: Keyed, tenants: tuple[str, str]) -> None:
+    with keyed.client(tenants[0]) as client:
+        for method, path in ROUTES:
+            if path in ("/v1/chat/completions", "/v1/route", "/v1/models", "/v1/responses/x"):
+                continue
+            answer = client.request(method, path, json={} if method == "POST" else None)
+            assert answer.status_code == 403, (method, path)
+
+
+def test_what_a_tenant_has_cached_is_found_by_it_alone(
+    keyed: Keyed, tenants: tuple[str, str]
+) -> None:
+    text = "The parties agree to keep what follows to themselves. " * 40
+    with keyed.client(tenants[0]) as a, keyed.client(tenants[1]) as b:
+        assert cached(a, chat(text)) == 0
+        own = cached(a, chat(text))
+        assert own > 300
+        assert cached(b, chat(text)) == 0
+        assert cached(b, chat(text)) == own
+        assert cached(a, chat(text, cache_salt="mine")) == 0
+        assert cached(b, chat(text, cache_salt="mine")) == 0
+
+
+def test_where_a_prompt_would_go_says_nothing_of_others(
+    keyed: Keyed, tenants: tuple[str, str]
+) -> None:
+    body = chat("Nobody else knows that this was asked here. " * 40)
+    with keyed.client(tenants[0]) as a, keyed.client(tenants[1]) as b:
+        assert cached(a, body) == 0
+        found = []
+        for client in (a, b):
+            (receipt,) = client.post("/v1/route", json=body).json()["receipts"]
+            found.append(max(each["hit_tokens"] for each in receipt["replicas"]))
+        assert found[0] > 300
+        assert found[1] == 0
+
+
+def test_what_tenants_ask_often_is_neither_shown_nor_pinned(
+    keyed: Keyed, tenants: tuple[str, str], operator: str
+) -> None:
+    secret = "Frobnicate the quux before the merger is announced. "
+    with keyed.client(tenants[0]) as a, keyed.client(operator) as watching:
+        for number in range(8):
+            cached(a, chat(secret * 40 + str(number)))
+        for path in ("/v1/cluster/hot", "/v1/prefixes"):
+            found = watching.get(path)
+            assert found.status_code == 200
+            assert "quux" not in found.text
+
+
+def test_a_revoked_key_is_refused_within_seconds(keyed: Keyed) -> None:
+    key = keyed.add("leaving")
+    wait_until(lambda: keyed.status(key) == 200)
+    assert keyed.kvroute("keys", "revoke", key.split("-")[1]).returncode == 0
+    wait_until(lambda: keyed.status(key) == 401)
+
+
+def test_commands_send_the_users_key(keyed: Keyed, operator: str, tenants: tuple[str, str]) -> None:
+    without = keyed.kvroute("status", "--url", keyed.cluster.url)
+    assert without.returncode == 1
+    assert KEY in without.stderr.replace("\n", " ")
+    wrong_role = keyed.kvroute("status", "--url", keyed.cluster.url, key=tenants[0])
+    assert "role observe" in wrong_role.stderr.replace("\n", " ")
+    assert keyed.kvroute("status", "--url", keyed.cluster.url, key=operator).returncode == 0
+    checked = keyed.kvroute("doctor", "--audit", "--url", keyed.cluster.url, key=operator)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_clients_of_openai_have_an_error_that_they_know(
+    keyed: Keyed, tenants: tuple[str, str]
+) -> None:
+    body = chat("Hi")
+    url = f"{keyed.cluster.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=tenants[0], max_retries=0) as client:
+        assert client.chat.completions.create(**body).usage
+        wrong = client.with_options(api_key="sk-1")
+        with pytest.raises(openai.AuthenticationError):
+            wrong.chat.completions.create(**body)
+
+
+def test_no_process_shows_a_key(keyed: Keyed, tenants: tuple[str, str]) -> None:
+    for process in keyed.cluster.processes():
+        shown = json.dumps([process.cmdline(), process.environ()])
+        assert not any(key in shown for key in tenants)
+    assert psutil.Process(keyed.cluster.process.pid).is_running()
+    assert not any(key in keyed.cluster.output() for key in tenants)

@@ -1,0 +1,200 @@
+"""Every route needs a role, and who has no key for it gets nothing of it."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+
+from kvroute.keys.key_file import Role, new_file, new_key
+from kvroute.keys.keyring import Keyring
+from kvroute.router.api import access
+from kvroute.router.api.access import Access, Failures, role_for
+from kvroute.router.endpoints import (
+    cluster_routes,
+    openai_routes,
+    prefix_routes,
+    response_routes,
+    ui_routes,
+)
+
+EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
+    "none": ["GET /health", "GET /ui", "GET /ui/{name}"],
+    "use": [
+        "DELETE /v1/responses/{response_id}",
+        "GET /v1/models",
+        "GET /v1/models/{name:path}",
+        "GET /v1/responses/{response_id}",
+        "GET /v1/responses/{response_id}/input_items",
+        "POST /classify",
+        "POST /detokenize",
+        "POST /pooling",
+        "POST /rerank",
+        "POST /score",
+        "POST /tokenize",
+        "POST /v1/chat/completions",
+        "POST /v1/completions",
+        "POST /v1/embeddings",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
+        "POST /v1/rerank",
+        "POST /v1/responses",
+        "POST /v1/responses/{response_id}/cancel",
+        "POST /v1/route",
+        "POST /v1/score",
+        "POST /v2/rerank",
+    ],
+    "observe": [
+        "GET /metrics",
+        "GET /v1/cluster",
+        "GET /v1/cluster/diagnosis",
+        "GET /v1/cluster/hot",
+        "GET /v1/cluster/live",
+        "GET /v1/metrics/targets",
+        "GET /v1/prefixes",
+        "GET /v1/prefixes/{name:path}",
+    ],
+    "manage": [
+        "DELETE /v1/prefixes/{name:path}",
+        "GET /v1/cluster/audit",
+        "POST /v1/cluster/canary",
+        "POST /v1/prefixes",
+    ],
+}
+
+
+def routes() -> Iterator[tuple[str, str]]:
+    for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
+        for route in kind.routes.routes:
+            for method in route.methods:
+                yield method, route.path
+
+
+def test_each_route_has_its_role() -> None:
+    found: dict[str, list[str]] = {name: [] for name in EXPECTED}
+    for method, path in routes():
+        found[str(role_for(method, path)).lower()].append(f"{method} {path}")
+    assert {role: sorted(each) for role, each in found.items()} == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1", "/", "", "/v1/prefixesx", "//v1/models", "/v1/modelsx", "/V1/models", "/healthz"],
+)
+def test_what_is_no_route_is_to_be_managed(path: str) -> None:
+    assert role_for("GET", path) == "manage"
+
+
+class Guarded:
+    """An application that says whose request has come through, behind keys for each role."""
+
+    def __init__(self) -> None:
+        self.refused: list[int] = []
+        self.keys: dict[str, str] = {}
+        entries = []
+        for role in ("use", "observe", "manage"):
+            key, entry = new_key(f"t-{role}", [role], "")
+            self.keys[role] = key
+            entries.append(entry)
+        keyring = Keyring(msgspec.structs.replace(new_file(), keys=tuple(entries)))
+        http = FastAPI()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            caller = scope.get("state", {}).get("caller")
+            await JSONResponse(caller and caller.tenant)(scope, receive, send)
+
+        http.mount("/", app)
+        guarded: Any = Access(
+            http, keys=lambda: keyring, refused=lambda error: self.refused.append(error.status)
+        )
+        transport = httpx.ASGITransport(guarded)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://router")
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
+    monkeypatch.setattr(access, "FIRST_WAIT_S", 0.0)
+    return Guarded()
+
+
+@pytest.mark.parametrize("role", ["use", "observe", "manage"])
+async def test_a_key_opens_the_routes_of_its_role_only(guarded: Guarded, role: Role) -> None:
+    headers = {"authorization": f"Bearer {guarded.keys[role]}"}
+    for method, path in routes():
+        needed = role_for(method, path)
+        answer = await guarded.client.request(method, path, headers=headers)
+        expected = 200 if needed in (None, role) else 403
+        assert answer.status_code == expected, (method, path)
+        if needed == role:
+            assert answer.json() == f"t-{role}"
+        elif needed:
+            assert f"role {needed}; this one has {role}" in answer.text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer kvr-000000000000-x"},
+        {"authorization": "Bearer "},
+        {"authorization": "Basic a3Zy"},
+        {"x-api-key": ""},
+        {"x-api-key": "sk-1"},
+        {"cookie": "authorization=x"},
+    ],
+)
+async def test_without_a_key_nothing_is_reached(guarded: Guarded, headers: dict[str, str]) -> None:
+    asked = 0
+    for method, path in routes():
+        if role_for(method, path) is None:
+            continue
+        asked += 1
+        answer = await guarded.client.request(method, path, headers=headers)
+        assert answer.status_code == 401, (method, path)
+        assert answer.headers["www-authenticate"] == "Bearer"
+        error = answer.json()["error"]
+        if path.startswith("/v1/messages"):
+            assert (answer.json()["type"], error["type"]) == ("error", "authentication_error")
+        else:
+            assert error["code"] == "invalid_api_key"
+    assert guarded.refused == [401] * asked
+
+
+async def test_anthropics_clients_have_another_header(guarded: Guarded) -> None:
+    headers = {"x-api-key": guarded.keys["use"]}
+    answer = await guarded.client.post("/v1/messages", headers=headers)
+    assert answer.json() == "t-use"
+
+
+async def test_a_query_is_no_key(guarded: Guarded) -> None:
+    """It would stand in logs."""
+    answer = await guarded.client.get("/v1/models", params={"api_key": guarded.keys["use"]})
+    assert answer.status_code == 401
+
+
+def test_who_fails_again_and_again_waits_longer_and_others_do_not() -> None:
+    failures = Failures()
+    waits = [failures._wait_s("a", 0.0) for _ in range(20)]
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (access.FIRST_WAIT_S, access.LONGEST_WAIT_S)
+    assert failures._wait_s("b", 0.0) == access.FIRST_WAIT_S
+    assert failures._wait_s("a", access.FORGOTTEN_S + 1) == access.FIRST_WAIT_S
+
+
+def test_failures_of_many_addresses_take_bounded_memory() -> None:
+    failures = Failures()
+    for number in range(2 * access.ADDRESSES):
+        failures._wait_s(f"{number}", 0.0)
+    assert len(failures._counts) == access.ADDRESSES
+
+
+async def test_only_so_many_refusals_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "WAITING", 0)
+    slept: list[float] = []
+    monkeypatch.setattr(access, "asyncio", SimpleNamespace(sleep=slept.append))
+    await Failures().slow_down("a")
+    assert not slept

@@ -1,0 +1,177 @@
+"""The file of API keys, and whose key a text is."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvroute.cli import app
+from kvroute.keys import watched
+from kvroute.keys.key_file import ROLES, KeyFile, KeyFileError, Role, new_file, new_key, read, write
+from kvroute.keys.keyring import Caller, Keyring
+from kvroute.keys.watched import WatchedKeys
+from tests.support.waiting import until
+
+SALTS = st.text(max_size=8)
+
+
+def made(*tenants: str, roles: tuple[Role, ...] = ("use",)) -> tuple[list[str], KeyFile]:
+    """A key for each, and the file that has them."""
+    pairs = [new_key(tenant, roles, "2026-11-23") for tenant in tenants]
+    entries = tuple(entry for _, entry in pairs)
+    return [key for key, _ in pairs], msgspec.structs.replace(new_file(), keys=entries)
+
+
+def test_a_key_is_its_tenants(tmp_path: Path) -> None:
+    (a, b), file = made("acme", "b-2", roles=("use", "observe"))
+    write(tmp_path / "keys.json", file)
+    keyring = Keyring(read(tmp_path / "keys.json"))
+    found = keyring.caller(a)
+    assert found
+    assert (found.tenant, found.roles) == ("acme", {"use", "observe"})
+    other = keyring.caller(b)
+    assert other
+    assert found.salt != other.salt
+
+
+def test_the_file_has_no_secret_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    (key,), file = made("acme")
+    path = tmp_path / "keys.json"
+    write(path, file)
+    secret = key.split("-", 2)[2]
+    assert secret not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["keys.json"]
+
+
+def test_another_salt_and_hash_for_each_key() -> None:
+    _, file = made("a", "a", "a")
+    assert len({key.salt for key in file.keys}) == len({key.hash for key in file.keys}) == 3
+
+
+@given(st.text(max_size=100))
+def test_what_is_no_key_is_nobodys(text: str) -> None:
+    (key,), file = made("acme")
+    keyring = Keyring(file)
+    assert keyring.caller(text) is None
+    assert keyring.caller(f"kvr-{text}") is None
+    assert keyring.caller(key + text) is None or not text
+    assert keyring.caller(text + key) is None or not text
+
+
+@given(st.integers(0, 200), st.characters())
+def test_a_changed_key_is_nobodys(at: int, character: str) -> None:
+    (key,), file = made("acme")
+    at %= len(key)
+    changed = key[:at] + character + key[at + 1 :]
+    assert changed == key or Keyring(file).caller(changed) is None
+
+
+@given(st.tuples(SALTS, SALTS), st.tuples(SALTS, SALTS))
+def test_no_two_tenants_have_an_equal_salt(one: tuple[str, str], other: tuple[str, str]) -> None:
+    """Whatever salts of their own they take."""
+    _, file = made("a", "b")
+    a, b = Keyring(file)._callers.values()
+    assert a.salted(one[0]) != b.salted(one[1])
+    assert (a.salted(one[0]) == a.salted(other[0])) == (one[0] == other[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "no file of keys"),
+        (b"\xff\xfe", "no file of keys"),
+        (b"[]", "no file of keys"),
+        (b'{"secret": "YQ=="}', "secret"),
+        (b'{"secret": "%s", "version": 2}' % (b"A" * 43 + b"="), "version 2"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_bytes(content)
+    with pytest.raises(KeyFileError, match=why):
+        read(path)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    _, file = made("a")
+    write(tmp_path / "keys.json", msgspec.structs.replace(file, keys=file.keys * 2))
+    with pytest.raises(KeyFileError, match="twice"):
+        read(tmp_path / "keys.json")
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="cannot be read: No such file"):
+        read(tmp_path / "keys.json")
+    with pytest.raises(KeyFileError, match="cannot be written"):
+        write(tmp_path / "folder" / "keys.json", new_file())
+
+
+async def test_changes_are_followed_and_rubbish_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "POLL_S", 0.01)
+    path = tmp_path / "keys.json"
+    (a, b), file = made("a", "b")
+    write(path, file)
+    keys = WatchedKeys(path)
+    task = asyncio.create_task(keys.run())
+    try:
+        path.write_text("rubbish")
+        await until(lambda: keys.problem)
+        assert keys.now().caller(a)
+        write(path, msgspec.structs.replace(file, keys=file.keys[1:]))
+        await until(lambda: keys.now().caller(a) is None)
+        assert keys.now().caller(b)
+        assert not keys.problem
+        path.unlink()
+        await until(lambda: keys.problem)
+        assert keys.now().caller(b)
+    finally:
+        task.cancel()
+
+
+def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
+    path, runner = tmp_path / "keys.json", CliRunner()
+
+    def kvroute(*args: str) -> str:
+        return runner.invoke(app, ["keys", *args, "--file", str(path)]).output
+
+    used = kvroute("add", "--tenant", "acme").strip()
+    managed = kvroute("add", "--tenant", "ops", "--role", "manage", "--role", "observe").strip()
+    callers = [Keyring(read(path)).caller(key) for key in (used, managed)]
+    assert [(each and each.tenant, each and each.roles) for each in callers] == [
+        ("acme", {"use"}),
+        ("ops", {"observe", "manage"}),
+    ]
+    shown = kvroute("list")
+    assert all(each.split("-")[1] in shown for each in (used, managed))
+    assert used not in shown
+    kvroute("revoke", used.split("-")[1])
+    assert Keyring(read(path)).caller(used) is None
+    assert Keyring(read(path)).caller(managed)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (("add", "--tenant", "a b"), "--tenant is 'a b'"),
+        (("add", "--tenant", "a", "--role", "root"), "--role is 'root'; expected use"),
+        (("revoke", "0"), "ID is '0', which is no key of"),
+    ],
+)
+def test_the_command_says_what_is_wrong(tmp_path: Path, args: tuple[str, ...], why: str) -> None:
+    write(tmp_path / "keys.json", new_file())
+    found = CliRunner().invoke(app, ["keys", *args, "--file", str(tmp_path / "keys.json")])
+    assert found.exit_code == 1
+    assert why in found.output.replace("\n", " ")
+
+
+def test_roles_are_what_they_are() -> None:
+    assert ROLES == ("use", "observe", "manage")
+    assert Caller("a", frozenset(), "s").salted("") == "s"
