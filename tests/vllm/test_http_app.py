@@ -3,6 +3,7 @@ another replica has begun."""
 
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support.bodies import (
     ASK,
     CHATS,
     CONTINUED,
+    MESSAGES,
     OTHERS,
     RESPONSES,
     Body,
@@ -155,3 +157,23 @@ async def test_vllm_still_has_what_is_replaced(running: Running) -> None:
     replaced = [name for name in vars(http_app._Renderer) if name.startswith("render_")]
     assert len(replaced) == 2
     assert all(hasattr(renderer, name) for name in replaced)
+
+
+@pytest.mark.parametrize("path", [CHATS, RESPONSES, MESSAGES])
+async def test_the_routers_salt_holds_also_for_what_the_replica_renders(
+    running: Running, path: str
+) -> None:
+    """Whatever the body says: its client could take another tenant's."""
+    text = f"{path}: what this tenant has said is nobody else's to find. " * 20
+    messages = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    body: Body = messages if path != RESPONSES else {"input": text, "max_output_tokens": 1}
+    cached = []
+    for tenant, own in (("a", ""), ("b", "a"), ("c", "a"), ("b", "b"), ("a", "c")):
+        asked = {"model": "m", **body} | ({"cache_salt": own} if own else {})
+        if path == MESSAGES:
+            asked.pop("cache_salt", None)
+        request = replace(request_of(path, asked), namespace=tenant)
+        chunks = await chunks_of(running, request)
+        assert status_of(chunks) == 200
+        cached.append(chunks[0].cached_tokens > 100)
+    assert cached == [False, False, False, True, True]
