@@ -61,6 +61,7 @@ NOT_HERE = {
     "make bench-engines": MINUTES,
     "make bench-prefixes": MINUTES,
     "kvroute serve --lora": f"{ITS_OWN}: test_lora_cluster.py has one",
+    "kvroute serve --api-keys": f"{ITS_OWN}: test_api_keys.py has one",
     "kvroute serve --model Qwen/Qwen3-8B": GPUS,
     "kvroute serve --models": GPUS,
     "kvroute serve --engine-args": GPUS,

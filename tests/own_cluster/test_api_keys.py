@@ -16,8 +16,10 @@ import pytest
 
 from kvroute.client import KEY
 from kvroute.keys.key_file import Role, read
+from tests.support.browser import page
 from tests.support.scraping import wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
+from tests.support.untested import obstacle
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -185,6 +187,25 @@ def test_a_revoked_key_is_refused_within_seconds(keyed: Keyed) -> None:
     wait_until(lambda: keyed.status(key) == 200)
     assert keyed.kvroute("keys", "revoke", key.split("-")[1]).returncode == 0
     wait_until(lambda: keyed.status(key) == 401)
+
+
+def test_the_page_asks_for_a_key_and_keeps_it_out_of_addresses(
+    keyed: Keyed, tenants: tuple[str, str], operator: str
+) -> None:
+    if reason := obstacle("chromium"):
+        pytest.skip(reason)
+    state = "document.querySelector('#connection').textContent"
+    with page() as shown:
+        shown.open(f"{keyed.cluster.url}/ui", width=1000)
+        shown.wait_for(f"{state} === 'an API key is needed'")
+        for key, then in ((tenants[0], "this API key may not observe"), (operator, "live")):
+            shown.tell(f"document.querySelector('#key').value = '{key}'")
+            shown.tell("document.querySelector('#login').requestSubmit()")
+            shown.wait_for(f"{state} === '{then}'")
+        shown.wait_for("document.querySelectorAll('.tile[data-state=ready]').length === 1")
+        assert shown.tell("document.querySelector('#login').hidden")
+        addresses = "performance.getEntries().map((entry) => entry.name).join() + location.href"
+        assert "kvr-" not in shown.tell(addresses)
 
 
 def test_commands_send_the_users_key(keyed: Keyed, operator: str, tenants: tuple[str, str]) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -109,6 +110,7 @@ class Failures:
         return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(count, 16)))
 
 
+@lru_cache(maxsize=1024)
 def role_for(method: str, path: str) -> Role | None:
     """The role that a route needs; None: none. What is in no list is to be managed."""
     if _is_in(path, OPEN):

@@ -2,12 +2,14 @@
 
 import { showDecisions } from "./decisions.js";
 import { el, plural, seconds, setText, count, percent } from "./dom.js";
+import { ask, follow, setKey } from "./events.js";
 import { showFleet } from "./fleet.js";
 import { hitTokens, showLedger, totalTokens } from "./ledger.js";
 import { showPrefixes } from "./prefixes.js";
 
 const STALE_MS = 5000; // events come each second
-const RETRY_MS = 5000; // after a refusal; a connection that breaks is made anew by the browser
+const RETRY_MS = 5000; // after a refusal
+const AGAIN_MS = 1000; // after a connection that broke
 
 const byId = (id) => document.getElementById(id);
 const connection = byId("connection");
@@ -15,33 +17,39 @@ const live = byId("live");
 const models = byId("models");
 
 let things = new Map(); // what there is to see, by key
-let source = null;
+let source = new AbortController();
 let heardMs = 0;
 let retry = 0;
 
 function connect() {
-  clearTimeout(retry);
-  source?.close();
+  stop();
+  const current = (source = new AbortController());
   const model = models.value;
-  source = new EventSource(`v1/cluster/live${model ? `?model=${encodeURIComponent(model)}` : ""}`);
-  source.addEventListener("whole", (event) => {
-    things = new Map();
-    take(event);
-  });
-  source.addEventListener("change", take);
-  source.addEventListener("error", () => {
-    if (source.readyState !== EventSource.CLOSED) {
-      say("lost", "disconnected; trying again …");
-      return;
-    }
-    say("lost", `refused; trying again every ${RETRY_MS / 1000} s. Are many such pages open?`);
-    retry = setTimeout(connect, RETRY_MS);
-  });
+  follow(`v1/cluster/live${model ? `?model=${encodeURIComponent(model)}` : ""}`, current.signal, take)
+    .catch((error) => error)
+    .then((error) => current.signal.aborted || lost(error));
+}
+
+function stop() {
+  clearTimeout(retry);
+  source.abort();
+}
+
+function lost(error) {
+  const status = error?.status;
+  byId("login").hidden = status !== 401 && status !== 403;
+  if (!byId("login").hidden) {
+    say("lost", status === 401 ? "an API key is needed" : "this API key may not observe");
+    return;
+  }
+  if (status) say("lost", `refused; trying again every ${RETRY_MS / 1000} s. Are many such pages open?`);
+  else say("lost", "disconnected; trying again …");
+  retry = setTimeout(connect, status ? RETRY_MS : AGAIN_MS);
 }
 
 // Each model has replicas, an index and decisions of its own.
 async function offerModels() {
-  const answer = await fetch("v1/models");
+  const answer = await ask("v1/models");
   const { data } = await answer.json();
   const names = data.filter((card) => !card.parent).map((card) => card.id);
   if (names.length < 2) return;
@@ -49,8 +57,8 @@ async function offerModels() {
   byId("choice").hidden = false;
 }
 
-function take(event) {
-  const { changed, gone } = JSON.parse(event.data);
+function take(name, { changed, gone }) {
+  if (name === "whole") things = new Map();
   for (const [key, value] of Object.entries(changed)) things.set(key, value);
   for (const key of gone) things.delete(key);
   heardMs = performance.now();
@@ -130,11 +138,23 @@ setInterval(() => {
 // The router serves a few pages only: one that nobody looks at makes room.
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) return connect();
-  clearTimeout(retry);
-  source.close();
+  stop();
   say("connecting", "paused in the background");
 });
 
+byId("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const key = byId("key");
+  setKey(key.value.trim());
+  key.value = "";
+  begin();
+});
+
+function begin() {
+  byId("login").hidden = true;
+  connect();
+  offerModels().catch(() => {}); // without the key for it, there is one model to see
+}
+
 models.addEventListener("change", connect);
-connect();
-offerModels();
+begin();
