@@ -17,6 +17,9 @@ from pathlib import Path
 from kvroute.local import haproxy_standin
 from kvroute.process.exposition import METRICS_HOST
 
+TLS_CERT = "KVROUTE_TLS_CERT"  # settings: PEM files of the endpoint's certificate chain ...
+TLS_KEY = "KVROUTE_TLS_KEY"  # ... and its key
+TLS = "ssl crt {} alpn h2,http/1.1 ssl-min-ver TLSv1.2"
 NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 NO_SPLICING = "-dS"
 HEADERS_S = 30  # for the whole head of a request
@@ -50,8 +53,12 @@ def main() -> None:
     os.execv(command[0], [*command, *args])
 
 
-def hardened(config: str, *, metrics_host: str, error_page: str) -> str:
-    """Serve's configuration, without what this module's description says."""
+def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = "") -> str:
+    """Serve's configuration, without what this module's description says. tls_pem: a file with the
+    endpoint's certificate and key; empty: without TLS."""
+    if tls_pem:
+        endpoint = r"^(frontend http_frontend\n\s+bind .*)"
+        config = re.sub(endpoint, rf"\g<1> {TLS.format(tls_pem)}", config, flags=re.MULTILINE)
     for pattern, replacement in (
         (r"(stats socket .*) mode 666", r"\g<1> mode 600"),
         (r"^(defaults\n)", rf"\g<1>    timeout http-request {HEADERS_S}s\n"),
@@ -101,10 +108,24 @@ def error_page() -> str:
 def _hardened(path: Path) -> str:
     page = path.with_name("unreachable.http")
     page.write_text(error_page(), newline="")
-    host = os.environ.get(METRICS_HOST, "")
-    config = hardened(path.read_text(), metrics_host=host, error_page=str(page))
+    config = hardened(
+        path.read_text(),
+        metrics_host=os.environ.get(METRICS_HOST, ""),
+        error_page=str(page),
+        tls_pem=_tls_pem(path.with_name("tls.pem")),
+    )
     limit = int(os.environ.get(MOST_REQUESTS) or DEFAULT_MOST_REQUESTS)
     return refusing(config, most_requests=limit)
+
+
+def _tls_pem(path: Path) -> str:
+    """The file that has certificate and key, which only its owner can read; empty without them."""
+    cert, key = (os.environ.get(name) for name in (TLS_CERT, TLS_KEY))
+    if not cert or not key:
+        return ""
+    path.touch(mode=0o600)
+    path.write_bytes(b"\n".join(Path(each).read_bytes() for each in (cert, key)))
+    return str(path)
 
 
 def _write(path: Path, config: str) -> None:

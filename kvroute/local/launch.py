@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import tempfile
 import time
 from collections import Counter
@@ -86,6 +87,7 @@ def _start(
     deadline = time.monotonic() + settings.start_timeout_s
     refuse_taken_port(settings.host, settings.port)
     refuse_strangers(settings.host, settings.api_keys, insecure=settings.insecure)
+    refuse_bad_tls(settings.tls_cert, settings.tls_key)
     refuse_closed_folder(settings.request_log)
     refuse_missing_engine(settings.each)
     refuse_engine_args(settings.each, progress)
@@ -104,7 +106,8 @@ def _start(
     deploy(_application(settings, each), progress, signals, deadline)
     if settings.api_keys is None and not is_local(settings.host):
         progress.say(f"INSECURE: no API keys, and everybody who reaches {settings.host} is let in")
-    url = f"http://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
+    scheme = "https" if settings.tls_cert else "http"
+    url = f"{scheme}://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
     health = _wait_until_healthy(url, signals, deadline)
     progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
     _announce(each, url, health, progress)
@@ -143,6 +146,22 @@ def refuse_strangers(host: str, api_keys: Path | None, *, insecure: bool) -> Non
         raise StartError(f"--api-keys: {error}; kvroute keys add makes one") from None
     if not file.keys:
         raise StartError(f"--api-keys: {api_keys} has no key; add one with kvroute keys add")
+
+
+def refuse_bad_tls(cert: Path | None, key: Path | None) -> None:
+    """Raises StartError when they are no pair."""
+    if cert is None and key is None:
+        return
+    if cert is None or key is None:
+        raise StartError("--tls-cert and --tls-key belong together; give both, or none")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+    except OSError as error:  # ssl.SSLError is one
+        why = error.strerror or getattr(error, "reason", None) or error
+        raise StartError(
+            f"--tls-cert {cert} and --tls-key {key} cannot be used ({why}); expected the PEM files "
+            "of a certificate and of its key"
+        ) from None
 
 
 def refuse_closed_folder(request_log: Path | None) -> None:
@@ -233,7 +252,8 @@ def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> dict
     """What /health says then."""
     while time.monotonic() < deadline:
         try:
-            answer = httpx.get(f"{url}/health", trust_env=False, timeout=5)
+            # Its own address need not be the name in its certificate.
+            answer = httpx.get(f"{url}/health", trust_env=False, timeout=5, verify=False)
             if answer.status_code == 200:
                 return dict(answer.json())
         except httpx.TransportError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvroute.deployments import APPLICATION, final_error, last_line, model_of, plain
 from kvroute.local.embedded_redis import REDIS_SERVER
-from kvroute.local.haproxy import MOST_REQUESTS
+from kvroute.local.haproxy import MOST_REQUESTS, TLS_CERT, TLS_KEY
 from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
@@ -82,6 +82,8 @@ def gpu_count() -> int:
 
 def _start(settings: ServeSettings, folder: Path) -> None:
     _prepare_environment(settings.host, folder, max_requests=settings.max_requests)
+    tls = {TLS_CERT: settings.tls_cert, TLS_KEY: settings.tls_key}
+    os.environ |= {name: str(path) for name, path in tls.items() if path}
     _keep_token_private()
     import ray
     from ray import serve

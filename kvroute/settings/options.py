@@ -386,6 +386,22 @@ class Options(ModelOptions):
         ),
     ] = False
     port: Annotated[int, Field(ge=1, le=65535), Option(CLUSTER, "Port to listen on.")] = 8000
+    tls_cert: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "PEM file of a certificate and its chain: the endpoint is https. On a fleet it is an "
+            "environment variable of the head.",
+            example="cert.pem",
+            default="http",
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(CLUSTER, "PEM file of its key.", example="key.pem", default="none"),
+    ] = None
     drain_timeout_s: Annotated[
         float,
         NotNegative,

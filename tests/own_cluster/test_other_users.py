@@ -1,8 +1,10 @@
 """Other users and other computers reach nothing of a cluster but its address."""
 
+import ssl
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +13,7 @@ import psutil
 import pytest
 from redis import AuthenticationError, Redis
 
+from tests.support.certificates import certificate
 from tests.support.scraping import wait_until
 from tests.support.serving import Cluster, start_cluster
 
@@ -24,9 +27,17 @@ PROBE = 'for path; do test -r "$path" && echo "$path"; test -x "$path" && echo "
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with start_cluster("--engine", "simulated", "--replicas", "1") as cluster:
-        yield cluster
+def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def cluster(certified: tuple[Path, Path]) -> Iterator[Cluster]:
+    cert, key = map(str, certified)
+    options = ("--engine", "simulated", "--replicas", "1", "--tls-cert", cert, "--tls-key", key)
+    with start_cluster(*options) as cluster:
+        assert f"kvroute ready at https{cluster.url.removeprefix('http')}" in cluster.output()
+        yield replace(cluster, url=cluster.url.replace("http:", "https:"))
 
 
 def of_the_only(cluster: Cluster, name: str, read: Callable[[psutil.Process], T]) -> T:
@@ -49,6 +60,10 @@ def listens_at(process: psutil.Process) -> list[Any]:
     return [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
 
 
+def trusting(certified: tuple[Path, Path]) -> httpx.Client:
+    return httpx.Client(verify=ssl.create_default_context(cafile=certified[0]), timeout=10)
+
+
 def is_http(port: int) -> bool:
     with suppress(httpx.HTTPError):
         httpx.get(f"http://{LOOPBACK}:{port}/", timeout=5)
@@ -56,9 +71,27 @@ def is_http(port: int) -> bool:
     return False
 
 
-def test_what_it_serves_is_reached_from_this_computer_only(cluster: Cluster) -> None:
+def test_the_endpoint_is_https_and_nothing_else(
+    cluster: Cluster, certified: tuple[Path, Path]
+) -> None:
+    with trusting(certified) as client:
+        url = f"{cluster.url}/v1/completions"
+        body = {"prompt": "Hi", "max_tokens": 2}
+        answer = client.post(url, json=body)
+        assert (answer.status_code, answer.http_version) == (200, "HTTP/1.1")
+        with client.stream("POST", url, json=body | {"stream": True}) as stream:
+            assert "data: [DONE]" in [*stream.iter_lines()]
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"{cluster.url}/health")
+    with pytest.raises(httpx.RemoteProtocolError, match="without sending a response"):
+        httpx.get(f"{cluster.url.replace('https', 'http')}/health")
+
+
+def test_what_it_serves_is_reached_from_this_computer_only(
+    cluster: Cluster, certified: tuple[Path, Path]
+) -> None:
     """Ray's own servers, which ask for its token, are reached from everywhere."""
-    targets = httpx.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
+    targets = trusting(certified).get(f"{cluster.url}/v1/metrics/targets").json()
     assert {target["targets"][0].rpartition(":")[0] for target in targets} == {LOOPBACK}
     for name in ("haproxy", "redis-server"):
         addresses = of_the_only(cluster, name, listens_at)

@@ -8,6 +8,7 @@ from ray.serve._private import haproxy_templates
 
 from kvroute.local.haproxy import (
     DEFAULT_MOST_REQUESTS,
+    TLS,
     error_page,
     hardened,
     knows_routers,
@@ -43,6 +44,13 @@ def test_what_serve_opens_is_closed(config: str, open_line: str, closed_line: st
 def test_a_head_must_come_in_time_and_all_else_stays(config: str) -> None:
     assert "defaults\n    timeout http-request 30s\n    mode http" in config
     assert len(config.splitlines()) == len(TEMPLATE.splitlines()) + 1
+
+
+def test_the_endpoint_alone_has_tls() -> None:
+    config = hardened(TEMPLATE, metrics_host="", error_page="/page", tls_pem="/folder/tls.pem")
+    (line,) = (line for line in config.splitlines() if " ssl " in line)
+    endpoint = "bind {{ config.frontend_host }}:{{ config.frontend_port }}"
+    assert line.strip() == f"{endpoint} {TLS.format('/folder/tls.pem')}"
 
 
 def test_one_that_knows_no_router_listens_nowhere_beside_its_stand_in(config: str) -> None:

@@ -11,6 +11,7 @@ from kvroute.deployments import final_error
 from kvroute.keys.key_file import new_file, new_key, write
 from kvroute.local.launch import (
     gpus_per_replica,
+    refuse_bad_tls,
     refuse_missing_engine,
     refuse_strangers,
     refuse_taken_port,
@@ -19,6 +20,7 @@ from kvroute.local.ports import free_port
 from kvroute.local.progress import StartError
 from kvroute.settings.owned_engine_args import options_for
 from kvroute.settings.serve import ServeSettings, load
+from tests.support.certificates import certificate
 
 
 def test_a_taken_port_is_refused_with_another_one() -> None:
@@ -50,6 +52,20 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
     write(path, new_file())
     with pytest.raises(StartError, match="has no key; add one"):
         refuse_strangers("127.0.0.1", path, insecure=True)
+
+
+def test_a_certificate_needs_its_own_key(tmp_path: Path) -> None:
+    one, other = certificate(tmp_path / "one"), certificate(tmp_path / "other")
+    refuse_bad_tls(None, None)
+    refuse_bad_tls(*one)
+    for cert, key, why in (
+        (one[0], None, "belong together"),
+        (None, one[1], "belong together"),
+        (one[0], other[1], "KEY_VALUES_MISMATCH"),
+        (tmp_path / "none.pem", one[1], "No such file"),
+    ):
+        with pytest.raises(StartError, match=why):
+            refuse_bad_tls(cert, key)
 
 
 def test_a_gpu_each_where_there_are_some_and_none_for_the_simulation() -> None:
