@@ -91,7 +91,8 @@ def test_what_it_serves_is_reached_from_this_computer_only(
     cluster: Cluster, certified: tuple[Path, Path]
 ) -> None:
     """Ray's own servers, which ask for its token, are reached from everywhere."""
-    targets = trusting(certified).get(f"{cluster.url}/v1/metrics/targets").json()
+    with trusting(certified) as client:
+        targets = client.get(f"{cluster.url}/v1/metrics/targets").json()
     assert {target["targets"][0].rpartition(":")[0] for target in targets} == {LOOPBACK}
     for name in ("haproxy", "redis-server"):
         addresses = of_the_only(cluster, name, listens_at)
