@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, Literal
 
 from kvroute.contract.cache_groups import UNTOLD
@@ -210,6 +211,21 @@ def haproxy(serve: Facts) -> Check:
         remedy = "RAY_SERVE_THROUGHPUT_OPTIMIZED=1 on every node before Ray starts"
         return Check("haproxy", "warning", finding, remedy)
     return Check("haproxy", "ok", "HAProxy takes the requests, Serve is in its throughput mode")
+
+
+def access(found: Facts) -> Check:
+    """Who is let in. host: null where Serve's controller did not answer."""
+    host, problem = found["host"], found["problem"]
+    if problem:
+        finding = f"the API keys stay as they were: {problem}"
+        return Check("access", "wrong", finding, "mend the file; kvroute keys list --file reads it")
+    if found["has_keys"]:
+        return Check("access", "ok", "API keys are needed")
+    if host is None or host == "localhost" or ip_address(host).is_loopback:
+        return Check("access", "ok", "no API keys are needed, and nobody else reaches the endpoint")
+    finding = f"no API keys: everybody who reaches {host} can use, watch and change the cluster"
+    remedy = "give --api-keys (docs/security.md), or let only your own network reach the port"
+    return Check("access", "warning", finding, remedy)
 
 
 def versions(installed: Mapping[str, str], ours: str, nodes: Sequence[str] | None) -> Check:

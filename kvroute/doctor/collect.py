@@ -84,6 +84,7 @@ class _Collection:
         yield from load_checks.hits(found["hits"])
         yield from load_checks.load(replicas["backlogs_s"])
         yield checks.haproxy(found["serve"])
+        yield checks.access(found["access"])
         yield checks.versions(found["versions"], ours, found["nodes"])
         yield from self._processes(router, found["redis"])
 

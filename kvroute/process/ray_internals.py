@@ -39,6 +39,11 @@ def deployment_details(application: str, deployment: str) -> dict[str, Any]:
     return found
 
 
+def endpoint_host() -> str:
+    """The address that the endpoint listens on."""
+    return str(_controller("get_serve_instance_details")["http_options"]["host"])
+
+
 def set_replicas(application: str, deployment: str, replicas: int) -> None:
     """Sets the number of replicas that Serve maintains. The application is not redeployed, so the
     remaining replicas keep running."""

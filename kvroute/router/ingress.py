@@ -92,6 +92,7 @@ def application(models: Models, bodies: Bodies, keys: WatchedKeys | None = None)
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
     http.state.bodies = bodies
+    http.state.keys = keys
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
     if keys is not None:

@@ -99,6 +99,24 @@ def test_what_could_not_be_read_lately_is_named_with_the_reason() -> None:
     assert checks.UNREADABLE_REMEDIES.keys() == set(KINDS)
 
 
+@pytest.mark.parametrize(
+    ("changed", "grade", "words"),
+    [
+        ({}, "ok", "nobody else reaches"),
+        ({"host": "localhost"}, "ok", "nobody else reaches"),
+        ({"has_keys": True, "host": "0.0.0.0"}, "ok", "keys are needed"),
+        ({"host": "0.0.0.0"}, "warning", "everybody who reaches 0.0.0.0"),
+        ({"host": "::"}, "warning", "everybody who reaches ::"),
+        ({"host": "10.1.2.3"}, "warning", "everybody who reaches 10.1.2.3"),
+        ({"has_keys": True, "problem": "no such file"}, "wrong", "no such file"),
+    ],
+)
+def test_who_is_let_in(changed: dict[str, object], grade: str, words: str) -> None:
+    check = checks.access({"host": "127.0.0.1", "has_keys": False, "problem": ""} | changed)
+    assert check.grade == grade
+    assert words in check.finding
+
+
 def test_requests_that_do_not_come_through_haproxy_are_a_warning() -> None:
     assert checks.haproxy(SERVE).grade == "ok"
     off = checks.haproxy(SERVE | {"haproxy": False, "came_through_haproxy": False})

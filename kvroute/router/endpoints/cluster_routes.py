@@ -71,7 +71,7 @@ async def canary(models: Served) -> Response:
 async def diagnosis(request: Request, models: Served) -> Response:
     """Redis, the leases, Serve and the versions, as this router sees them."""
     _, port = request.scope["server"]
-    found = await models.diagnosis.run(port=port)
+    found = await models.diagnosis.run(port=port, keys=request.app.state.keys)
     return JSONResponse({"router": models.router_id} | found)
 
 

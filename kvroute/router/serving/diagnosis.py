@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from redis.exceptions import RedisError
 
+from kvroute.keys.watched import WatchedKeys
 from kvroute.process import ray_internals
 from kvroute.router.observability.recent import summed
 from kvroute.router.serving.model_router import ModelRouter
@@ -34,10 +35,13 @@ class Diagnosis:
         self._redis = redis
         self._models = models
 
-    async def run(self, *, port: int) -> Facts:
+    async def run(self, *, port: int, keys: WatchedKeys | None) -> Facts:
         """The facts. port: the port that received the request."""
-        (redis, leases, clusters), deployments, nodes = await asyncio.gather(
-            self._index_facts(), _in_time(_deployments), _in_time(_nodes)
+        (redis, leases, clusters), deployments, nodes, host = await asyncio.gather(
+            self._index_facts(),
+            _in_time(_deployments),
+            _in_time(_nodes),
+            _in_time(ray_internals.endpoint_host),
         )
         running = sorted(chain.from_iterable(model.running for model in self._models))
         return {
@@ -52,6 +56,11 @@ class Diagnosis:
                 "rendering_differences": dict(
                     ChainMap(*(model.rendering_differences() for model in self._models))
                 ),
+            },
+            "access": {
+                "host": host,
+                "has_keys": keys is not None,
+                "problem": keys.problem if keys else "",
             },
             "hits": self._hits(),
             "serve": {
@@ -112,7 +121,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-async def _in_time(call: Callable[[], Facts | list[str]]) -> Any:
+async def _in_time(call: Callable[[], Facts | list[str] | str]) -> Any:
     """The result of a call to Ray; None if it fails or takes longer than CALL_S."""
     try:
         async with asyncio.timeout(CALL_S):
