@@ -18,7 +18,7 @@ from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.protocol import Engine
-from kvroute.replica.engines import start_engine
+from kvroute.replica.engines import start_engines
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
 from tests.support.waiting import until
@@ -96,7 +96,7 @@ async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterat
         simulated_decode_ms=5,
         **(defaults | own),
     )
-    engine = await start_engine(settings)
+    (engine,) = await start_engines(settings)
     running = Running(engine, BlockTable(engine.members))
     pump = asyncio.create_task(running.pump())
     yield running

@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from kvroute.replica.vllm_engine import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.division import Division, division_of
 from kvroute.replica.vllm_engine.events import EventBatch, Held
