@@ -230,8 +230,8 @@ def canary(replicas: Sequence[Facts], router: str) -> Iterator[Check]:
     if seen:
         slowest = max(each["answered_s"] + each["seen_s"] for each in seen)
         finding = (
-            f"answered by {_replicas(seen)} replicas, and their blocks seen in Redis and router {router} "
-            f"within {slowest * 1000:.0f} ms"
+            f"answered by {_replicas(seen)} replicas, and their blocks seen in Redis and router "
+            f"{router} within {slowest * 1000:.0f} ms"
         )
         yield Check("canary", "ok", finding)
     if unseen:

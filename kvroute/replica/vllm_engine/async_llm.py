@@ -34,6 +34,7 @@ from kvroute.process.builtin_model import is_builtin
 from kvroute.process.tracing import traces_endpoint
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
+from kvroute.replica.vllm_engine import die_with_parent
 from kvroute.replica.vllm_engine.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.division import Division
@@ -277,6 +278,8 @@ def engine_args(
     on_cpus = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
         "enforce_eager": True,
+        # vLLM's default for several ranks is one more process for each, bound to the first core.
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else None,
     }
     args = (on_cpus if on_cpu else {}) | checked(settings.engine_args) | ours
     return AsyncEngineArgs(**{name: value for name, value in args.items() if value is not None})
@@ -310,6 +313,7 @@ def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> Conti
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first logprobs compile 14 s
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(cores) // len(stats)))
+    die_with_parent.install()
     with cores.bound():
         loggers = [lambda _, rank: stats[rank]]
         llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=loggers)
