@@ -55,9 +55,6 @@ class Replica:
         engines = await start_engines(self._settings)
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
-        self._index = Index(
-            self._redis, self._settings.served_model_name, cluster=self._settings.cluster
-        )
         self._metrics = ReplicaMetrics()
         self._exposition = await self._expose() if self._settings.metrics else None
         self._ranks = self._make_ranks(engines)
@@ -149,11 +146,10 @@ class Replica:
         return await asyncio.to_thread(Exposition, ray.util.get_node_ip_address())
 
     def _make_ranks(self, engines: Sequence[Engine]) -> list[Rank]:
-        settings = self._settings
-        index, name = self._index, settings.served_model_name
-        prefixes = Prefixes(
-            self._redis, name, cluster=settings.cluster, unreadable=index.unreadable
-        )
+        settings, redis = self._settings, self._redis
+        name, cluster = settings.served_model_name, settings.cluster
+        index = Index(redis, name, cluster=cluster)
+        prefixes = Prefixes(redis, name, cluster=cluster, unreadable=index.unreadable)
         whereabouts = self._whereabouts()
         identity = identify(
             resolve(settings.model),

@@ -81,7 +81,8 @@ class VllmEngine:
         self._http = http
         self._words = words
         self._pins: dict[str, int] = {}
-        self._processes = psutil.Process().children(recursive=True)  # the engine's
+        # The engine's; those of all ranks are rank 0's to watch.
+        self._processes = [] if core.rank else psutil.Process().children(recursive=True)
         self._unfinished = 0  # requests
         self._health = EngineHealth()
 
