@@ -5,16 +5,27 @@ import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
 
+from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import EngineDeadError
+from tests.support.adapters import write_adapter
 from tests.support.answers import ids_of, text_of
-from tests.support.engines import BLOCK, Running, prompt_of, started_ranks
-from tests.support.tiny_models import tiny_model
+from tests.support.engines import (
+    BLOCK,
+    LAYERS,
+    SHALLOW_CACHE_MB,
+    Running,
+    prompt_of,
+    request_of,
+    shallow_model,
+    started_ranks,
+)
 from tests.support.waiting import until
 
 pytestmark = [
@@ -24,13 +35,21 @@ pytestmark = [
 ]
 
 Ranks = list[Running]
+LORA = "sql"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ranks]:
-    model = tiny_model("mistral", tmp_path_factory.mktemp("mistral"))
-    settings = {"dtype": "bfloat16", "kv_cache_memory_mb": 1, "data_parallel_size": 2}
-    async with started_ranks("vllm", model=str(model), **settings) as ranks:
+    """Of a shallow model in a small cache, with an adapter."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_adapter(folder / LORA, seed=1, layers=LAYERS, strength=4.0)
+    async with started_ranks(
+        "vllm",
+        model=str(shallow_model(folder / "model")),
+        kv_cache_memory_mb=SHALLOW_CACHE_MB,
+        adapters=(Adapter(name=LORA, path=str(folder / LORA)),),
+        data_parallel_size=2,
+    ) as ranks:
         yield ranks
 
 
@@ -55,7 +74,7 @@ async def test_the_events_of_a_rank_reach_its_own_table_only(ranks: Ranks) -> No
     before = [set(running.table.held()) for running in ranks]
     await ranks[1].ask(prompt_of(160, seed=2))
     assert (await ranks[1].compare()).drift == 0
-    assert set(ranks[1].table.held()) > before[1]
+    assert len(set(ranks[1].table.held()) - before[1]) == 5
     assert (await ranks[0].compare()).drift == 0
     assert set(ranks[0].table.held()) == before[0]
 
@@ -81,6 +100,18 @@ async def test_a_pin_of_one_rank_holds_nothing_in_the_other(ranks: Ranks) -> Non
     assert ranks[1].engine.load().used_blocks > 0
     await ranks[1].engine.unpin("law")
     assert ranks[1].engine.load().used_blocks == 0
+
+
+async def test_an_adapter_is_loaded_by_the_ranks_that_need_it(ranks: Ranks) -> None:
+    request = request_of(prompt_of(100, seed=6))
+    without = await ranks[1].run(request)
+    adapted = await ranks[1].run(replace(request, lora=LORA))
+    assert ids_of(adapted) != ids_of(without)
+    assert [running.engine.load().loras for running in ranks] == [(), (LORA,)]
+    assert ids_of(await ranks[0].run(replace(request, lora=LORA))) == ids_of(adapted)
+    assert [running.engine.load().loras for running in ranks] == [(LORA,), (LORA,)]
+    for running in ranks:
+        assert (await running.compare()).drift == 0
 
 
 async def test_a_rank_is_cleared_alone(ranks: Ranks) -> None:
