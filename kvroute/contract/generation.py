@@ -29,6 +29,7 @@ class GenerateRequest:
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
     call: HttpCall | None = None  # the HTTP request to answer; else nobody reads the tokens
     max_tokens: int = 1  # to generate without a call
+    rank: int = 0  # the replica's data parallel rank that runs it
 
     @property
     def prompt_ids(self) -> TokenIds:

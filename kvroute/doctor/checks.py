@@ -6,6 +6,7 @@ from ipaddress import ip_address
 from typing import Any, Literal
 
 from kvroute.contract.cache_groups import UNTOLD
+from kvroute.contract.ranks import replicas_of
 from kvroute.deployments import last_line
 from kvroute.store.connection import OLDEST_REDIS
 
@@ -245,16 +246,23 @@ def canary(replicas: Sequence[Facts], router: str) -> Iterator[Check]:
     if seen:
         slowest = max(each["answered_s"] + each["seen_s"] for each in seen)
         finding = (
-            f"answered by {len(seen)} replicas, and their blocks seen in Redis and router {router} "
-            f"within {slowest * 1000:.0f} ms"
+            f"answered by {_replicas(seen)} replicas, and their blocks seen in Redis and router "
+            f"{router} within {slowest * 1000:.0f} ms"
         )
         yield Check("canary", "ok", finding)
     if unseen:
-        finding = f"answered by {len(unseen)} replicas; without Redis their blocks are unknown"
+        finding = (
+            f"answered by {_replicas(unseen)} replicas; without Redis their blocks are unknown"
+        )
         yield Check("canary", "warning", finding, "see to Redis")
     for each in replicas:
         if each not in seen and each not in unseen:
             yield _lost_canary(each)
+
+
+def _replicas(found: Sequence[Facts]) -> int:
+    """How many there are; each rank has had its canary."""
+    return len(replicas_of(each["id"] for each in found))
 
 
 def _lost_canary(found: Facts) -> Check:

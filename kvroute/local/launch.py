@@ -205,7 +205,7 @@ def cluster_id(host: str, port: int) -> str:
 
 
 def gpus_per_replica(each: Sequence[CheckedOptions], available: int) -> list[int]:
-    """The GPUs for a replica of each model: the user's number, else 1 if there are GPUs. Raises
+    """The GPUs for a replica of each model: the user's number, else 1 a rank if there are. Raises
     StartError when all replicas together need more than there are."""
     default = min(1, available)
     gpus = [_gpus_wanted(settings, default) for settings in each]
@@ -226,7 +226,8 @@ def gpus_per_replica(each: Sequence[CheckedOptions], available: int) -> list[int
 def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
     if settings.engine == "simulated":
         return 0
-    return default if settings.gpus_per_replica is None else settings.gpus_per_replica
+    ranks = settings.data_parallel_size
+    return ranks * default if settings.gpus_per_replica is None else settings.gpus_per_replica
 
 
 def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> str:

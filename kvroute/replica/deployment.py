@@ -1,11 +1,12 @@
-"""A replica runs one engine behind Ray Serve and keeps the index up to date."""
+"""A replica runs an engine behind Ray Serve and keeps the index up to date, rank by rank."""
 
 import asyncio
 import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -13,27 +14,20 @@ import ray
 from ray import serve
 
 from kvroute.contract.audit_report import encode_audit
-from kvroute.contract.generation import (
-    NO_TOKENS,
-    Chunk,
-    EngineDeadError,
-    GenerateRequest,
-    client_id,
-)
+from kvroute.contract.generation import NO_TOKENS, Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import call_in, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
+from kvroute.contract.ranks import rank_ids
 from kvroute.contract.records import Description, Whereabouts
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.exposition import Exposition
 from kvroute.process.logs import log_to_serve
 from kvroute.process.tracing import start_tracing
-from kvroute.replica.backlog import Backlog, occupancy
-from kvroute.replica.block_table import BlockTable
+from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
-from kvroute.replica.engines import start_engine
-from kvroute.replica.publisher import Publisher
-from kvroute.replica.warmer import Warmer
+from kvroute.replica.engines import start_engines
+from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -51,126 +45,84 @@ MOST_REQUESTS = 1024  # running and waiting here before further ones are refused
 
 @serve.deployment
 class Replica:
-    """The Serve deployment: hooks for Serve around the engine, the publisher and the warmer."""
+    """The Serve deployment: hooks for Serve around the engine and its ranks."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = ReplicaSettings.model_validate(settings)
         self.id = serve.get_replica_context().replica_id.unique_id
         log_to_serve(self._settings.served_model_name)
         self._tracing = start_tracing("kvroute-replica", self.id)
-        self._engine = await start_engine(self._settings)
-        engine, traces = self._engine, self._tracing
-        self._run = traces.traced(engine.generate) if traces else engine.generate
+        engines = await start_engines(self._settings)
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
-        self._index = Index(
-            self._redis, self._settings.served_model_name, cluster=self._settings.cluster
-        )
         self._metrics = ReplicaMetrics()
-        self._backlog = Backlog(self._engine.facts.prefill_tokens_per_s)
         self._exposition = await self._expose() if self._settings.metrics else None
-        self._publisher = self._make_publisher()
-        self._warmer = self._make_warmer()
-        self._metrics.export(self._engine, self._publisher)
+        self._ranks = self._make_ranks(engines)
+        self._metrics.export(engines, [rank.publisher for rank in self._ranks])
         self._tasks = [
             asyncio.create_task(self._keep_index(), name="index"),
-            asyncio.create_task(
-                self._publisher.receive_events(self._engine, self._metrics.happened), name="events"
-            ),
+            *(rank.follow_events() for rank in self._ranks),
             asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
-        await self._warmer.start(self._settings.declared)
-        self._tasks.append(asyncio.create_task(self._warmer.run(), name="warmer"))
+        warmers = [rank.warmer for rank in self._ranks]
+        await asyncio.gather(*(warmer.start(self._settings.declared) for warmer in warmers))
+        self._tasks += [asyncio.create_task(each.run(), name="warmer") for each in warmers]
         methods = {
             "audit": self._audit,
             "canary": self._canary,
             "render": self._render,
             "http": self._http,
         }
-        self._server = Server(self._generate, methods, most=MOST_REQUESTS)
+        most = MOST_REQUESTS * len(self._ranks)
+        self._server = Server(self._generate, methods, most=most)
         self._refusals = 0  # at the last report
         self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
         await self._server.start(self._host, self._settings.ports)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Routers ask for it, through Serve's process: where their connections go."""
-        return Address(self._host, self._server.port, self._server.secret).as_stats()
+        server = self._server
+        return Address(self._host, server.port, server.secret, len(self._ranks)).as_stats()
 
-    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """The engine's chunks; closing the generator aborts the request."""
-        is_first, tokens, began_s = True, 0, time.monotonic()
-        new_tokens = len(request.token_ids) - request.expected_tokens
-        self._backlog.arrived(request.request_id, new_tokens, began_s)
-        try:
-            async with contextlib.aclosing(self._run(request)) as chunks:
-                async for chunk in chunks:
-                    if chunk.token_ids:
-                        if is_first:
-                            self._begun(request)
-                        self._metrics.received(request, chunk, is_first=is_first)
-                        is_first = False
-                    tokens += len(chunk.token_ids)
-                    yield chunk
-        finally:
-            now_s = time.monotonic()
-            self._backlog.gone(request.request_id, now_s)
-            log.info(
-                *("generated %d tokens in %.1f ms", tokens, 1e3 * (now_s - began_s)),
-                extra={"request_id": client_id(request.request_id)},
-            )
+    def _generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._ranks[request.rank].generate(request)
 
-    async def _canary(self, begin: bytes) -> bytes:
+    async def _canary(self, begin: bytes, rank: int) -> bytes:
         """Runs the request without counting it in metrics: no client sent it."""
-        request = request_in(begin)
-        async with contextlib.aclosing(self._engine.generate(request)) as chunks:
+        request = replace(request_in(begin), rank=rank)
+        async with contextlib.aclosing(self._ranks[rank].engine.generate(request)) as chunks:
             async for _ in chunks:
                 pass
         return b""
 
-    async def _render(self, call: bytes) -> bytes:
+    async def _render(self, call: bytes, rank: int) -> bytes:
         """The prompt of an HTTP request, which the router cannot render itself."""
-        return encode_rendered(await self._engine.render(call_in(call)))
+        return encode_rendered(await self._ranks[rank].engine.render(call_in(call)))
 
-    async def _http(self, call: bytes) -> bytes:
+    async def _http(self, call: bytes, rank: int) -> bytes:
         """The whole response to an HTTP request for which the engine does not generate."""
         http = call_in(call)
-        request = GenerateRequest(f"{http.request_id}-0", NO_TOKENS, http.namespace, call=http)
-        async with contextlib.aclosing(self._engine.generate(request)) as chunks:
+        request = GenerateRequest(
+            f"{http.request_id}-0", NO_TOKENS, http.namespace, call=http, rank=rank
+        )
+        async with contextlib.aclosing(self._ranks[rank].engine.generate(request)) as chunks:
             return encode_part(joined_parts([chunk.http async for chunk in chunks if chunk.http]))
 
-    def _begun(self, request: GenerateRequest) -> None:
-        """The request has its first token."""
-        self._backlog.first_token(request.request_id, time.monotonic())
-        if request.lora:
-            self._publisher.renew_soon()  # the list of loaded adapters may have changed
-
-    async def _audit(self, _: bytes) -> bytes:
-        """Compares the engine's blocks with the replica's table and with the index: an encoded
+    async def _audit(self, _: bytes, rank: int) -> bytes:
+        """Compares the engine's blocks with the rank's table and with the index: an encoded
         ReplicaAudit. Raises TimeoutError when the engine or Redis does not respond."""
         async with asyncio.timeout(AUDIT_S):
-            return encode_audit(await self._publisher.audit(self._engine))
+            audited = self._ranks[rank]
+            return encode_audit(await audited.publisher.audit(audited.engine))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The input of kvroute/autoscaling.py; Serve reads it when autoscaling is on."""
-        engine, load, now_s = self._engine, self._engine.load(), time.monotonic()
         refused, self._refusals = self._server.refusals - self._refusals, self._server.refusals
-        pinned_blocks = sum(engine.pins.values())  # ignored: every replica needs its own
-        return {
-            "wait_s": self._backlog.wait_s(now_s),
-            "service_s": self._backlog.service_s(),
-            "refusing": float(refused > 0),
-            "occupancy": occupancy(
-                busy_share=self._backlog.busy_share(now_s),
-                running=load.running,
-                most_running=engine.facts.max_num_seqs,
-                used_blocks=load.used_blocks - pinned_blocks,
-                blocks=engine.facts.capacity_blocks - pinned_blocks,
-            ),
-        }
+        return autoscaling_stats(self._ranks, time.monotonic()) | {"refusing": float(refused > 0)}
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        await self._engine.check()
+        await self._check_engines()
         for task in self._tasks:
             if task.done():
                 task.result()  # without this task the index would stay wrong
@@ -183,51 +135,39 @@ class Replica:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._publisher.leave()
+        await self._leave()
         if self._exposition:
             await asyncio.to_thread(self._exposition.close)
         await self._redis.aclose()
-        await self._engine.close()
+        for rank in self._ranks:
+            await rank.engine.close()
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
 
     async def _expose(self) -> Exposition:
         return await asyncio.to_thread(Exposition, ray.util.get_node_ip_address())
 
-    def _make_publisher(self) -> Publisher:
-        settings = self._settings
-        facts = self._engine.facts
+    def _make_ranks(self, engines: Sequence[Engine]) -> list[Rank]:
+        settings, redis = self._settings, self._redis
+        name, cluster = settings.served_model_name, settings.cluster
+        index = Index(redis, name, cluster=cluster)
+        prefixes = Prefixes(redis, name, cluster=cluster, unreadable=index.unreadable)
+        whereabouts = self._whereabouts()
         identity = identify(
             resolve(settings.model),
             revision=settings.revision,
-            block_size=facts.block_size,
+            block_size=engines[0].facts.block_size,
             adapters=settings.adapters,
         )
-        return Publisher(
-            self._index,
-            BlockTable(self._engine.members),
-            replica_id=self.id,
-            description=Description(
-                facts, identity, self._whereabouts(), settings.served_model_name
-            ),
-            load=lambda: self._engine.load(),
-            pins=lambda: self._warmer.kept(),
-            lease_s=settings.lease_s,
-        )
-
-    def _make_warmer(self) -> Warmer:
-        return Warmer(
-            self._engine,
-            Prefixes(
-                self._redis,
-                self._settings.served_model_name,
-                cluster=self._settings.cluster,
-                unreadable=self._index.unreadable,
-            ),
-            self._index,
-            replica_id=self.id,
-            on_change=self._publisher.renew_soon,
-        )
+        return [
+            Rank(
+                *(engine, index, prefixes, self._metrics, self._tracing),
+                rank_id=rank_id,
+                description=Description(engine.facts, identity, whereabouts, name),
+                lease_s=settings.lease_s,
+            )
+            for rank_id, engine in zip(rank_ids(self.id, len(engines)), engines, strict=True)
+        ]
 
     def _whereabouts(self) -> Whereabouts:
         metrics = self._exposition.address if self._exposition else None
@@ -236,11 +176,19 @@ class Replica:
     async def _keep_index(self) -> None:
         """Keeps the replica in the index until it drains; then it gets no new requests."""
         async with asyncio.TaskGroup() as tasks:
-            publishing = tasks.create_task(self._publisher.run(), name="publisher")
+            publishing = [tasks.create_task(rank.publisher.run()) for rank in self._ranks]
             await draining()
             self._server.stop()
-            publishing.cancel()
-        await self._publisher.leave()
+            for publisher in publishing:
+                publisher.cancel()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        await asyncio.gather(*(rank.publisher.leave() for rank in self._ranks))
+
+    async def _check_engines(self) -> None:
+        for rank in self._ranks:
+            await rank.engine.check()
 
     async def _die_with_engine(self) -> None:
         """Ends this process when the engine dies. Callers get an error at once, and Serve starts a
@@ -248,7 +196,7 @@ class Replica:
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:
-                await self._engine.check()
+                await self._check_engines()
             except EngineDeadError as error:
                 log.error("the replica ends with its engine: %s", error)
                 _kill_children()  # a stopped (SIGSTOP) one would survive

@@ -1,6 +1,6 @@
 """A replica's own Prometheus metrics; vLLM's are in the same registry."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
@@ -59,59 +59,63 @@ class ReplicaMetrics:
                 case EventsLost():
                     self._losses.inc()
 
-    def export(self, engine: Engine, publisher: Publisher) -> None:
-        """Adds the numbers of the engine and the publisher."""
-        facts, load = engine.facts, engine.load
+    def export(self, engines: Sequence[Engine], publishers: Sequence[Publisher]) -> None:
+        """Adds the numbers of the engine and of the publishers, one of each for every rank."""
+        facts = [engine.facts for engine in engines]
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
             "kvroute_engine_running_requests",
             "Requests in the engine's batch.",
-            lambda: load().running,
+            lambda: sum(engine.load().running for engine in engines),
         )
         gauge(
             "kvroute_engine_waiting_requests",
             "Requests that wait in the engine for room in the batch.",
-            lambda: load().waiting,
+            lambda: sum(engine.load().waiting for engine in engines),
         )
         gauge(
             "kvroute_engine_used_blocks",
             "KV blocks that running requests and pins hold.",
-            lambda: load().used_blocks,
+            lambda: sum(engine.load().used_blocks for engine in engines),
         )
         counter(
             "kvroute_engine_rendering_differences",
             "Prompts that a router has rendered in another way than vLLM; 1 in 100 is checked.",
-            lambda: load().rendering_differences,
+            lambda: sum(engine.load().rendering_differences for engine in engines),
         )
-        gauge("kvroute_engine_capacity_blocks", "KV blocks in all.", lambda: facts.capacity_blocks)
+        gauge(
+            "kvroute_engine_capacity_blocks",
+            "KV blocks in all.",
+            lambda: sum(each.capacity_blocks for each in facts),
+        )
         gauge(
             "kvroute_engine_pinned_blocks",
             "KV blocks that named prefixes hold; what two of them share counts twice.",
-            lambda: sum(engine.pins.values()),
+            lambda: sum(sum(engine.pins.values()) for engine in engines),
         )
         gauge(
             "kvroute_engine_pin_capacity_blocks",
             "KV blocks that named prefixes may hold.",
-            lambda: facts.pin_blocks,
+            lambda: sum(each.pin_blocks for each in facts),
         )
-        gauge("kvroute_engine_block_tokens", "Tokens in one KV block.", lambda: facts.block_size)
+        gauge("kvroute_engine_block_tokens", "Tokens in one KV block.", lambda: facts[0].block_size)
         gauge(
             "kvroute_publisher_blocks",
             "Blocks of different content that the index should have of the replica.",
-            lambda: publisher.blocks,
+            lambda: sum(publisher.blocks for publisher in publishers),
         )
         gauge(
             "kvroute_publisher_lag_seconds",
             "Age of the oldest change of the cache that the index does not have; 0: it has all.",
-            lambda: publisher.lag_s,
+            lambda: max(publisher.lag_s for publisher in publishers),
         )
         gauge(
             "kvroute_publisher_lease_age_seconds",
             "Since the index last took anything from the replica; beyond its lease it is gone.",
-            lambda: publisher.lease_age_s,
+            lambda: max(publisher.lease_age_s for publisher in publishers),
         )
         counter(
             "kvroute_publisher_registrations",
             "Times that the replica was announced to the index: more than 1 after each trouble.",
-            lambda: publisher.registrations,
+            lambda: max(publisher.registrations for publisher in publishers),
         )

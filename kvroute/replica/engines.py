@@ -1,8 +1,9 @@
-"""A replica starts the engine that its settings name; only that one is imported."""
+"""A replica starts the engine that its settings name, with all ranks; only that one is imported."""
 
 import asyncio
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvroute.process.builtin_model import resolve
@@ -13,11 +14,11 @@ from kvroute.settings.replica import ReplicaSettings
 UNKNOWN_CONTEXT = 131_072  # tokens
 
 
-async def start_engine(settings: ReplicaSettings) -> Engine:
-    """The engine that the settings name, ready to generate."""
+async def start_engines(settings: ReplicaSettings) -> Sequence[Engine]:
+    """The engine that the settings name, ready to generate: each of its data parallel ranks."""
     folder = await asyncio.to_thread(resolve, settings.model)
     if settings.engine == "simulated":
-        return _start_simulated(settings, folder)
+        return [_start_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
     prepare_vllm(folder)
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
 

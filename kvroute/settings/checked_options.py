@@ -59,6 +59,7 @@ class CheckedOptions(ModelOptions):
     def check(self) -> None:
         """Raises SettingsError for values that contradict each other or name unusable files."""
         self._check_size()
+        self._check_gpus()
         self._check_engine_args()
         _ = self.tasks, self.adapters
 
@@ -67,6 +68,14 @@ class CheckedOptions(ModelOptions):
             raise SettingsError(
                 f"--max-replicas is {self.max_replicas} and --replicas, the fewest, is "
                 f"{self.replicas}; expected at least as many, such as {2 * self.replicas}"
+            )
+
+    def _check_gpus(self) -> None:
+        gpus, ranks = self.gpus_per_replica or 0, self.data_parallel_size
+        if gpus % ranks:
+            raise SettingsError(
+                f"--gpus-per-replica is {gpus} and --data-parallel-size is {ranks}; expected as "
+                f"many GPUs for each rank, such as {ranks * max(1, gpus // ranks)}"
             )
 
     def _check_engine_args(self) -> None:

@@ -55,7 +55,7 @@ def decide(
         "cluster": cluster,
         "block_size": options.block_size or (GPU_BLOCK_SIZE if gpus else CPU_BLOCK_SIZE),
         "gpus_per_replica": gpus,
-        "tensor_parallel_size": max(1, gpus),
+        "tensor_parallel_size": max(1, gpus // options.data_parallel_size),
         "cores": max(1, (os.cpu_count() or 1) // replicas),
         "adapters": options.adapters,
         "tasks": options.tasks,

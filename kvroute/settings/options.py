@@ -190,8 +190,17 @@ class ReplicaOptions(CommonOptions):
             "of the greatest length is always left.",
         ),
     ] = 0.3
+    data_parallel_size: Annotated[
+        int,
+        Field(ge=1, le=256),
+        Option(
+            REPLICAS,
+            "Data parallel ranks of a replica, each with a cache of its own. They share "
+            "--gpus-per-replica.",
+        ),
+    ] = 1
     kv_cache_memory_mb: Annotated[
-        int, Positive, Option(CACHE, "Memory of one replica's cache in MB, on CPUs.")
+        int, Positive, Option(CACHE, "Memory in MB of the cache of one replica or rank, on CPUs.")
     ] = 512
     max_loras: Annotated[
         int, Positive, Option(ADAPTERS, "Most different adapters in one batch of a replica.")
@@ -297,9 +306,9 @@ class DeploymentOptions(BaseModel):
         NotNegative,
         Option(
             REPLICAS,
-            "GPUs of one engine (tensor parallelism).",
+            "GPUs of one replica. Each data parallel rank has its share, for tensor parallelism.",
             example="1",
-            default="1 where there are GPUs",
+            default="1 for each rank where there are GPUs",
             flags=("--gpus-per-replica", "--tensor-parallel-size"),
         ),
     ] = None

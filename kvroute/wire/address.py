@@ -12,6 +12,7 @@ class Address(Struct, frozen=True):
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
     secret: bytes  # that routers and this replica have in common
+    ranks: Annotated[int, Meta(ge=1, le=4096)] = 1  # data parallel ranks, each with its own cache
 
     def as_stats(self) -> dict[str, Any]:
         return {STATS_KEY: msgspec.msgpack.encode(self)}

@@ -158,11 +158,11 @@ class Link(Connection):
         """Answers that have not come."""
         return len(self._calls)
 
-    async def call(self, method: str, body: bytes = b"") -> bytes:
-        """The replica's answer to one question. Raises what Stream.next does."""
+    async def call(self, method: str, body: bytes = b"", rank: int = 0) -> bytes:
+        """The answer of a rank of the replica to one question. Raises what Stream.next does."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = self.loop.create_future()
-        self._send(Kind.CALL, encode(structs.Call(number, method, body)))
+        self._send(Kind.CALL, encode(structs.Call(number, method, body, rank)))
         self._calls[number] = answer
         try:
             return await answer

@@ -24,7 +24,7 @@ MOST_UNPROVEN = 256  # connections of such
 MOST_UNSENT = 4_000_000  # tokens and alternatives for a router that does not read
 
 Generate = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
-Method = Callable[[bytes], Awaitable[bytes]]
+Method = Callable[[bytes, int], Awaitable[bytes]]  # the body, and which rank is asked
 
 
 class PortsTakenError(OSError):
@@ -220,7 +220,7 @@ class Peer(Connection):
         try:
             if (method := self._server.methods.get(call.method)) is None:
                 raise ValueError(f"this replica knows no {call.method!r}")
-            body = await method(call.body)
+            body = await method(call.body, call.rank)
         except Exception as error:  # any of the method's
             self._fail(call.stream, error)
         else:

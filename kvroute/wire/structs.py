@@ -53,6 +53,7 @@ class Begin(Struct, array_like=True):
     expected_tokens: int = 0
     call: HttpCall | None = None
     max_tokens: int = 1
+    rank: int = 0
 
 
 class Cancel(Struct, array_like=True):
@@ -65,6 +66,7 @@ class Call(Struct, array_like=True):
     stream: int
     method: str
     body: bytes
+    rank: int = 0  # that is asked
 
 
 class Reply(Struct, array_like=True):
@@ -110,6 +112,7 @@ def begin_of(stream: int, request: GenerateRequest) -> Begin:
         request.expected_tokens,
         request.call,
         request.max_tokens,
+        request.rank,
     )
 
 
@@ -130,6 +133,7 @@ def request_of(begin: Begin) -> GenerateRequest:
         expected_tokens=begin.expected_tokens,
         call=begin.call,
         max_tokens=begin.max_tokens,
+        rank=begin.rank,
     )
 
 

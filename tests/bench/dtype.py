@@ -107,7 +107,7 @@ async def _start(dtype: str, cores: Cores) -> Running:
         kv_cache_memory_mb=KV_CACHE_MB,
     )
     before = _children()
-    engine = await VllmEngine.start(settings, folder, cores)
+    (engine,) = await VllmEngine.start(settings, folder, cores)
     return Running(engine, [*(_children() - before)])
 
 

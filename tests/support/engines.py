@@ -18,7 +18,7 @@ from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.protocol import Engine
-from kvroute.replica.engines import start_engine
+from kvroute.replica.engines import start_engines
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
 from tests.support.waiting import until
@@ -39,6 +39,7 @@ class Running:
 
     engine: Engine
     table: BlockTable
+    rank: int = 0
     requests: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)  # of the table; whoever needs them takes them
@@ -62,7 +63,7 @@ class Running:
 
     async def run(self, request: GenerateRequest) -> list[Chunk]:
         self.requests += 1
-        request = replace(request, request_id=f"r{self.requests}")
+        request = replace(request, request_id=f"r{self.requests}", rank=self.rank)
         return [chunk async for chunk in self.engine.generate(request)]
 
     async def pump(self) -> None:
@@ -82,6 +83,15 @@ class Running:
 async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterator[Running]:
     """A small engine with settings of its own, and what is heard of its cache; closed when the
     block ends."""
+    async with started_ranks(kind, **own) as (running,):
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def started_ranks(
+    kind: Literal["simulated", "vllm"], **own: Any
+) -> AsyncIterator[list[Running]]:
+    """The same for each data parallel rank."""
     defaults: dict[str, Any] = {
         "model": BUILTIN_MODEL,
         "kv_cache_memory_mb": 128,
@@ -96,16 +106,19 @@ async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterat
         simulated_decode_ms=5,
         **(defaults | own),
     )
-    engine = await start_engine(settings)
-    running = Running(engine, BlockTable(engine.members))
-    pump = asyncio.create_task(running.pump())
-    yield running
-    pump.cancel()
-    await asyncio.gather(pump, return_exceptions=True)
-    await engine.close()
+    engines = await start_engines(settings)
+    ranks = [Running(each, BlockTable(each.members), n) for n, each in enumerate(engines)]
+    pumps = [asyncio.create_task(running.pump()) for running in ranks]
+    yield ranks
+    for pump in pumps:
+        pump.cancel()
+    await asyncio.gather(*pumps, return_exceptions=True)
+    for engine in engines:
+        await engine.close()
     # What vLLM leaves open is to be reported here, where it is expected, and not in a later test.
-    vars(running).clear()
-    del engine
+    for running in ranks:
+        vars(running).clear()
+    del engine, engines
     gc.collect()
 
 

@@ -82,7 +82,7 @@ def replica() -> CollectorRegistry:
         load=engine.load,
         lease_s=3,
     )
-    metrics.export(engine, publisher)
+    metrics.export([engine], [publisher])
     return registry
 
 

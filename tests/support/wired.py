@@ -13,7 +13,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class Wired:
-    """What Serve would know about them: replicas.Replicas. most: requests that each takes."""
+    """What Serve would know about them: replicas.Replicas. most: requests that each takes. ranks:
+    of each."""
 
     def __init__(
         self,
@@ -21,6 +22,7 @@ class Wired:
         methods: Mapping[str, Method] | None = None,
         *,
         most: int = 1000,
+        ranks: int = 1,
     ) -> None:
         self.servers = {
             id_: Server(each, methods or {}, most=most) for id_, each in generates.items()
@@ -28,12 +30,13 @@ class Wired:
         self.links = Links(lambda: self)
         self.killed: list[str] = []
         self._listed = list(self.servers)
+        self._ranks = ranks
 
     async def __aenter__(self) -> Self:
         for server in self.servers.values():
             await server.start(LOOPBACK)
         self._running = asyncio.create_task(self.links.run())
-        await until(lambda: self.links.connected() == self._listed)
+        await until(lambda: len(self.links.connected()) == self._ranks * len(self._listed))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -54,7 +57,7 @@ class Wired:
 
     async def address(self, replica_id: str) -> Address:
         server = self.servers[replica_id]
-        return Address(LOOPBACK, server.port, server.secret)
+        return Address(LOOPBACK, server.port, server.secret, self._ranks)
 
     async def probe(self, replica_id: str) -> None: ...
 
@@ -70,9 +73,13 @@ class ToldLinks:
         self.waiting = set[str]()  # replicas that run requests
         self.messages = 0  # from each
         self.lost: list[tuple[str, Exception]] = []
+        self.by_replica: dict[str, tuple[str, ...]] = {}
 
     def busy(self) -> set[str]:
         return self.waiting
+
+    def ranks(self, replica_id: str) -> tuple[str, ...]:
+        return self.by_replica.get(replica_id, (replica_id,))
 
     def heard(self, replica_id: str) -> int:
         return self.messages

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 from ray.serve._private.autoscaling_state import _apply_autoscaling_config
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve._private.deployment_scheduler import (
@@ -25,12 +26,19 @@ from kvroute import autoscaling
 from kvroute.app import GROW_DELAY_S, build
 from kvroute.autoscaling import Report, WaitPolicy, desired_replicas, queueing_s
 from kvroute.command.scale import Deployed, ScaleError, refuse_own_size
-from kvroute.contract.records import ReplicaRecord
+from kvroute.contract.records import Description, ReplicaRecord
 from kvroute.replica.backlog import STEP_S, Backlog, occupancy
+from kvroute.replica.engine_metrics import ReplicaMetrics
+from kvroute.replica.rank import Rank, autoscaling_stats
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.routing.attempts import Attempt
 from kvroute.router.routing.fleet import Fleet
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
+from kvroute.store.connection import connect
+from kvroute.store.index import Index
+from kvroute.store.prefixes import Prefixes
+from tests.support.metrics_table import NOWHERE
 from tests.support.records import FACTS, LOAD
 from tests.support.serving import Cluster
 
@@ -103,6 +111,29 @@ def test_the_busy_share_forgets_within_seconds() -> None:
     assert backlog.busy_share(200.0) == pytest.approx(1.0, abs=0.01)
     backlog.first_token("a", 200.0)
     assert backlog.busy_share(300.0) == pytest.approx(0.0, abs=0.01)
+
+
+def idle_rank() -> Rank:
+    engine, redis = SimulatedEngine(SimulatedConfig()), connect(NOWHERE)
+    return Rank(
+        *(engine, Index(redis, "m"), Prefixes(redis, "m"), ReplicaMetrics(CollectorRegistry())),
+        None,
+        rank_id="r",
+        description=Description(engine.facts),
+        lease_s=3.0,
+    )
+
+
+async def test_who_comes_now_goes_to_the_rank_where_nothing_is_pending() -> None:
+    ranks = [idle_rank() for _ in range(4)]
+    ranks[0].backlog.arrived("a", 10_000, now_s=0.0)
+    ranks[1].backlog.arrived("b", 30_000, now_s=0.0)
+    report = autoscaling_stats(ranks, 0.0)
+    assert report["wait_s"] == 0.0
+    assert report["service_s"] == pytest.approx((1.0 + 3.0 + 2 * STEP_S) / 4)
+    later = autoscaling_stats(ranks, 100.0)
+    assert later["occupancy"] == pytest.approx(0.5, abs=0.01)
+    assert autoscaling_stats(ranks[:2], 0.0)["wait_s"] == pytest.approx(1.0 + STEP_S)
 
 
 def test_a_replica_is_as_full_as_what_is_scarcest() -> None:

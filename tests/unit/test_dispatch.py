@@ -325,7 +325,7 @@ async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
 async def test_a_question_of_which_engines_die_is_put_to_no_other() -> None:
     client, asked = Client(*[IMMORTAL] * 4), list[str]()
 
-    async def die(id_: str, _: bytes) -> bytes:
+    async def die(id_: str, _: bytes, rank: int) -> bytes:
         asked.append(id_)
         raise EngineDeadError("as planned")
 
@@ -340,7 +340,7 @@ async def test_a_question_of_which_engines_die_is_put_to_no_other() -> None:
 async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> None:
     client, asked, over = Client(*[IMMORTAL] * 3), list[str](), asyncio.Event()
 
-    async def answer(id_: str, body: bytes) -> bytes:
+    async def answer(id_: str, body: bytes, rank: int) -> bytes:
         asked.append(id_)
         await over.wait()
         return body

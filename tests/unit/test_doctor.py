@@ -232,7 +232,8 @@ def test_another_version_of_the_command_is_a_warning() -> None:
 def test_canaries_that_were_seen_are_one_line_and_lost_ones_one_each() -> None:
     lost = CANARY | {"id": "b", "cause": "nothing published", "seen_s": None}
     lost["blocks"] = {"expected": 3, "redis": 0, "mirror": 0}
-    seen, wrong = checks.canary([CANARY, lost, CANARY], "r1")
+    ranks = [CANARY | {"id": id_} for id_ in ("a.0", "a.1", "c")]
+    seen, wrong = checks.canary([lost, *ranks], "r1")
     assert seen.grade == "ok"
     assert "by 2 replicas" in seen.finding
     assert (wrong.name, wrong.grade) == ("canary of b", "wrong")

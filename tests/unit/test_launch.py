@@ -74,6 +74,14 @@ def test_a_gpu_each_where_there_are_some_and_none_for_the_simulation() -> None:
     assert gpus_per_replica([load({"engine": "simulated"})], available=8) == [0]
 
 
+def test_each_rank_gets_a_gpu_where_there_are_some() -> None:
+    ranks = load({"data_parallel_size": 4})
+    assert gpus_per_replica([ranks], available=8) == [4]
+    assert gpus_per_replica([ranks], available=0) == [0]
+    with pytest.raises(StartError, match="2 replicas of 4 GPUs need 8, and 7 can be used"):
+        gpus_per_replica([ranks], available=7)
+
+
 def test_an_error_that_every_start_would_repeat_is_told_apart() -> None:
     error = "kvroute.contract.generation.CannotRunError: ValueError: no room for max_model_len"
     assert final_error(f"Traceback\n\x1b[36m  File\x1b[39m\n{error}") == error.split(": ", 1)[1]

@@ -157,6 +157,23 @@ def test_the_machine_completes_what_a_user_leaves_open() -> None:
     assert (settings.redis_url, settings.cluster) == ("redis://r", "host-8000")
 
 
+def test_ranks_share_the_gpus_of_their_replica() -> None:
+    of_ranks = only(gpus_per_replica=8, data_parallel_size=4)
+    assert (of_ranks.gpus_per_replica, of_ranks.tensor_parallel_size) == (8, 2)
+    on_cpus = only(data_parallel_size=4)
+    assert (on_cpus.gpus_per_replica, on_cpus.tensor_parallel_size) == (0, 1)
+    received = ReplicaSettings.model_validate(of_ranks.for_replicas())
+    assert (received.data_parallel_size, received.tensor_parallel_size) == (4, 2)
+
+
+@pytest.mark.parametrize(("gpus", "such_as"), [(6, 4), (3, 4), (9, 8)])
+def test_gpus_that_cannot_be_shared_are_refused(gpus: int, such_as: int) -> None:
+    with pytest.raises(
+        SettingsError, match=f"-replica is {gpus} .* is 4; expected .*, such as {such_as}$"
+    ):
+        load({"gpus_per_replica": gpus, "data_parallel_size": 4})
+
+
 def test_a_users_cluster_id_wins_and_serve_deploy_has_a_default_one() -> None:
     assert only(cluster="blue").cluster == "blue"
     assert only().cluster == "default"

@@ -85,11 +85,11 @@ class Engine:
             self.running -= 1
 
 
-async def echo(body: bytes) -> bytes:
+async def echo(body: bytes, rank: int) -> bytes:
     return body
 
 
-async def hang(_: bytes) -> bytes:
+async def hang(_: bytes, rank: int) -> bytes:
     await asyncio.Event().wait()
     return b""
 

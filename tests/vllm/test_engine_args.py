@@ -42,7 +42,7 @@ def of_replica(**engine_args: Any) -> Any:
     )
     subscription = Subscription()
     try:
-        return made(settings, str(Path(__file__).parent), subscription)  # no hub is asked
+        return made(settings, str(Path(__file__).parent), [subscription])  # no hub is asked
     finally:
         subscription.close()
 

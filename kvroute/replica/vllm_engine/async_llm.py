@@ -1,4 +1,4 @@
-"""vLLM implements the Engine interface."""
+"""vLLM implements the Engine interface, once for each data parallel rank."""
 
 import asyncio
 import contextlib
@@ -34,16 +34,19 @@ from kvroute.process.builtin_model import is_builtin
 from kvroute.process.tracing import traces_endpoint
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
+from kvroute.replica.vllm_engine import die_with_parent
 from kvroute.replica.vllm_engine.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.division import Division
 from kvroute.replica.vllm_engine.dtype import choose_dtype
+from kvroute.replica.vllm_engine.endpoints import listed
 from kvroute.replica.vllm_engine.engine_args import checked, front_args
 from kvroute.replica.vllm_engine.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.http_app import HttpApp
 from kvroute.replica.vllm_engine.last_words import LastWords
 from kvroute.replica.vllm_engine.lora import Adapters
+from kvroute.replica.vllm_engine.rank_core import RankCore
 from kvroute.replica.vllm_engine.scheduler import PIN
 from kvroute.replica.vllm_engine.subscription import Subscription
 from kvroute.settings.replica import ReplicaSettings
@@ -54,11 +57,12 @@ GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
 
 
 class VllmEngine:
-    """One AsyncLLM with prefix caching, its KV events and its statistics."""
+    """One rank of an AsyncLLM, with its prefix cache, KV events and statistics. Ranks share the
+    AsyncLLM and the HTTP application."""
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        core: RankCore,
         facts: EngineFacts,
         members: Sequence[int | None],
         subscription: Subscription,
@@ -69,40 +73,55 @@ class VllmEngine:
     ) -> None:
         self.facts = facts
         self.members = members
-        self._llm = llm
+        self._core = core
+        self._llm = core.llm
         self._subscription = subscription
         self._stats = stats
         self._adapters = adapters
         self._http = http
         self._words = words
         self._pins: dict[str, int] = {}
-        self._processes = psutil.Process().children(recursive=True)  # the engine's
+        # The engine's; those of all ranks are rank 0's to watch.
+        self._processes = [] if core.rank else psutil.Process().children(recursive=True)
         self._unfinished = 0  # requests
         self._health = EngineHealth()
 
     @classmethod
-    async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "VllmEngine":
-        """Loads the model (a folder or a hub name) and binds the engine's process to `cores`.
-        CannotRunError when vLLM refuses the model, or dies of its first tokens."""
-        subscription, stats, words = Subscription(), _Stats(), LastWords()
+    async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "list[VllmEngine]":
+        """All ranks. Loads the model (a folder or a hub name) and binds the engine's processes to
+        `cores`. CannotRunError when vLLM refuses the model, or dies of its first tokens."""
+        words, ranks = LastWords(), range(settings.data_parallel_size)
+        subscriptions, stats = [Subscription() for _ in ranks], [_Stats() for _ in ranks]
         try:
-            args = engine_args(settings, model, subscription)
+            args = engine_args(settings, model, subscriptions)
             llm = await asyncio.to_thread(_load, args, stats, cores)
-            if settings.prefix_caching:
-                await subscription.connect()
-            else:
-                subscription.folder.cleanup()  # there is no publisher
-            division = await _begin(llm, settings)
-            adapters = Adapters(llm, settings.adapters)
+            for subscription in subscriptions:
+                await subscription.connect(has_publisher=settings.prefix_caching)
+            each = [RankCore(llm, rank) for rank in ranks]
+            divisions = [await _begin(core, settings) for core in each]
+            adapters = [Adapters(core, settings.adapters) for core in each]
             http = await HttpApp.start(llm, front_args(settings.engine_args), adapters)
-            await _try(llm, words)
+            for core in each:
+                await _try(core, words)
         except BaseException as error:
-            subscription.close()
+            for subscription in subscriptions:
+                subscription.close()
             if isinstance(error, CannotRunError) or not isinstance(error, Exception):
                 raise
             raise words.of_start(error) from error
-        facts = _facts(llm, settings, division, content_format=http.content_format)
-        return cls(llm, facts, division.members, subscription, stats, adapters, http, words)
+        return [
+            cls(
+                core,
+                _facts(llm, settings, division, http.content_format),
+                division.members,
+                subscriptions[core.rank],
+                stats[core.rank],
+                adapters[core.rank],
+                http,
+                words,
+            )
+            for core, division in zip(each, divisions, strict=True)
+        ]
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         chunks = self._unread(request) if request.call is None else self._http.chunks(request)
@@ -140,6 +159,7 @@ class VllmEngine:
                 request.request_id,
                 lora_request=lora,
                 trace_headers=request.trace,
+                data_parallel_rank=self._core.rank,
             ):
                 ids = tuple(output.outputs[0].token_ids)
                 yield Chunk(ids, output.num_cached_tokens or 0, output.finished)
@@ -156,7 +176,7 @@ class VllmEngine:
         """Raises PinRefusedError when the cache has not kept what a later prompt needs."""
         hit_tokens = self.facts.layout.hit_tokens if self.facts.layout else self.facts.block_size
         wanted = (len(request.prompt_ids) - 1) // hit_tokens * hit_tokens
-        tokens: int = await self._call("kvroute_pinned", request.pin)
+        tokens: int = await self._core.call("kvroute_pinned", request.pin)
         self._pins[request.pin] = tokens // self.facts.block_size
         if tokens < wanted:
             await self.unpin(request.pin)
@@ -166,7 +186,7 @@ class VllmEngine:
 
     async def unpin(self, name: str) -> None:
         if self._pins.pop(name, None) is not None:
-            self._stats.kv_usage = await self._call("kvroute_unpin", name)
+            self._stats.kv_usage = await self._core.call("kvroute_unpin", name)
 
     async def events(self) -> AsyncIterator[list[KVEvent]]:
         decoder = msgspec.msgpack.Decoder(EventBatch)
@@ -181,7 +201,7 @@ class VllmEngine:
             used_blocks=round(self._stats.kv_usage * self.facts.capacity_blocks),
             loras=tuple(self._adapters.loaded),
             lora_load_s=self._adapters.load_s,
-            rendering_differences=self._http.rendering_differences,
+            rendering_differences=self._http.rendering_differences(self._core.rank),
         )
 
     async def check(self) -> None:
@@ -206,27 +226,26 @@ class VllmEngine:
         return False
 
     async def emit_held(self) -> None:
-        await self._call("kvroute_emit_held")
+        await self._core.call("kvroute_emit_held")
 
     async def reset_prefix_cache(self) -> bool:
-        is_cleared = bool(await self._llm.reset_prefix_cache())
+        is_cleared = bool(await self._core.call("reset_prefix_cache"))
         if is_cleared:
             self._pins.clear()
         return is_cleared
 
-    async def _call(self, method: str, *args: str) -> Any:
-        """Calls a method that scheduler.py adds to vLLM's core."""
-        return await self._llm.engine_core.call_utility_async(method, *args)
-
     async def close(self) -> None:
-        await asyncio.to_thread(self._llm.shutdown)
+        """With rank 0 all ranks end."""
+        if self._core.rank == 0:
+            await asyncio.to_thread(self._llm.shutdown)
         self._subscription.close()
 
 
 def engine_args(
-    settings: ReplicaSettings, model: str, subscription: Subscription
+    settings: ReplicaSettings, model: str, subscriptions: Sequence[Subscription]
 ) -> AsyncEngineArgs:
-    """vLLM's arguments from kvroute's settings and the user's; the rest has vLLM's defaults."""
+    """vLLM's arguments from kvroute's settings and the user's; the rest has vLLM's defaults.
+    subscriptions: by rank."""
     on_cpu = current_platform.is_cpu()
     scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
     ours: dict[str, Any] = {
@@ -235,6 +254,7 @@ def engine_args(
         "dtype": choose_dtype(settings.dtype, is_builtin=is_builtin(settings.model), on_cpu=on_cpu),
         "block_size": settings.block_size,
         "tensor_parallel_size": settings.tensor_parallel_size,
+        "data_parallel_size": settings.data_parallel_size,
         # vLLM's default is off for models that it would answer wrongly, such as embedding models
         # that pool over all tokens.
         "enable_prefix_caching": None if settings.prefix_caching else False,
@@ -243,8 +263,8 @@ def engine_args(
         "kv_events_config": KVEventsConfig(
             enable_kv_cache_events=settings.prefix_caching,
             publisher="zmq" if settings.prefix_caching else "null",
-            endpoint=subscription.endpoint,
-            replay_endpoint=subscription.replay_endpoint,
+            endpoint=listed(each.endpoint for each in subscriptions),
+            replay_endpoint=listed(each.replay_endpoint for each in subscriptions),
         ),
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
@@ -259,13 +279,15 @@ def engine_args(
     on_cpus = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
         "enforce_eager": True,
+        # vLLM's default for several ranks is one more process for each, bound to the first core.
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else None,
     }
     args = (on_cpus if on_cpu else {}) | checked(settings.engine_args) | ours
     return AsyncEngineArgs(**{name: value for name, value in args.items() if value is not None})
 
 
 class _Stats(StatLoggerBase):
-    """The scheduler's numbers of its last step; vLLM calls `record` in this process."""
+    """The numbers of a rank's scheduler in its last step; vLLM calls `record` in this process."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -285,32 +307,38 @@ class _Stats(StatLoggerBase):
         pass
 
 
-def _load(args: AsyncEngineArgs, stats: _Stats, cores: Cores) -> ContinuingLLM:
-    """Runs in a separate thread: the engine's process inherits that thread's cores."""
+def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> ContinuingLLM:
+    """Runs in a separate thread: the engine's processes inherit that thread's cores. stats: by
+    rank."""
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first logprobs compile 14 s
-        os.environ["OMP_NUM_THREADS"] = str(len(cores) or 1)
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(cores) // len(stats)))
+    die_with_parent.install()
     with cores.bound():
-        llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
+        loggers = [lambda _, rank: stats[rank]]
+        llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=loggers)
         return llm
 
 
-async def _begin(llm: AsyncLLM, settings: ReplicaSettings) -> Division:
+async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
     """Before the first request."""
-    told = await llm.engine_core.call_utility_async(
+    told = await core.call(
         "kvroute_begin", settings.served_model_name, settings.revision, settings.block_size
     )
     return msgspec.convert(told, Division)
 
 
-async def _try(llm: AsyncLLM, words: LastWords) -> None:
+async def _try(core: RankCore, words: LastWords) -> None:
     """Generates two tokens: vLLM's start does not run every kernel that a request needs."""
+    llm = core.llm
     if "generate" not in await llm.get_supported_tasks() or llm.model_config.is_encoder_decoder:
         return
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
     try:
-        async for _ in llm.generate(tokens_input([0]), params, "first"):
+        async for _ in llm.generate(
+            tokens_input([0]), params, f"first-{core.rank}", data_parallel_rank=core.rank
+        ):
             pass
     except VllmDeadError as error:
         if said := words.said():
@@ -321,13 +349,12 @@ async def _try(llm: AsyncLLM, words: LastWords) -> None:
 
 
 def _facts(
-    llm: AsyncLLM, settings: ReplicaSettings, division: Division, *, content_format: str
+    llm: AsyncLLM, settings: ReplicaSettings, division: Division, content_format: str
 ) -> EngineFacts:
     config = llm.vllm_config
     speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
     prefix_caching = bool(config.cache_config.enable_prefix_caching)
-    # Without vLLM's null block.
-    capacity_blocks = division.capacity_blocks(config.cache_config.num_gpu_blocks - 1)
+    capacity_blocks = division.capacity_blocks(division.blocks)
     return EngineFacts(
         block_size=division.unit,
         capacity_blocks=capacity_blocks,

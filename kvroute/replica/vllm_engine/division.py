@@ -18,6 +18,7 @@ class Division(Struct, frozen=True):
     unit: int  # tokens of one fingerprint
     hit_tokens: int  # the length of a hit is a multiple of it
     groups: tuple[CacheGroup | None, ...]  # None: it takes no part in prefix caching
+    blocks: int = 0  # of vLLM's own size, in this engine's cache
 
     @property
     def is_plain(self) -> bool:
@@ -59,6 +60,7 @@ def division_of(manager: KVCacheManager, unit: int) -> Division:
         tuple(
             _group(each.kv_cache_spec, each.block_size) for each in coordinator.single_type_managers
         ),
+        manager.block_pool.num_gpu_blocks - 1,  # without the null block
     )
 
 

@@ -8,6 +8,7 @@ vLLM's private API; tests/vllm/test_http_app.py checks what this relies on.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -42,10 +43,10 @@ ALWAYS = {"enable_prompt_tokens_details": True}  # clients see their cached toke
 
 
 class HttpApp:
-    """Answers requests by vLLM's application."""
+    """Answers requests by vLLM's application. adapters: by rank."""
 
     def __init__(
-        self, app: Any, renderer: "_Renderer", adapters: Adapters, content_format: str
+        self, app: Any, renderer: "_Renderer", adapters: Sequence[Adapters], content_format: str
     ) -> None:
         self.content_format = content_format  # of EngineFacts
         self._renderer = renderer
@@ -54,7 +55,7 @@ class HttpApp:
 
     @classmethod
     async def start(
-        cls, llm: AsyncLLM, front_args: Mapping[str, Any], adapters: Adapters
+        cls, llm: AsyncLLM, front_args: Mapping[str, Any], adapters: Sequence[Adapters]
     ) -> "HttpApp":
         """front_args: those of vLLM's server, by name."""
         repeatable.install()
@@ -70,7 +71,7 @@ class HttpApp:
         app.user_middleware.clear()
         app.middleware_stack = app.build_middleware_stack()
         models = app.state.openai_serving_models
-        for name, adapter in adapters.known.items():
+        for name, adapter in adapters[0].known.items():
             models.lora_requests[name] = adapter
             models.lora_requests[f"{args.served_model_name[0]}:{name}"] = adapter
         return cls(app, client.renderer, adapters, _content_format(llm, args))
@@ -79,15 +80,14 @@ class HttpApp:
         """The response to a request with a `call`, in chunks. ValueError for an unknown adapter.
         EngineDeadError."""
         assert request.call is not None
-        lora = await self._adapters.ready(request.lora)
+        lora = await self._adapters[request.rank].ready(request.lora)
         async with aclosing(Run(request, request.call, lora).chunks(self._app)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    @property
-    def rendering_differences(self) -> int:
-        """Prompts that a router has rendered in another way."""
-        return self._renderer.differences
+    def rendering_differences(self, rank: int) -> int:
+        """Prompts that a router has rendered in another way, of requests to that rank."""
+        return self._renderer.differences[rank]
 
     async def render(self, call: HttpCall) -> Rendered:
         """The prompt of that request; the engine does not run."""
@@ -97,7 +97,7 @@ class HttpApp:
 class _Client:
     """The engine client that vLLM's handlers get."""
 
-    def __init__(self, llm: AsyncLLM, adapters: Adapters) -> None:
+    def __init__(self, llm: AsyncLLM, adapters: Sequence[Adapters]) -> None:
         self._llm = llm
         self._adapters = adapters
         self.renderer = _Renderer(llm.renderer)
@@ -118,8 +118,10 @@ class _Client:
         """Embeddings, scores and classes."""
         run = CURRENT.get()
         assert run is not None, "only HTTP requests come here"
-        lora = await self._adapters.ready(lora_request.lora_name if lora_request else "")
-        outputs = self._llm.encode(run.salted(prompt), *args, lora_request=lora, **options)
+        rank = run.request.rank
+        lora = await self._adapters[rank].ready(lora_request.lora_name if lora_request else "")
+        options |= {"lora_request": lora, "data_parallel_rank": rank}
+        outputs = self._llm.encode(run.salted(prompt), *args, **options)
         async with run.reporting_a_dead_engine(), aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -130,7 +132,7 @@ class _Renderer:
 
     def __init__(self, renderer: Any) -> None:
         self._renderer = renderer
-        self.differences = 0
+        self.differences = Counter[int]()  # by rank
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
@@ -169,7 +171,7 @@ class _Renderer:
         """The prompt as vLLM has rendered it, which is counted where it differs."""
         if given["prompt_token_ids"] == rendered["prompt_token_ids"]:
             return given
-        self.differences += 1
+        self.differences[run.request.rank] += 1
         log.error(
             "the router has rendered request %s in another way than vLLM: %d tokens, %d here",
             run.request.request_id,

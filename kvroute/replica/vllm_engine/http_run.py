@@ -156,7 +156,8 @@ class Run:
             self._data, self._status = [], 0  # the client has it
             prompt = tokens_input([*ids, *answered], cache_salt=prompt.get("cache_salt"))
             params = rest(params, answered)
-        outputs = llm.generate(prompt, params, id_, **{**options, "lora_request": self._lora})
+        ours = {"lora_request": self._lora, "data_parallel_rank": self.request.rank}
+        outputs = llm.generate(prompt, params, id_, **{**options, **ours})
         async with self.reporting_a_dead_engine(), aclosing(outputs):
             with _outside():
                 output = await anext(outputs, None)

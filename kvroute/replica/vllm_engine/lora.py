@@ -9,17 +9,17 @@ import time
 from collections.abc import Iterable
 
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvroute.contract.adapters import LOAD_S, Adapter
+from kvroute.replica.vllm_engine.rank_core import RankCore
 
 
 class Adapters:
-    """The LoRA adapters that one engine may load."""
+    """The LoRA adapters that one rank of an engine may load; ranks load theirs by themselves."""
 
-    def __init__(self, llm: AsyncLLM, adapters: Iterable[Adapter]) -> None:
-        self._llm = llm
+    def __init__(self, core: RankCore, adapters: Iterable[Adapter]) -> None:
+        self._core = core
         self.known = {
             adapter.name: LoRARequest(adapter.name, number, adapter.path)
             for number, adapter in enumerate(adapters, start=1)
@@ -48,7 +48,7 @@ class Adapters:
     async def _load(self, adapter: LoRARequest) -> None:
         began_s = time.monotonic()
         try:
-            await self._llm.add_lora(adapter)
+            await self._core.call("add_lora", adapter)
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM raises its engine's errors as plain Exception
@@ -57,5 +57,5 @@ class Adapters:
                 f"{adapter.lora_path}: {error}"
             ) from error
         self.load_s += (time.monotonic() - began_s - self.load_s) / 2
-        resident = await self._llm.list_loras()  # another one may have been evicted
+        resident = await self._core.call("list_loras")  # another one may have been evicted
         self.loaded = [name for name in self.loaded if self.known[name].lora_int_id in resident]

@@ -8,10 +8,6 @@ vLLM loads these classes by name inside the engine's process. They use private A
 version; tests/vllm/test_engine.py checks what they rely on.
 """
 
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +24,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from kvroute.replica.vllm_engine import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
+from kvroute.replica.vllm_engine.die_with_parent import die_with_parent
 from kvroute.replica.vllm_engine.division import Division, division_of
 from kvroute.replica.vllm_engine.events import EventBatch, Held
 from kvroute.replica.vllm_engine.request_chain import Space
@@ -63,7 +61,7 @@ class _Kvroute:
         super().__init__(*args, **kwargs)
         self.structured_output_manager.__class__ = _Grammars  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
-        _die_with_parent()
+        die_with_parent()
 
     def begin(self, space: Space) -> Division:
         """Before the first request: from now on, events have fingerprints."""
@@ -192,16 +190,3 @@ def kvroute_unpin(core: EngineCore, name: str) -> float:
 
 for _method in (kvroute_begin, kvroute_emit_held, kvroute_pinned, kvroute_unpin):
     setattr(EngineCore, _method.__name__, _method)
-
-
-def _die_with_parent() -> None:
-    """Kills the engine's process when the replica dies; without this it would live for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def wait() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="die-with-parent", daemon=True).start()

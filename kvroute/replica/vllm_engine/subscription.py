@@ -33,13 +33,14 @@ class Subscription:
         self._replay = self._socket(zmq.DEALER)
         self._due = 0  # the number of the next batch
 
-    async def connect(self) -> None:
+    async def connect(self, *, has_publisher: bool = True) -> None:
         """Connects to the running publisher, then deletes the socket's file, so that no file stays
         when a process is killed. Raises TimeoutError when the publisher does not respond."""
-        self._replay.connect(self.replay_endpoint)
-        await self._request(END)
-        async with asyncio.timeout(START_S):
-            await self._replay.recv_multipart()
+        if has_publisher:
+            self._replay.connect(self.replay_endpoint)
+            await self._request(END)
+            async with asyncio.timeout(START_S):
+                await self._replay.recv_multipart()
         self.folder.cleanup()
 
     async def batches(self) -> AsyncGenerator[bytes | None, None]:

@@ -17,6 +17,7 @@ from kvroute.contract.generation import (
     dispatch_id,
 )
 from kvroute.contract.http_call import HttpCall, HttpPart
+from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.turns import Turns
 from kvroute.router.dispatch.links import Links, UnansweredError
@@ -221,13 +222,13 @@ class Dispatcher:
                 return await self._links.call(replica_id, method, body, within_s=within_s)
             except UnansweredError as error:
                 log.info("replica %s did not answer %s: %s", replica_id, method, error)
-                gone.add(replica_id)
+                gone.add(replica_of(replica_id))
                 if words := _words(error.__cause__):
                     losses.add(
                         replica_id, died=True, is_gone=True, held_s=0.0, tokens=0, words=words
                     )
                     losses.check()
-                if len(gone) == len(self._liveness.trusted()):
+                if len(gone) == len(replicas_of(self._liveness.trusted())):
                     break
         raise ApiError(503, "no replica answers; try again", type="server_error")
 
@@ -254,9 +255,9 @@ class Dispatcher:
                 continue
 
     async def _running(self, gone: Collection[str]) -> list[str]:
-        """The replicas that may get a request; waits for one if there is none."""
+        """The ranks that may get a request; waits for one if there is none. gone: replicas."""
         deadline = time.monotonic() + RECOVERY_S
-        while not (running := [id_ for id_ in self._liveness.trusted() if id_ not in gone]):
+        while not (running := _left(self._liveness.trusted(), gone)):
             if time.monotonic() >= deadline:
                 raise ApiError(503, "no replica is ready; try again", type="server_error")
             await asyncio.sleep(POLL_S)
@@ -281,14 +282,19 @@ class Dispatcher:
     ) -> ReplicaStream:
         """A stream from the first replica in the ranking that has room. RefusedError: none of the
         best has. One of LOST: a replica was lost before its first chunk."""
-        sent_s = time.monotonic()
-        for candidate in placement.ranking[:TRIES]:
+        sent_s, full = time.monotonic(), set[str]()  # replicas: all ranks of one have the same room
+        for candidate in placement.ranking:
             replica_id = candidate.replica_id
+            if len(full) == TRIES:
+                break
+            if full and replica_of(replica_id) in full:
+                continue
             attempt = self._fleet.sent(placement, replica_id, request.request_id, sent_s, context)
             try:
                 return await self._begin(request, placement, attempt)
             except RefusedError as error:
                 log.info("replica %s refused a request: %s", replica_id, error)
+                full.add(replica_of(replica_id))
             except LOST as error:
                 log.info("replica %s was lost before its first token: %s", replica_id, error)
                 _lose(losses, replica_id, attempt, error)
@@ -320,6 +326,11 @@ class Dispatcher:
         else:
             attempt.receive(first, time.monotonic())
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
+
+
+def _left(rank_ids: list[str], gone: Collection[str]) -> list[str]:
+    """The ranks of other replicas."""
+    return [id_ for id_ in rank_ids if replica_of(id_) not in gone] if gone else rank_ids
 
 
 def _most_waiting(context: RequestContext) -> int:

@@ -1,13 +1,15 @@
-"""This router's connections: one to each replica that Ray Serve runs."""
+"""This router's connections: one to each replica that Ray Serve runs, for all of its ranks."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from ray.exceptions import RayError
 
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
+from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.dispatch.replicas import Replicas, UnknownReplicaError
 from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
@@ -26,7 +28,10 @@ class UnansweredError(Exception):
 
 
 class Links:
-    """Connects to replicas as they come, and again when a connection ends."""
+    """Connects to replicas as they come, and again when a connection ends.
+
+    Requests and questions go to ranks; all else is about replicas.
+    """
 
     def __init__(self, replicas: Callable[[], Replicas]) -> None:
         self.losses = 0  # connections that ended while Serve ran the replica
@@ -34,10 +39,20 @@ class Links:
         self._replicas = replicas
         self._links: dict[str, Link] = {}  # those that are ready
         self._kept: dict[str, asyncio.Task[None]] = {}
+        self._ranks: dict[str, tuple[str, ...]] = {}  # replica id -> its ranks, as it last told
 
     def connected(self) -> list[str]:
-        """The replicas that Serve runs and that can get requests now."""
-        return [id_ for id_ in self._replicas().ids() if self._open(id_)]
+        """The ranks of the replicas that Serve runs and that can get requests now."""
+        ids = self._replicas().ids()
+        return [rank_id for id_ in ids if self._open(id_) for rank_id in self._ranks[id_]]
+
+    def running(self) -> list[str]:
+        """The ranks of the replicas that Serve runs, as far as they are known."""
+        return [rank_id for id_ in self._replicas().ids() for rank_id in self.ranks(id_)]
+
+    def ranks(self, replica_id: str) -> tuple[str, ...]:
+        """One until the replica has told."""
+        return self._ranks.get(replica_id) or rank_ids(replica_id, 1)
 
     def unconnected(self) -> dict[str, str]:
         """The replicas to which there is no connection for a while: id -> why."""
@@ -55,25 +70,28 @@ class Links:
         link = self._links.get(replica_id)
         return link.heard if link else 0
 
-    def owed(self, replica_id: str) -> int:
-        """How many questions it has not answered yet."""
-        link = self._links.get(replica_id)
+    def owed(self, rank_id: str) -> int:
+        """How many questions its replica has not answered yet."""
+        link = self._links.get(replica_of(rank_id))
         return link.owed if link else 0
 
-    def open(self, replica_id: str, request: GenerateRequest, *, most_waiting: int) -> Stream:
+    def open(self, rank_id: str, request: GenerateRequest, *, most_waiting: int) -> Stream:
         """Raises LostError or RefusedError."""
+        replica_id, rank = split(rank_id)
         if link := self._open(replica_id):
+            request = replace(request, rank=rank) if rank else request
             return link.open(request, most_waiting=most_waiting)
         raise LostError("there is no connection")
 
-    async def call(self, replica_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
-        """The replica's answer to one question. Raises UnansweredError."""
+    async def call(self, rank_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
+        """The rank's answer to one question. Raises UnansweredError."""
+        replica_id, rank = split(rank_id)
         if (link := self._open(replica_id)) is None:
             _, reason = self._failures.get(replica_id, (0.0, "Serve does not run it"))
             raise UnansweredError(f"there is no connection: {reason}")
         try:
             async with asyncio.timeout(within_s):
-                return await link.call(method, body)
+                return await link.call(method, body, rank)
         except TimeoutError:
             raise UnansweredError(f"it is silent for {within_s:g} s") from None
         except (LostError, RefusedError, FailedError, EngineDeadError, ValueError) as error:
@@ -124,6 +142,7 @@ class Links:
         finally:
             del held
             self._failures.pop(replica_id, None)
+            self._ranks.pop(replica_id, None)
             if link := self._links.pop(replica_id, None):
                 link.lose(LostError("the replica has left"))
 
@@ -139,6 +158,7 @@ class Links:
             self._note(replica_id, str(error) or f"silence for {CONNECT_S:g} s")
             return False
         self._failures.pop(replica_id, None)
+        self._ranks[replica_id] = rank_ids(replica_id, address.ranks)
         self._links[replica_id] = link
         await asyncio.wait([link.closed])
         del self._links[replica_id]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ray.exceptions import RayError
 
+from kvroute.contract.ranks import replica_of
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.replicas import Replicas
 from kvroute.router.routing.fleet import Fleet
@@ -47,12 +48,14 @@ class Liveness:
         self._probed: set[str] = set()  # ids of replicas with a probe in flight
 
     def running(self) -> list[str]:
-        """The replicas that can get requests now."""
+        """The ranks that can get requests now."""
         return self._links.connected()
 
     def trusted(self) -> list[str]:
-        """Those of them that are not suspect."""
-        return [id_ for id_ in self.running() if self._quiet.get(id_, 0) < SUSPECT_CHECKS]
+        """Those of them whose replicas are not suspect."""
+        suspect = {id_ for id_, quiet in self._quiet.items() if quiet >= SUSPECT_CHECKS}
+        running = self.running()
+        return [id_ for id_ in running if replica_of(id_) not in suspect] if suspect else running
 
     async def run(self) -> None:
         """Checks all replicas at each interval, until cancelled."""
@@ -86,8 +89,11 @@ class Liveness:
         self._heard[replica_id] = heard
         # An idle replica with a valid lease is alive. This does not hold for a replica that was
         # declared dead: it is idle because its requests were ended.
-        is_alive = has_spoken or (quiet < self._dead_checks and self._fleet.is_idle(replica_id))
+        is_alive = has_spoken or (quiet < self._dead_checks and self._is_idle(replica_id))
         return 0 if is_alive else quiet + 1
+
+    def _is_idle(self, replica_id: str) -> bool:
+        return all(map(self._fleet.is_idle, self._links.ranks(replica_id)))
 
     async def _probe(self, replica_id: str) -> None:
         try:

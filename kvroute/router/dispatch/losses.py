@@ -1,5 +1,6 @@
 """The replicas that one request has lost, and whether it may be the cause."""
 
+from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
 
 CAUSED = 2  # replicas in a row that died soon after they got the request: it may be the cause
@@ -13,7 +14,7 @@ class Losses:
 
     def __init__(self) -> None:
         self.replica_ids: list[str] = []
-        self.gone: set[str] = set()  # those that get it no more; others may be connected again
+        self.gone: set[str] = set()  # replicas that get it no more; others may be connected again
         self._died_soon: list[str] = []  # in a row
         self._words = ""  # of the last one among them
 
@@ -32,7 +33,7 @@ class Losses:
         request, as it told."""
         self.replica_ids.append(replica_id)
         if is_gone:
-            self.gone.add(replica_id)
+            self.gone.add(replica_of(replica_id))
         if tokens > SOON_TOKENS:
             self._died_soon.clear()
         elif died and (words or tokens or held_s >= DEAD_BEFORE_S):

@@ -10,6 +10,7 @@ from typing import get_args
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.api.errors import ApiError
@@ -184,12 +185,12 @@ class RouterMetrics(RequestObservers):
         gauge(
             "kvroute_replicas",
             "Replicas whose lease ran when the router last heard of it.",
-            lambda: len(fleet.records),
+            lambda: len(replicas_of(record.id for record in fleet.records)),
         )
         gauge(
             "kvroute_degraded_replicas",
             "Replicas whose cache is ignored, since they differ from the router.",
-            lambda: len(fleet.handshake.degraded),
+            lambda: len(replicas_of(fleet.handshake.degraded)),
         )
         gauge(
             "kvroute_mirror_blocks",
@@ -250,7 +251,7 @@ class RouterMetrics(RequestObservers):
         self._readings.gauge(
             "kvroute_connected_replicas",
             "Replicas to which the router has a connection, so that they can get requests.",
-            lambda: len(links.connected()),
+            lambda: len(replicas_of(links.connected())),
         )
         self._readings.counter(
             "kvroute_lost_connections",

@@ -11,6 +11,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import RouterDescription, Whereabouts
 from kvroute.process.exposition import Exposition
 from kvroute.store.index import Index
@@ -51,7 +52,8 @@ class Announcer:
 
 async def targets(index: Index, model: str) -> list[Target]:
     """Every process with a valid lease and metrics. RedisError or OSError without Redis."""
-    replicas = {record.id: record.whereabouts for record in await index.records()}
+    records = await index.records()
+    replicas = {replica_of(record.id): record.whereabouts for record in records}
     routers = {id_: router.whereabouts for id_, router in (await index.routers()).items()}
     return [
         {

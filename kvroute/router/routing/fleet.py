@@ -9,6 +9,7 @@ from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.cache_groups import UNTOLD
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from kvroute.contract.generation import TokenIds
+from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.speed import PrefillModel, prefill_model
 from kvroute.router.routing.attempts import (
@@ -88,6 +89,7 @@ class Fleet:
         self._rank = ranking
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
+        self._ranks: dict[str, list[ReplicaRecord]] = {}  # the records of each replica
         self._leased: set[str] = set()  # replicas with a valid lease
         self._free_blocks: dict[str, int] = {}  # of replicas with a record
         self._loads: dict[str, ReplicaLoad] = {}  # of replicas with a record or with requests
@@ -115,7 +117,7 @@ class Fleet:
         running = self._running() if self._running else ()
         if not running:
             return self.records
-        return [self._records[id_] for id_ in running if id_ in self._records]
+        return [record for id_ in running for record in self._ranks.get(id_, ())]
 
     def is_idle(self, replica_id: str) -> bool:
         """Its lease is valid, as far as Redis is reachable, and it has no request in flight."""
@@ -142,9 +144,10 @@ class Fleet:
         """Takes over the replicas' current records. `unleased`: replicas whose lease expired
         recently, or whose record cannot be read; `unreadable`: why it cannot."""
         self._records = {record.id: record for record in records}
+        self._ranks = _by_replica(self._records.values())
         if unreadable and self._running:
             ours = set(self._running())
-            unreadable = {id_: reason for id_, reason in unreadable.items() if id_ in ours}
+            unreadable = {id_: why for id_, why in unreadable.items() if replica_of(id_) in ours}
         self._boundaries, unknown = _boundaries(self._records.values())
         self.handshake.check(self._records.values(), unreadable, unknown)
         self._leased = self._records.keys() - set(unleased)
@@ -398,6 +401,13 @@ class Fleet:
         if record is None or replica_id in self.handshake.degraded:
             return False
         return record.facts.prefix_caching
+
+
+def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:
+    ranks: dict[str, list[ReplicaRecord]] = {}
+    for record in records:
+        ranks.setdefault(replica_of(record.id), []).append(record)
+    return ranks
 
 
 def _boundaries(

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from kvroute.contract.identity import identify
+from kvroute.contract.ranks import replicas_of
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.draining import draining
@@ -115,7 +116,7 @@ class ModelRouter:
         read_audit = audit_reader(self._links, unreadable)
         self._audit = Audit(self._index, self._feed, self._fleet.mirror, read_audit)
         self._canaries = Canaries(
-            *(self._index, self._fleet, canary_sender(self._links), running),
+            *(self._index, self._fleet, canary_sender(self._links), self._links.running),
             block_size=settings.block_size,
         )
         self.live = self._live() if settings.ui else None  # None: it is off
@@ -274,13 +275,13 @@ class ModelRouter:
 
     @property
     def running(self) -> list[str]:
-        """Ids of the replicas that Serve would send a request to now."""
+        """Ids of the ranks that can get a request now."""
         return self._liveness.running()
 
     def health(self) -> ModelHealth:
         feed, degraded = self._feed.state, self._fleet.handshake.degraded
         return ModelHealth(
-            len(self.running),
+            len(replicas_of(self.running)),
             index_is_reachable=feed.is_reachable,
             index_is_writable=self._neighbours.can_write,
             index_age_s=feed.age_s,

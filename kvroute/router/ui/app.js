@@ -93,7 +93,8 @@ function show() {
 }
 
 function showFigures(router, ledger, replicas, decisions) {
-  const ready = replicas.filter((replica) => replica.state === "ready").length;
+  const ready = processes(replicas.filter((replica) => replica.state === "ready"));
+  const known = processes(replicas);
   const total = (name) => replicas.reduce((sum, replica) => sum + (replica[name] ?? 0), 0);
   const waits = decisions.filter((one) => one.ttft_s !== null).map((one) => one.ttft_s).sort((a, b) => a - b);
   const minutes = Math.round(ledger.window_s / 60);
@@ -102,7 +103,7 @@ function showFigures(router, ledger, replicas, decisions) {
     ["Wait for the first token", seconds(waits[waits.length >> 1]), `median of the last ${waits.length}`],
     ["Requests in flight", count(router.in_flight), `in engines: ${count(total("running"))} run, ${count(total("waiting"))} wait`],
     ["Requests answered", count(ledger.requests), `last ${minutes} minutes`],
-    ["Replicas ready", `${count(ready)} of ${count(replicas.length)}`, ready === replicas.length ? "all of them" : "see the tiles"],
+    ["Replicas ready", `${count(ready)} of ${count(known)}`, ready === known ? "all of them" : "see the tiles"],
     ["Index of the caches", router.index.reachable ? "in step" : "away", indexNote(router.index)],
   ];
   const list = byId("figures");
@@ -112,8 +113,13 @@ function showFigures(router, ledger, replicas, decisions) {
     setText(dt, name);
     setText(dd, value);
     setText(small, note);
-    box.classList.toggle("bad", value === "away" || (name === "Replicas ready" && ready < replicas.length));
+    box.classList.toggle("bad", value === "away" || (name === "Replicas ready" && ready < known));
   });
+}
+
+// Each rank of a replica has an entry: "replica.rank", or "replica" if there is one.
+function processes(replicas) {
+  return new Set(replicas.map((replica) => replica.id.split(".")[0])).size;
 }
 
 function indexNote(index) {

@@ -11,7 +11,7 @@ import uvloop
 from kvroute.contract.generation import GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.engine.protocol import Engine
-from kvroute.replica.engines import start_engine
+from kvroute.replica.engines import start_engines
 from kvroute.settings.replica import ReplicaSettings
 from tests.bench.stream.caller import Tally
 from tests.bench.stream.load import RAMP_S, SETTLE_S, Cost, Load, cost, first_tokens
@@ -27,7 +27,7 @@ def alone(load: Load, *, decode_ms: float) -> Cost:
 
 
 async def _measure(load: Load, decode_ms: float) -> Cost:
-    engine = await start_engine(
+    (engine,) = await start_engines(
         ReplicaSettings(
             model=BUILTIN_MODEL,
             served_model_name="m",

@@ -1,0 +1,112 @@
+"""A data parallel rank of a replica: an engine, and all that is done for its cache."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from statistics import fmean
+
+from kvroute.contract.generation import Chunk, GenerateRequest, client_id
+from kvroute.contract.records import Description
+from kvroute.process.tracing import Tracing
+from kvroute.replica.backlog import Backlog, occupancy
+from kvroute.replica.block_table import BlockTable
+from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.engine_metrics import ReplicaMetrics
+from kvroute.replica.publisher import Publisher
+from kvroute.replica.warmer import Warmer
+from kvroute.store.index import Index
+from kvroute.store.prefixes import Prefixes
+
+log = logging.getLogger("kvroute.replica")
+
+
+class Rank:
+    """Runs requests on its engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        index: Index,
+        prefixes: Prefixes,
+        metrics: ReplicaMetrics,
+        tracing: Tracing | None,
+        *,
+        rank_id: str,
+        description: Description,
+        lease_s: float,
+    ) -> None:
+        self.engine = engine
+        self.backlog = Backlog(engine.facts.prefill_tokens_per_s)
+        self._metrics = metrics
+        self._run = tracing.traced(engine.generate) if tracing else engine.generate
+        self.publisher = Publisher(
+            index,
+            BlockTable(engine.members),
+            replica_id=rank_id,
+            description=description,
+            load=lambda: engine.load(),
+            pins=lambda: self.warmer.kept(),
+            lease_s=lease_s,
+        )
+        self.warmer = Warmer(
+            engine, prefixes, index, replica_id=rank_id, on_change=self.publisher.renew_soon
+        )
+
+    def follow_events(self) -> "asyncio.Task[None]":
+        """Its changes reach the publisher, until the task is cancelled."""
+        events = self.publisher.receive_events(self.engine, self._metrics.happened)
+        return asyncio.create_task(events, name="events")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The engine's chunks; closing the generator aborts the request."""
+        is_first, tokens, began_s = True, 0, time.monotonic()
+        new_tokens = len(request.token_ids) - request.expected_tokens
+        self.backlog.arrived(request.request_id, new_tokens, began_s)
+        try:
+            async with contextlib.aclosing(self._run(request)) as chunks:
+                async for chunk in chunks:
+                    if chunk.token_ids:
+                        if is_first:
+                            self._begun(request)
+                        self._metrics.received(request, chunk, is_first=is_first)
+                        is_first = False
+                    tokens += len(chunk.token_ids)
+                    yield chunk
+        finally:
+            now_s = time.monotonic()
+            self.backlog.gone(request.request_id, now_s)
+            log.info(
+                *("generated %d tokens in %.1f ms", tokens, 1e3 * (now_s - began_s)),
+                extra={"request_id": client_id(request.request_id)},
+            )
+
+    def _begun(self, request: GenerateRequest) -> None:
+        """The request has its first token."""
+        self.backlog.first_token(request.request_id, time.monotonic())
+        if request.lora:
+            self.publisher.renew_soon()  # the list of loaded adapters may have changed
+
+    def occupancy(self, now_s: float) -> float:
+        """Of its scarcest resource, 0 to 1."""
+        facts, load = self.engine.facts, self.engine.load()
+        pinned_blocks = sum(self.engine.pins.values())  # ignored: every replica needs its own
+        return occupancy(
+            busy_share=self.backlog.busy_share(now_s),
+            running=load.running,
+            most_running=facts.max_num_seqs,
+            used_blocks=load.used_blocks - pinned_blocks,
+            blocks=facts.capacity_blocks - pinned_blocks,
+        )
+
+
+def autoscaling_stats(ranks: Sequence[Rank], now_s: float) -> dict[str, float]:
+    """A replica's part of the input of kvroute/autoscaling.py. As there, a new request is one that
+    goes to the emptier quarter."""
+    waits_s = sorted(rank.backlog.wait_s(now_s) for rank in ranks)
+    return {
+        "wait_s": waits_s[(len(waits_s) - 1) // 4],
+        "service_s": fmean(rank.backlog.service_s() for rank in ranks),
+        "occupancy": fmean(rank.occupancy(now_s) for rank in ranks),
+    }
