@@ -1,0 +1,49 @@
+"""Blocks with images have other fingerprints exactly where vLLM gives them other hashes."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.contract.fingerprint import Feature, features_in
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+PROMPT = 120  # tokens
+lengths = st.integers(1, 50)
+places = st.lists(st.tuples(st.integers(0, PROMPT - 1), lengths), max_size=8).map(sorted)
+
+
+def request_with(features: list[Feature]) -> Any:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    specs = [
+        MultiModalFeatureSpec(
+            None, "image", each.identifier, PlaceholderRange(each.offset, each.length)
+        )
+        for each in features
+    ]
+    return Request("r", [7] * PROMPT, SamplingParams(max_tokens=1), None, mm_features=specs)
+
+
+@given(places, st.integers(1, 40))
+@settings(deadline=None)
+def test_a_block_counts_the_features_that_vllm_counts(
+    placed: list[tuple[int, int]], block_size: int
+) -> None:
+    """Also where they overlap, as the sounds and pictures of a video do."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    features = [Feature(f"f{number}", *place) for number, place in enumerate(placed)]
+    request, at = request_with(features), 0
+    for begin in range(0, PROMPT - block_size + 1, block_size):
+        end = begin + block_size
+        keys, at = generate_block_hash_extra_keys(request, begin, end, at)
+        ours = [
+            ("mm", each.identifier, each.offset - begin)
+            for each in features_in(features, begin, end)
+        ]
+        assert ours == list(keys or ())
