@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
 
 TokenIds = NDArray[np.uint32]
@@ -29,6 +30,7 @@ class GenerateRequest:
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
     call: HttpCall | None = None  # the HTTP request to answer; else nobody reads the tokens
     max_tokens: int = 1  # to generate without a call
+    features: tuple[Feature, ...] = ()  # for placement; a replica finds its own in the call
 
     @property
     def prompt_ids(self) -> TokenIds:

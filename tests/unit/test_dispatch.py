@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenIds
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.errors import ApiError, response
@@ -122,6 +123,23 @@ class Client:
         while chunk := await generation.next():
             chunks.append(chunk)
         return chunks
+
+
+async def test_images_are_placed_by_what_they_show_and_stay_off_the_wire() -> None:
+    client, prompt = Client(3, IMMORTAL, IMMORTAL), np.full(100, 7, np.uint32)
+    cat, dog = (Feature("cat", 40, 20),), (Feature("dog", 40, 20),)
+    now_s = time.monotonic()
+    async with client.serving():
+        for features in (cat, dog):
+            context = RequestContext(now_s, features=features)
+            generation = await client.dispatcher.begin(prompt, completion(), context)
+            while await generation.next():
+                pass
+    chains = [attempt.placement.chain for attempt in client.diary.attempts if attempt.placement]
+    assert chains[0] == chains[1][: len(chains[0])]  # the second replica went on with it
+    assert chains[2][:1] == chains[0][:1]
+    assert not {*chains[2][1:]} & {*chains[0][1:]}
+    assert {request.features for request in client.requests} == {()}
 
 
 def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:

@@ -126,7 +126,12 @@ class _Client:
 
 
 class _Renderer:
-    """vLLM's renderer. The prompt of a request that comes with its token ids is these."""
+    """vLLM's renderer. The prompt of a request that comes with its token ids is these.
+
+    Images are processed once, for a router and for the engine: they stay in the cache that vLLM has
+    for prompts which the engine does not get. Its other one, of what it has sent to the engine,
+    would count what only a router has asked for, and the engine would miss it.
+    """
 
     def __init__(self, renderer: Any) -> None:
         self._renderer = renderer
@@ -138,7 +143,7 @@ class _Renderer:
     async def render_chat_async(
         self, conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
     ) -> Any:
-        run = _rendered()
+        run, options = _rendered(), {**options, "skip_mm_cache": True}
         if run is None:
             return await self._renderer.render_chat_async(
                 conversations, chat_params, tok_params, **options
@@ -155,7 +160,7 @@ class _Renderer:
     async def render_cmpl_async(
         self, prompts: Sequence[Any], tok_params: Any = None, **options: Any
     ) -> Any:
-        run = _rendered()
+        run, options = _rendered(), {**options, "skip_mm_cache": True}
         if run is None:
             return await self._renderer.render_cmpl_async(prompts, tok_params, **options)
         text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else None

@@ -8,6 +8,7 @@ go on behind them.
 
 import asyncio
 import random
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import (
     NO_TOKENS,
     Chunk,
@@ -197,8 +199,7 @@ class Rendering(Run):
         finally:
             await self._leave(task)
         if self._prompt is not None:
-            ids = np.array(self._prompt["prompt_token_ids"], "<u4").tobytes()
-            return Rendered(ids, is_text=self._prompt["type"] == "token")
+            return rendered_of(self._prompt)
         end = self._chunks.get_nowait()
         if isinstance(end, Exception):
             raise end
@@ -211,6 +212,28 @@ class Rendering(Run):
         self._prompt = prompt
         raise asyncio.CancelledError  # past every handler of errors
         yield  # this makes it a generator
+
+
+def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
+    """What a router has to know of vLLM's prompt."""
+    if prompt["type"] == "embeds":
+        ids = [0] * len(prompt["prompt_embeds"])
+        features = [Feature(secrets.token_hex(16), 0, len(ids))]  # nothing else has them
+    else:
+        ids, features = prompt["prompt_token_ids"], _features(prompt)
+    packed = np.array(ids, "<u4").tobytes()
+    return Rendered(packed, is_text=prompt["type"] == "token", features=tuple(features))
+
+
+def _features(prompt: Mapping[str, Any]) -> list[Feature]:
+    if prompt["type"] != "multimodal":
+        return []
+    found = [
+        Feature(identifier, place.offset, place.length)
+        for modality, places in prompt["mm_placeholders"].items()
+        for identifier, place in zip(prompt["mm_hashes"][modality], places, strict=True)
+    ]
+    return sorted(found, key=lambda feature: feature.offset)
 
 
 # The request that the running task works on; None outside the application.

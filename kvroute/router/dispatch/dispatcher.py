@@ -75,6 +75,7 @@ class Generation:
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # as the engine knows it
         self.token_ids = request.token_ids
+        self.features = request.features
         self._dispatcher = dispatcher
         self._request = request
         self._call = call
@@ -193,6 +194,7 @@ class Dispatcher:
             context.namespace,
             lora=context.lora,
             call=call,
+            features=context.features,
         )
         losses = Losses()
         current = await self.start(request, context, losses)
@@ -242,7 +244,12 @@ class Dispatcher:
             running = await self._running(losses.gone)
             now_s = time.monotonic()
             placement = self._fleet.place(
-                request.token_ids, request.namespace, running, now_s, request.lora
+                request.token_ids,
+                request.namespace,
+                running,
+                now_s,
+                request.lora,
+                request.features,
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
             try:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import (
     HttpCall,
@@ -48,6 +49,7 @@ class Prompted:
     token_ids: Sequence[TokenIds]
     is_rendered: bool = True
     has_prefix: bool = False  # a named one, which is not in the body
+    features: tuple[Feature, ...] = ()  # the only prompt's images and the like
 
 
 class RefusedCallError(Exception):
@@ -142,7 +144,8 @@ class Calls:
         rendered = rendered_in(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)
-        return Prompted([token_ids_of(rendered.token_ids)], rendered.is_text)
+        ids = token_ids_of(rendered.token_ids)
+        return Prompted([ids], rendered.is_text, features=rendered.features)
 
     def _behind(self, prefix: Prefix, prompted: Prompted) -> Prompted:
         if "prompt" not in prefix.source or not prompted.is_rendered:
