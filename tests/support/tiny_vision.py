@@ -81,8 +81,19 @@ def picture(seed: int, width: int = SIDE, height: int = SIDE) -> str:
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return _url(Image.fromarray(pixels))
+
+
+def blank(side: int) -> str:
+    """A data URL of a black square, which is short."""
+    from PIL import Image
+
+    return _url(Image.new("1", (side, side)))
+
+
+def _url(image: Any) -> str:
     data = io.BytesIO()
-    Image.fromarray(pixels).save(data, "PNG")
+    image.save(data, "PNG")
     return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 

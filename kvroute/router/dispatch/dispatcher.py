@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -38,6 +38,7 @@ WAITING = 4096  # requests that may wait for a replica with room; further ones g
 WAITING_TOKENS = 262_144  # of one call, its bytes counted as tokens: for a slow client
 LEAST_TOKENS = 16_384  # of each of its prompts: a whole response is one chunk, of 1 MB here
 ANSWER_S = 60.0  # for a replica to answer a question
+MANY = 4  # answers; a replica owes them one after the other where it processes images
 LOST = (LostError, EngineDeadError, HungError)  # the replica, or its engine, is dead
 
 
@@ -212,13 +213,23 @@ class Dispatcher:
             await self._turns.next()
             return await self.begin(token_ids, call, context)
 
-    async def ask(self, method: str, body: bytes, *, within_s: float = ANSWER_S) -> bytes:
+    async def ask(
+        self,
+        method: str,
+        body: bytes,
+        *,
+        within_s: float = ANSWER_S,
+        prefer: Callable[[Collection[str]], str] | None = None,
+    ) -> bytes:
         """The answer to a question that every replica can answer, by one of those that owe the
-        fewest answers. ApiError when none does, or when engines die of it."""
+        fewest answers. ApiError when none does, or when engines die of it.
+
+        prefer: the replica that is asked, of these, unless it owes MANY more than others.
+        """
         gone, losses = set[str](), Losses()
         for _ in range(TRIES):
             running = await self._running(gone)
-            replica_id = min(running, key=lambda id_: (self._links.owed(id_), random.random()))
+            replica_id = self._asked(running, prefer)
             try:
                 return await self._links.call(replica_id, method, body, within_s=within_s)
             except UnansweredError as error:
@@ -232,6 +243,14 @@ class Dispatcher:
                 if len(gone) == len(self._liveness.trusted()):
                     break
         raise ApiError(503, "no replica answers; try again", type="server_error")
+
+    def _asked(
+        self, running: Collection[str], prefer: Callable[[Collection[str]], str] | None
+    ) -> str:
+        owed = {id_: self._links.owed(id_) for id_ in running}
+        least = min(running, key=lambda id_: (owed[id_], random.random()))
+        preferred = prefer(running) if prefer else least
+        return preferred if owed[preferred] <= owed[least] + MANY else least
 
     async def start(
         self, request: GenerateRequest, context: RequestContext, losses: Losses
