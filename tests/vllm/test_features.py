@@ -47,3 +47,36 @@ def test_a_block_counts_the_features_that_vllm_counts(
             for each in features_in(features, begin, end)
         ]
         assert ours == list(keys or ())
+
+
+def test_a_rendered_prompt_tells_its_images_in_their_order() -> None:
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    from kvroute.replica.vllm_engine.http_run import rendered_of
+
+    places = {
+        "video": [PlaceholderRange(5, 3)],
+        "image": [PlaceholderRange(0, 4), PlaceholderRange(8, 1)],
+    }
+    hashes = {"video": ["v"], "image": ["i", "j"]}
+    rendered = rendered_of(
+        {
+            "type": "multimodal",
+            "prompt_token_ids": [7] * 12,
+            "mm_placeholders": places,
+            "mm_hashes": hashes,
+        }
+    )
+    assert rendered.features == (Feature("i", 0, 4), Feature("v", 5, 3), Feature("j", 8, 1))
+    assert len(rendered.token_ids) == 4 * 12
+    assert not rendered.is_text
+
+
+def test_embeddings_are_like_no_other_prompt() -> None:
+    from kvroute.replica.vllm_engine.http_run import rendered_of
+
+    prompt = {"type": "embeds", "prompt_embeds": [[0.5, 0.5]] * 70}
+    one, other = rendered_of(prompt), rendered_of(prompt)
+    assert len(one.token_ids) == 4 * 70
+    assert [(each.offset, each.end) for each in one.features] == [(0, 70)]
+    assert one.features[0].identifier != other.features[0].identifier

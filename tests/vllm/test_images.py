@@ -15,6 +15,7 @@ import pytest_asyncio
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from tests.support.answers import data_of, status_of
+from tests.support.applications import chunks_of, goes_on
 from tests.support.bodies import CHATS
 from tests.support.engines import BLOCK, prompt_of, started
 from tests.support.routed import REPLICA, Routed
@@ -220,6 +221,18 @@ async def test_the_pixels_of_an_image_are_processed_once(
     for contents in ([50], [50], [50, 51], [51, 50]):
         await seeing.ask([image(picture(seed)) for seed in contents])
     assert sum(processed) == 2
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.usefixtures("unmerged")
+async def test_another_replica_goes_on_behind_an_image(seeing: Seeing, is_streamed: bool) -> None:
+    body = {"stream": is_streamed, "max_tokens": 14, "ignore_eos": True}
+    call = call_of([text(40, seed=52), image(picture(52)), text(9)], **body)
+    request = GenerateRequest("r", NO_IDS, call=call)
+    await chunks_of(seeing.running, request)
+    undisturbed = await chunks_of(seeing.running, request)
+    for cut in (1, 5, 12):
+        assert await goes_on(seeing.running, request, undisturbed, cut=cut)
 
 
 @pytest.mark.parametrize("kind", NO_IMAGES)

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -132,8 +131,8 @@ class Run:
         """In the place of AsyncLLM.generate."""
         self._prompts += 1
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
-        is_text = prompt["type"] == "token"
-        self._can_continue = self._prompts == 1 and is_text and can_continue(params)
+        has_ids = prompt["type"] in ("token", "multimodal")
+        self._can_continue = self._prompts == 1 and has_ids and can_continue(params)
         deltas = _delta_params(params)
         if is_whole:
             deltas.stream_interval = WHOLE_TOKENS
@@ -151,7 +150,7 @@ class Run:
             for output in repeated(answered, self.call.deltas, ids, params, id_, tokenizer):
                 yield self._counted(output)
             self._data, self._status = [], 0  # the client has it
-            prompt = tokens_input([*ids, *answered], cache_salt=prompt.get("cache_salt"))
+            prompt = {**prompt, "prompt_token_ids": [*ids, *answered]}  # images stand before
             params = rest(params, answered)
         outputs = llm.generate(prompt, params, id_, **{**options, "lora_request": self._lora})
         async with self.reporting_a_dead_engine(), aclosing(outputs):
