@@ -61,10 +61,15 @@ def fingerprints(
     previous = parent
     if not features:
         return [previous := _block_hash(block, previous) for block in blocks]
-    left, begins = deque(features), range(0, full_blocks * block_size, block_size)
+    left, ends = deque(features), range(block_size, len(packed) + 1, block_size)
     return [
-        previous := _block_hash(block, _mixed(previous, begin, block_size, left))
-        for block, begin in zip(blocks, begins, strict=True)
+        previous := _block_hash(
+            block,
+            _mixed(previous, end - block_size, end, left)
+            if left and left[0].offset < end
+            else previous,
+        )
+        for block, end in zip(blocks, ends, strict=True)
     ]
 
 
@@ -85,12 +90,12 @@ def features_in(features: Sequence[Feature], begin: int, end: int) -> list[Featu
     return found
 
 
-def _mixed(parent: Fingerprint, begin: int, block_size: int, left: deque[Feature]) -> Fingerprint:
-    """The seed of the block that begins there. left: without features that end before it, later."""
+def _mixed(parent: Fingerprint, begin: int, end: int, left: deque[Feature]) -> Fingerprint:
+    """The seed of the block there. Drops the first ones of `left` that end before it."""
     while left and left[0].end <= begin:
         left.popleft()
     seed = parent
-    for feature in features_in(left, begin, begin + block_size):
+    for feature in features_in(left, begin, end):
         seed = _block_hash(_pack_offset(feature.offset - begin) + feature.identifier.encode(), seed)
     return seed
 
