@@ -206,6 +206,14 @@ async def test_after_a_reset_an_image_is_computed_again(seeing: Seeing) -> None:
     assert (await seeing.ask(prompt)).cached > 0
 
 
+async def test_an_image_of_a_refused_request_is_not_missed_later(seeing: Seeing) -> None:
+    prompt = [text(60, seed=45), image(picture(45))]
+    call = call_of(prompt, max_tokens=100_000)
+    refused = await seeing.running.run(GenerateRequest("r", NO_IDS, call=call))
+    assert status_of(refused) == 400
+    assert (await seeing.ask(prompt)).cached == 0
+
+
 async def test_the_pixels_of_an_image_are_processed_once(
     seeing: Seeing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

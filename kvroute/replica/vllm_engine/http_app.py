@@ -60,6 +60,7 @@ class HttpApp:
         repeatable.install()
         fail_fast.install()
         media.install()
+        media.process_once(llm.renderer)
         _shorten_logs()
         args = await asyncio.to_thread(_arguments, llm, front_args)
         client: Any = _Client(llm, adapters)
@@ -127,12 +128,7 @@ class _Client:
 
 
 class _Renderer:
-    """vLLM's renderer. The prompt of a request that comes with its token ids is these.
-
-    Images are processed once, for a router and for the engine: they stay in the cache that vLLM has
-    for prompts which the engine does not get. Its other one, of what it has sent to the engine,
-    would count what only a router has asked for, and the engine would miss it.
-    """
+    """vLLM's renderer. The prompt of a request that comes with its token ids is these."""
 
     def __init__(self, renderer: Any) -> None:
         self._renderer = renderer
@@ -144,7 +140,7 @@ class _Renderer:
     async def render_chat_async(
         self, conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
     ) -> Any:
-        run, options = _rendered(), {**options, "skip_mm_cache": True}
+        run = _rendered()
         if run is None:
             return await self._renderer.render_chat_async(
                 conversations, chat_params, tok_params, **options
@@ -161,7 +157,7 @@ class _Renderer:
     async def render_cmpl_async(
         self, prompts: Sequence[Any], tok_params: Any = None, **options: Any
     ) -> Any:
-        run, options = _rendered(), {**options, "skip_mm_cache": True}
+        run = _rendered()
         if run is None:
             return await self._renderer.render_cmpl_async(prompts, tok_params, **options)
         text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else None

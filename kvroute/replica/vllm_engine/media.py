@@ -1,4 +1,4 @@
-"""An image that cannot be loaded is the client's error.
+"""Images are processed once; one that cannot be loaded is the client's error.
 
 vLLM would answer with an error of the server to hosts that do not answer, to local files and to
 images of too many pixels, for example; a router would then ask the next replica for the same.
@@ -21,6 +21,16 @@ class Connector(MediaConnector):
         except Exception as error:  # whatever downloads and decoders raise
             words = f"{type(error).__name__}: {error}"
             raise VLLMUnprocessableEntityError(f"Failed to load {url[:60]}: {words}") from error
+
+
+def process_once(renderer: Any) -> None:
+    """For a router that asks how a prompt is rendered, and for the engine that gets it.
+
+    vLLM keeps processed images for those who only ask. Of others it remembers what the engine has,
+    and sends no image twice; so the engine would miss one that a client has not waited for. Here
+    the engine gets each image with each request, and keeps none (scheduler.py).
+    """
+    renderer._mm_processor_cache = renderer._mm_processor_only_cache
 
 
 def install() -> None:
