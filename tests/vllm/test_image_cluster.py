@@ -100,6 +100,15 @@ async def test_a_chat_with_the_same_image_goes_where_it_is_cached(cluster: Clust
         assert again.expected == again.cached == whole_blocks(again.tokens - 1)
 
 
+async def test_a_chat_with_an_image_finds_the_text_before_it(cluster: Cluster) -> None:
+    """The router renders the first chat, and a replica the second."""
+    story = {"type": "text", "text": "A story that goes on and on. " * 20}
+    first = await ask(cluster, {"model": "m", "messages": message(story)})
+    second = await ask(cluster, {"model": "m", "messages": message(story, image(picture(20)))})
+    assert second.replica == first.replica
+    assert second.expected == second.cached == whole_blocks(first.tokens - 1)
+
+
 async def test_of_another_image_nothing_is_expected(cluster: Cluster) -> None:
     await ask(cluster, chat(image(picture(2))))
     for seed in (3, 4):
