@@ -1,18 +1,35 @@
 """Equal prefixes have equal fingerprints: token ids -> one chained 64-bit hash per full block."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from struct import Struct as Packing
 from typing import NewType, cast
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 Fingerprint = NewType("Fingerprint", int)
 
-FINGERPRINT_VERSION = "kvroute/1"
+FINGERPRINT_VERSION = "kvroute/2"
 
 # Cast once: calling Fingerprint() on each hash would take as long as the hash itself.
 _block_hash = cast(Callable[[bytes, Fingerprint], Fingerprint], xxh3_64_intdigest)
+
+_pack_offset = Packing("<q").pack
+
+
+class Feature(Struct, frozen=True, array_like=True):
+    """An image, a video or a sound in a prompt. Its tokens' ids are the same whatever it shows."""
+
+    identifier: str  # equal for equal content; vLLM's hash of it
+    offset: int  # of its first token; negative if that is before the token ids
+    length: int  # tokens
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 def root(
@@ -24,17 +41,63 @@ def root(
 
 
 def fingerprints(
-    token_ids: NDArray[np.uint32], *, block_size: int, parent: Fingerprint
+    token_ids: NDArray[np.uint32],
+    *,
+    block_size: int,
+    parent: Fingerprint,
+    features: Sequence[Feature] = (),
 ) -> list[Fingerprint]:
-    """One fingerprint for each full block: `xxh3_64(block as little-endian u32, seed=parent's)`.
+    """One fingerprint for each full block: `xxh3_64(block as little-endian u32, seed)`.
+
+    The seed is the parent's fingerprint, into which each of the block's features is mixed:
+    `seed = xxh3_64(offset in the block as little-endian i64, then the identifier, seed)`.
 
     token_ids: shape (n,); the last n % block_size ids fill no block and are ignored.
+    features: sorted by offset; those that end before the token ids are ignored.
     """
     full_blocks = len(token_ids) // block_size
     packed = np.ascontiguousarray(token_ids[: full_blocks * block_size], dtype="<u4")
     blocks: list[bytes] = packed.view(f"V{4 * block_size}").tolist()
     previous = parent
-    return [previous := _block_hash(block, previous) for block in blocks]
+    if not features:
+        return [previous := _block_hash(block, previous) for block in blocks]
+    left, ends = deque(features), range(block_size, len(packed) + 1, block_size)
+    return [
+        previous := _block_hash(
+            block,
+            _mixed(previous, end - block_size, end, left)
+            if left and left[0].offset < end
+            else previous,
+        )
+        for block, end in zip(blocks, ends, strict=True)
+    ]
+
+
+def features_in(features: Sequence[Feature], begin: int, end: int) -> list[Feature]:
+    """Those that vLLM's hash of the tokens from `begin` to `end` counts: all that overlap them, up
+    to the first one that goes on behind them. None once the last one has ended, though one that
+    began before it may go on."""
+    found = list[Feature]()
+    if not features or features[-1].end <= begin:
+        return found
+    for feature in features:
+        if feature.offset >= end:
+            break
+        if feature.end > begin:
+            found.append(feature)
+        if feature.end > end:
+            break
+    return found
+
+
+def _mixed(parent: Fingerprint, begin: int, end: int, left: deque[Feature]) -> Fingerprint:
+    """The seed of the block there. Drops the first ones of `left` that end before it."""
+    while left and left[0].end <= begin:
+        left.popleft()
+    seed = parent
+    for feature in features_in(left, begin, end):
+        seed = _block_hash(_pack_offset(feature.offset - begin) + feature.identifier.encode(), seed)
+    return seed
 
 
 def reusable_blocks(prompt_tokens: int, block_size: int) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
 
 TokenIds = NDArray[np.uint32]
@@ -30,6 +31,7 @@ class GenerateRequest:
     call: HttpCall | None = None  # the HTTP request to answer; else nobody reads the tokens
     max_tokens: int = 1  # to generate without a call
     rank: int = 0  # the replica's data parallel rank that runs it
+    features: tuple[Feature, ...] = ()  # for placement; a replica finds its own in the call
 
     @property
     def prompt_ids(self) -> TokenIds:

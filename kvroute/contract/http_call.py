@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
+from kvroute.contract.fingerprint import Feature
+
 
 class HttpCall(Struct, frozen=True, array_like=True):
     """What the replica's HTTP application gets, next to the prompt's token ids.
@@ -43,6 +45,7 @@ class Rendered(Struct, frozen=True, array_like=True):
     token_ids: bytes = b""  # 4 each, little endian
     is_text: bool = True  # the token ids are all of it; else there are images, for example
     refusal: HttpPart | None = None
+    features: tuple[Feature, ...] = ()  # the images and the like, sorted by offset
 
 
 def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenIds
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.dispatch.dispatcher import Dispatcher
+from kvroute.router.dispatch.dispatcher import MANY, Dispatcher
 from kvroute.router.dispatch.links import UnansweredError
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.losses import (
@@ -122,6 +123,23 @@ class Client:
         while chunk := await generation.next():
             chunks.append(chunk)
         return chunks
+
+
+async def test_images_are_placed_by_what_they_show_and_stay_off_the_wire() -> None:
+    client, prompt = Client(3, IMMORTAL, IMMORTAL), np.full(100, 7, np.uint32)
+    cat, dog = (Feature("cat", 40, 20),), (Feature("dog", 40, 20),)
+    now_s = time.monotonic()
+    async with client.serving():
+        for features in (cat, dog):
+            context = RequestContext(now_s, features=features)
+            generation = await client.dispatcher.begin(prompt, completion(), context)
+            while await generation.next():
+                pass
+    chains = [attempt.placement.chain for attempt in client.diary.attempts if attempt.placement]
+    assert chains[0] == chains[1][: len(chains[0])]  # the second replica went on with it
+    assert chains[2][:1] == chains[0][:1]
+    assert not {*chains[2][1:]} & {*chains[0][1:]}
+    assert {request.features for request in client.requests} == {()}
 
 
 def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:
@@ -353,6 +371,30 @@ async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> No
         over.set()
         assert await asyncio.gather(*asking) == [b"a"] * 6
     assert sorted(asked) == ["r0", "r0", "r1", "r1", "r2", "r2"]
+
+
+async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than_others() -> None:
+    client, asked, over = Client(*[IMMORTAL] * 2), list[str](), asyncio.Event()
+
+    async def answer(id_: str, body: bytes) -> bytes:
+        asked.append(id_)
+        await over.wait()
+        return body
+
+    async with client.serving():
+        for id_, server in client.wired.servers.items():
+            server.methods = {"http": partial(answer, id_)}
+        asking = [
+            asyncio.create_task(client.dispatcher.ask("http", b"a", prefer=max))
+            for _ in range(MANY + 2)
+        ]
+        await until(lambda: len(asked) == MANY + 2)
+        over.set()
+        await asyncio.gather(*asking)
+        assert sorted(asked) == ["r0", *["r1"] * (MANY + 1)]
+        client.wired.drop("r1")
+        await until(lambda: client.wired.links.connected() == ["r0"])
+        assert await client.dispatcher.ask("http", b"b", prefer=max) == b"b"
 
 
 async def test_a_replica_that_cannot_be_reached_is_named_after_a_while(

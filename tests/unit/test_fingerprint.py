@@ -1,28 +1,46 @@
 """Equal prefixes have equal fingerprints, and nothing else does."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
+from kvroute.contract.fingerprint import (
+    Feature,
+    Fingerprint,
+    fingerprints,
+    reusable_blocks,
+    root,
+)
 
 ROOT = root(model="m", block_size=4)
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def chain(ids: list[int], parent: Fingerprint = ROOT, block_size: int = 4) -> list[Fingerprint]:
-    return fingerprints(np.array(ids, np.uint32), block_size=block_size, parent=parent)
+def chain(
+    ids: list[int], parent: Fingerprint = ROOT, features: Sequence[Feature] = ()
+) -> list[Fingerprint]:
+    return fingerprints(np.array(ids, np.uint32), block_size=4, parent=parent, features=features)
+
+
+@st.composite
+def feature_lists(draw: st.DrawFn) -> list[Feature]:
+    """Sorted by offset; some overlap."""
+    places = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=6))
+    names = st.sampled_from(["cat", "dog", "cow"])
+    return [Feature(draw(names), *place) for place in sorted(places)]
 
 
 def test_the_fingerprints_are_pinned() -> None:
     """Other versions of kvroute read what this one wrote: a change here is a new version prefix."""
     parent = root(model="m", revision="r", block_size=4, lora="l", namespace="n")
-    assert parent == 0x0EE9A9130D6258D0
-    assert chain([1, 2, 3, 4, 5, 6, 7, 2**32 - 1], parent) == [
-        0xC6FC7FE22A0E5563,
-        0x2850E360B1BB3C2D,
-    ]
+    assert parent == 0x0E56778B9C385797
+    ids = [1, 2, 3, 4, 5, 6, 7, 2**32 - 1]
+    assert chain(ids, parent) == [0x26EA7540DFE902F2, 0xD84409150D7C7FC2]
+    features = [Feature("cat", 1, 2), Feature("dog", 3, 9)]
+    assert chain(ids, parent, features=features) == [0xFDCD2EB03DC0038F, 0xD8312C9D854205A]
 
 
 @given(token_ids, token_ids)
@@ -40,6 +58,30 @@ def test_a_chain_continues_from_any_of_its_blocks(ids: list[int], cut: int) -> N
     cut = min(cut, len(whole))
     parent = whole[cut - 1] if cut else ROOT
     assert whole[:cut] + chain(ids[4 * cut :], parent) == whole
+
+
+@given(feature_lists(), st.integers(0, 20))
+def test_so_it_does_amid_images(features: list[Feature], cut: int) -> None:
+    ids = [7] * 80
+    whole = chain(ids, features=features)
+    parent = whole[cut - 1] if cut else ROOT
+    rest = [Feature(each.identifier, each.offset - 4 * cut, each.length) for each in features]
+    assert whole[:cut] + chain(ids[4 * cut :], parent, rest) == whole
+
+
+def test_prompts_share_fingerprints_as_far_as_their_images_are_the_same() -> None:
+    ids, cat, dog = [7] * 40, Feature("cat", 6, 5), Feature("dog", 20, 9)
+    one = chain(ids, features=[cat, dog])
+    for others, same in (
+        ([], 1),
+        ([Feature("cow", 6, 5), dog], 1),
+        ([Feature("cat", 5, 5), dog], 1),
+        ([cat], 5),
+        ([cat, Feature("dog", 21, 9)], 5),
+        ([cat, dog, Feature("cow", 32, 1)], 8),
+    ):
+        other = chain(ids, features=others)
+        assert [a == b for a, b in zip(one, other, strict=True)] == [i < same for i in range(10)]
 
 
 @pytest.mark.parametrize(

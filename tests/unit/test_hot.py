@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvroute.contract.fingerprint import fingerprints, root
+from kvroute.contract.fingerprint import Feature, fingerprints, root
 from kvroute.contract.generation import TokenIds
 from kvroute.router.prefixes.hot import KEPT, MEMORY_S, Hot, HotPrefixes
 
@@ -25,14 +25,15 @@ class Fleet:
         self.now_s = 0.0
         self._held: set[int] = set()
 
-    def ask(self, *parts: TokenIds) -> None:
+    def ask(self, *parts: TokenIds, image_at: int | None = None) -> None:
         """A prompt of these parts, a tenth of a second after the last one."""
         self.now_s += 0.1
         token_ids = np.concatenate(parts)
-        chain = fingerprints(token_ids, block_size=BLOCK, parent=ROOT)
+        features = [] if image_at is None else [Feature("cat", image_at, 5)]
+        chain = fingerprints(token_ids, block_size=BLOCK, parent=ROOT, features=features)
         cached = next((i for i, f in enumerate(chain) if f not in self._held), len(chain))
         self._held.update(chain)
-        self.hot.see(token_ids, chain, cached * BLOCK, self.now_s)
+        self.hot.see(token_ids, chain, cached * BLOCK, self.now_s, features)
 
     def top(self, count: int = 10) -> list[Hot]:
         return self.hot.top(count, self.now_s)
@@ -48,6 +49,14 @@ def test_what_many_prompts_begin_with_is_found_in_its_length() -> None:
         fleet.ask(system, text(number, 5))
     (first,) = fleet.top()
     assert same(first, system)
+
+
+def test_a_prefix_ends_before_its_first_image() -> None:
+    fleet, shared = Fleet(), text(0, 20)
+    for number in range(1, 50):
+        fleet.ask(shared, text(number, 5), image_at=12 * BLOCK + 3)
+    (first,) = fleet.top()
+    assert same(first, shared[: 12 * BLOCK])
 
 
 def test_chats_count_for_what_they_share() -> None:

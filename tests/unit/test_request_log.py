@@ -5,7 +5,7 @@ import os
 import random
 import resource
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord
 from kvroute.local.launch import refuse_closed_folder
@@ -54,13 +54,14 @@ class Router:
         *,
         stop_after: int | None = None,
         broken: Break | None = None,
+        features: Sequence[Feature] = (),
         **fields: Any,
     ) -> None:
         """As the dispatcher does: sends, listens to so many chunks, and ends."""
         token_ids = np.arange(prompt, dtype=np.uint32)
         request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
-        placement = self.fleet.place(token_ids, "", ["a"], now_s)
+        placement = self.fleet.place(token_ids, "", ["a"], now_s, features=features)
         context = RequestContext(now_s, broken=broken)
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
@@ -119,6 +120,14 @@ async def test_ids_stand_for_128_tokens_and_survive_any_reader(router: Router) -
     assert [len(line["hash_ids"]) for line in (short, long)] == [2, 4]
     assert long["hash_ids"][:2] == short["hash_ids"]
     assert all(int(float(id_)) == id_ for id_ in long["hash_ids"])
+
+
+async def test_other_images_have_other_ids(router: Router) -> None:
+    for name in ("cat", "dog", "cat"):
+        await router.answer(600, features=[Feature(name, 300, 50)])
+    cat, dog, again = [line["hash_ids"] for line in await logged(router)]
+    assert cat == again
+    assert [one == other for one, other in zip(cat, dog, strict=True)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("block_size", "of_one_id"), [(16, 128), (48, 144), (256, 256)])

@@ -1,6 +1,5 @@
 """The router expects of today's architectures what vLLM then finds in its cache."""
 
-import random
 from collections.abc import AsyncIterator, Mapping
 
 import numpy as np
@@ -8,11 +7,9 @@ import pytest
 import pytest_asyncio
 
 from kvroute.contract.cache_groups import FULL
-from kvroute.contract.records import ReplicaRecord
-from kvroute.replica.block_table import Changes
-from kvroute.router.routing.fleet import Fleet
 from tests.support.answers import ids_of
-from tests.support.engines import BLOCK, Running, prompt_of, started
+from tests.support.engines import BLOCK, prompt_of, started
+from tests.support.routed import REPLICA, Routed
 from tests.support.tiny_models import tiny_model
 
 pytestmark = [
@@ -21,7 +18,6 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-REPLICA = "a"
 CACHE_MB: Mapping[str, int] = {  # for less than ten prompts of 600 tokens
     "gemma3": 3,  # windows and full attention
     "mistral": 1,  # windows alone
@@ -31,17 +27,13 @@ CACHE_MB: Mapping[str, int] = {  # for less than ten prompts of 600 tokens
 }
 
 
-class Routed:
-    """An engine, and a router that knows of it what its events tell."""
+class Model(Routed):
+    """Of one architecture."""
 
-    def __init__(self, running: Running) -> None:
-        self.running = running
-        engine = running.engine
-        self.fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
-        layout = engine.facts.layout
-        self.has_full_attention = bool(layout and layout.groups[0].kind in FULL)
-        self.fleet.mirror.join(REPLICA)
-        self.fleet.update([ReplicaRecord(REPLICA, "1", 0, engine.facts, engine.load())])
+    @property
+    def has_full_attention(self) -> bool:
+        layout = self.running.engine.facts.layout
+        return bool(layout and layout.groups[0].kind in FULL)
 
     async def ask(self, prompt: list[int], answer: list[int] | None = None) -> int:
         """How much of the prompt was cached, which the router has expected. The answer's tokens are
@@ -54,21 +46,11 @@ class Routed:
         assert placement.expected_tokens(REPLICA) == chunks[0].cached_tokens
         return chunks[0].cached_tokens
 
-    async def hear(self) -> None:
-        """The mirror follows all events so far."""
-        assert (await self.running.compare()).drift == 0
-        changes, self.running.changes = self.running.changes, Changes()
-        mirror = self.fleet.mirror
-        if changes.cleared:
-            mirror.join(REPLICA)
-        mirror.remove(REPLICA, changes.removed)
-        mirror.add(REPLICA, changes.added)
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=CACHE_MB)
 async def routed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Routed]:
+) -> AsyncIterator[Model]:
     """Long prompts take two steps."""
     model = tiny_model(request.param, tmp_path_factory.mktemp(request.param))
     async with started(
@@ -78,19 +60,19 @@ async def routed(
         kv_cache_memory_mb=CACHE_MB[request.param],
         engine_args={"max_num_batched_tokens": 512},
     ) as running:
-        routed = Routed(running)
+        routed = Model(running)
         yield routed
         vars(routed).clear()
 
 
-async def test_the_second_time_a_prompt_is_cached(routed: Routed) -> None:
+async def test_the_second_time_a_prompt_is_cached(routed: Model) -> None:
     prompt = prompt_of(620, seed=1)
     assert await routed.ask(prompt) == 0
     assert await routed.ask(prompt) > 0
     assert await routed.ask(prompt) > 0
 
 
-async def test_longer_prompts_take_their_beginning_which_was_a_prompt(routed: Routed) -> None:
+async def test_longer_prompts_take_their_beginning_which_was_a_prompt(routed: Model) -> None:
     """So it is with named prefixes."""
     prompt = prompt_of(620, seed=2)
     await routed.ask(prompt)
@@ -98,19 +80,19 @@ async def test_longer_prompts_take_their_beginning_which_was_a_prompt(routed: Ro
         assert await routed.ask(prompt + prompt_of(300, seed)) > 0
 
 
-async def test_a_shorter_prompt_has_no_more_than_its_model_keeps(routed: Routed) -> None:
+async def test_a_shorter_prompt_has_no_more_than_its_model_keeps(routed: Model) -> None:
     prompt = prompt_of(900, seed=4)
     for tokens in (900, 620, 200, 620, 900):
         await routed.ask(prompt[:tokens])
 
 
-async def test_prompts_of_whole_blocks_compute_their_last_block_again(routed: Routed) -> None:
+async def test_prompts_of_whole_blocks_compute_their_last_block_again(routed: Model) -> None:
     prompt = prompt_of(640, seed=5)
     for tokens in (640, 640, 320, 320, 641):
         await routed.ask(prompt[:tokens])
 
 
-async def test_what_prompts_share_is_cached_once_two_have_diverged(routed: Routed) -> None:
+async def test_what_prompts_share_is_cached_once_two_have_diverged(routed: Model) -> None:
     """Windows alone keep the ends of prompts only."""
     shared = prompt_of(400, seed=6)
     for seed in (7, 8):
@@ -119,7 +101,7 @@ async def test_what_prompts_share_is_cached_once_two_have_diverged(routed: Route
     assert (third > 0) == routed.has_full_attention
 
 
-async def test_a_chat_goes_on_from_what_its_model_keeps(routed: Routed) -> None:
+async def test_a_chat_goes_on_from_what_its_model_keeps(routed: Model) -> None:
     chat = prompt_of(400, seed=10)
     for seed in (11, 12, 13):
         answer: list[int] = []
@@ -128,7 +110,7 @@ async def test_a_chat_goes_on_from_what_its_model_keeps(routed: Routed) -> None:
     assert await routed.ask(chat) > 0
 
 
-async def test_what_later_prompts_have_left_of_earlier_ones_is_expected(routed: Routed) -> None:
+async def test_what_later_prompts_have_left_of_earlier_ones_is_expected(routed: Model) -> None:
     prompts = [prompt_of(620, seed) for seed in range(20, 32)]
     for prompt in prompts:
         await routed.ask(prompt)
@@ -136,7 +118,7 @@ async def test_what_later_prompts_have_left_of_earlier_ones_is_expected(routed: 
     assert left[0] > 0 == left[-1]
 
 
-async def test_no_flood_evicts_what_is_pinned(routed: Routed) -> None:
+async def test_no_flood_evicts_what_is_pinned(routed: Model) -> None:
     prefix, engine = prompt_of(400, seed=50), routed.running.engine
     await routed.running.pin("a", prefix)
     kept = engine.pins["a"] * BLOCK
@@ -151,7 +133,7 @@ async def test_no_flood_evicts_what_is_pinned(routed: Routed) -> None:
     assert await routed.ask(prefix + prompt_of(200, seed=66)) == 0
 
 
-async def test_after_a_reset_nothing_is_expected(routed: Routed) -> None:
+async def test_after_a_reset_nothing_is_expected(routed: Model) -> None:
     prompt = prompt_of(620, seed=40)
     await routed.ask(prompt)
     assert await routed.running.engine.reset_prefix_cache()

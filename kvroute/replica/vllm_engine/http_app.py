@@ -30,7 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.replica.vllm_engine import fail_fast, repeatable
+from kvroute.replica.vllm_engine import fail_fast, media, repeatable
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
 
@@ -60,6 +60,8 @@ class HttpApp:
         """front_args: those of vLLM's server, by name."""
         repeatable.install()
         fail_fast.install()
+        media.install()
+        media.process_once(llm.renderer)
         _shorten_logs()
         args = await asyncio.to_thread(_arguments, llm, front_args)
         client: Any = _Client(llm, adapters)

@@ -8,6 +8,7 @@ go on behind them.
 
 import asyncio
 import random
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -15,12 +16,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import (
     NO_TOKENS,
     Chunk,
@@ -130,8 +131,8 @@ class Run:
         """In the place of AsyncLLM.generate."""
         self._prompts += 1
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
-        is_text = prompt["type"] == "token"
-        self._can_continue = self._prompts == 1 and is_text and can_continue(params)
+        has_ids = prompt["type"] in ("token", "multimodal")
+        self._can_continue = self._prompts == 1 and has_ids and can_continue(params)
         deltas = _delta_params(params)
         if is_whole:
             deltas.stream_interval = WHOLE_TOKENS
@@ -154,7 +155,7 @@ class Run:
             for output in repeated(answered, self.call.deltas, ids, params, id_, tokenizer):
                 yield self._counted(output)
             self._data, self._status = [], 0  # the client has it
-            prompt = tokens_input([*ids, *answered], cache_salt=prompt.get("cache_salt"))
+            prompt = {**prompt, "prompt_token_ids": [*ids, *answered]}  # images stand before
             params = rest(params, answered)
         ours = {"lora_request": self._lora, "data_parallel_rank": self.request.rank}
         outputs = llm.generate(prompt, params, id_, **{**options, **ours})
@@ -203,8 +204,7 @@ class Rendering(Run):
         finally:
             await self._leave(task)
         if self._prompt is not None:
-            ids = np.array(self._prompt["prompt_token_ids"], "<u4").tobytes()
-            return Rendered(ids, is_text=self._prompt["type"] == "token")
+            return rendered_of(self._prompt)
         end = self._chunks.get_nowait()
         if isinstance(end, Exception):
             raise end
@@ -217,6 +217,28 @@ class Rendering(Run):
         self._prompt = prompt
         raise asyncio.CancelledError  # past every handler of errors
         yield  # this makes it a generator
+
+
+def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
+    """What a router has to know of vLLM's prompt."""
+    if prompt["type"] == "embeds":
+        ids = [0] * len(prompt["prompt_embeds"])
+        features = [Feature(secrets.token_hex(16), 0, len(ids))]  # nothing else has them
+    else:
+        ids, features = prompt["prompt_token_ids"], _features(prompt)
+    packed = np.array(ids, "<u4").tobytes()
+    return Rendered(packed, is_text=prompt["type"] == "token", features=tuple(features))
+
+
+def _features(prompt: Mapping[str, Any]) -> list[Feature]:
+    if prompt["type"] != "multimodal":
+        return []
+    found = [
+        Feature(identifier, place.offset, place.length)
+        for modality, places in prompt["mm_placeholders"].items()
+        for identifier, place in zip(prompt["mm_hashes"][modality], places, strict=True)
+    ]
+    return sorted(found, key=lambda feature: feature.offset)
 
 
 # The request that the running task works on; None outside the application.

@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import Request
-from xxhash import xxh3_64_intdigest
 
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.contract.fingerprint import Feature, Fingerprint, fingerprints, root
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,6 @@ class RequestChain:
         self._fingerprints: list[Fingerprint] = []
         self._hashes = 0  # of vLLM, before the chain's end
         self._last_hash = b""  # of them
-        self._feature = 0  # the number of the image, or the like, in or after the last block
 
     def at(
         self, request: Request, ends: Sequence[int], hash_tokens: int
@@ -73,29 +69,17 @@ class RequestChain:
         begin = len(self._fingerprints) * unit
         ids = np.array(request.all_token_ids[begin:end], np.int64).astype(np.uint32)
         parent = self._fingerprints[-1] if self._fingerprints else self._space.root(request)
-        if not _has_features(request, begin):
-            self._fingerprints += fingerprints(ids, block_size=unit, parent=parent)
-            return
-        for first in range(0, len(ids) - unit + 1, unit):
-            keys = self._feature_keys(request, begin + first)
-            block = ids[first : first + unit]
-            (parent,) = fingerprints(block, block_size=unit, parent=_mixed(parent, keys))
-            self._fingerprints.append(parent)
-
-    def _feature_keys(self, request: Request, begin: int) -> list[Any]:
-        """vLLM's keys for the images and the like in the block."""
-        end = begin + self._space.block_size
-        keys, self._feature = generate_block_hash_extra_keys(request, begin, end, self._feature)
-        return [key for key in keys or () if key[0] == "mm"]
+        self._fingerprints += fingerprints(
+            ids, block_size=unit, parent=parent, features=_features_from(request, begin)
+        )
 
 
-def _has_features(request: Request, begin: int) -> bool:
-    """There are images and the like at this token or after it."""
-    if not request.mm_features:
-        return False
-    last = request.mm_features[-1].mm_position
-    return bool(last.offset + last.length > begin)
-
-
-def _mixed(parent: Fingerprint, keys: list[Any]) -> Fingerprint:
-    return Fingerprint(xxh3_64_intdigest(repr(keys).encode(), parent)) if keys else parent
+def _features_from(request: Request, begin: int) -> list[Feature]:
+    """Counted from that token; none if all have ended there."""
+    given = request.mm_features
+    if not given or given[-1].mm_position.offset + given[-1].mm_position.length <= begin:
+        return []
+    return [
+        Feature(each.identifier, each.mm_position.offset - begin, each.mm_position.length)
+        for each in given
+    ]

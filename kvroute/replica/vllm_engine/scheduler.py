@@ -171,6 +171,7 @@ def kvroute_emit_held(core: EngineCore) -> None:
 def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) -> dict[str, Any]:
     """Returns a Division, as plain values."""
     division: Division = core.scheduler.begin(Space(model, revision, block_size))
+    core.mm_receiver_cache = None  # media.py: images come with each request
     plain: dict[str, Any] = msgspec.to_builtins(division)
     return plain
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -39,6 +39,7 @@ WAITING = 4096  # requests that may wait for a replica with room; further ones g
 WAITING_TOKENS = 262_144  # of one call, its bytes counted as tokens: for a slow client
 LEAST_TOKENS = 16_384  # of each of its prompts: a whole response is one chunk, of 1 MB here
 ANSWER_S = 60.0  # for a replica to answer a question
+MANY = 4  # answers; a replica owes them one after the other where it processes images
 LOST = (LostError, EngineDeadError, HungError)  # the replica, or its engine, is dead
 
 
@@ -76,6 +77,7 @@ class Generation:
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # as the engine knows it
         self.token_ids = request.token_ids
+        self.features = request.features
         self._dispatcher = dispatcher
         self._request = request
         self._call = call
@@ -194,6 +196,7 @@ class Dispatcher:
             context.namespace,
             lora=context.lora,
             call=call,
+            features=context.features,
         )
         losses = Losses()
         current = await self.start(request, context, losses)
@@ -211,13 +214,23 @@ class Dispatcher:
             await self._turns.next()
             return await self.begin(token_ids, call, context)
 
-    async def ask(self, method: str, body: bytes, *, within_s: float = ANSWER_S) -> bytes:
+    async def ask(
+        self,
+        method: str,
+        body: bytes,
+        *,
+        within_s: float = ANSWER_S,
+        prefer: Callable[[Collection[str]], str] | None = None,
+    ) -> bytes:
         """The answer to a question that every replica can answer, by one of those that owe the
-        fewest answers. ApiError when none does, or when engines die of it."""
+        fewest answers. ApiError when none does, or when engines die of it.
+
+        prefer: the replica that is asked, of these, unless it owes MANY more than others.
+        """
         gone, losses = set[str](), Losses()
         for _ in range(TRIES):
             running = await self._running(gone)
-            replica_id = min(running, key=lambda id_: (self._links.owed(id_), random.random()))
+            replica_id = self._asked(running, prefer)
             try:
                 return await self._links.call(replica_id, method, body, within_s=within_s)
             except UnansweredError as error:
@@ -232,6 +245,14 @@ class Dispatcher:
                     break
         raise ApiError(503, "no replica answers; try again", type="server_error")
 
+    def _asked(
+        self, running: Collection[str], prefer: Callable[[Collection[str]], str] | None
+    ) -> str:
+        owed = {id_: self._links.owed(id_) for id_ in running}
+        least = min(running, key=lambda id_: (owed[id_], random.random()))
+        preferred = prefer(running) if prefer else least
+        return preferred if owed[preferred] <= owed[least] + MANY else least
+
     async def start(
         self, request: GenerateRequest, context: RequestContext, losses: Losses
     ) -> ReplicaStream:
@@ -243,7 +264,12 @@ class Dispatcher:
             running = await self._running(losses.gone)
             now_s = time.monotonic()
             placement = self._fleet.place(
-                request.token_ids, request.namespace, running, now_s, request.lora
+                request.token_ids,
+                request.namespace,
+                running,
+                now_s,
+                request.lora,
+                request.features,
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
             try:

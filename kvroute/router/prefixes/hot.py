@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import TokenIds
 
 MEMORY_S = 60.0  # after which a use counts 1/e
@@ -55,10 +55,17 @@ class HotPrefixes:
         self._lengths = Counter[int]()  # number of blocks -> known prefixes of that length
 
     def see(
-        self, token_ids: TokenIds, chain: Sequence[Fingerprint], cached_tokens: int, now_s: float
+        self,
+        token_ids: TokenIds,
+        chain: Sequence[Fingerprint],
+        cached_tokens: int,
+        now_s: float,
+        features: Sequence[Feature] = (),
     ) -> None:
-        """Counts a prompt with these blocks, whose first `cached_tokens` came from a cache."""
-        held = min(cached_tokens // self._block_size, len(chain))
+        """Counts a prompt with these blocks, whose first `cached_tokens` came from a cache. No
+        prefix has an image: whoever declares one has nothing but token ids."""
+        text_tokens = features[0].offset if features else cached_tokens
+        held = min(min(text_tokens, cached_tokens) // self._block_size, len(chain))
         if not held:
             return
         if chain[held - 1] not in self._known:

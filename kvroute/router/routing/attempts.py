@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.breaks import Break
@@ -69,6 +69,7 @@ class RequestContext:
     named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with
     broken: Break | None = None  # it does not continue its chat's earlier prompt
     is_resumed: bool = False  # a replica that was lost has generated the beginning
+    features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 A cache holds leading tokens only. So what both prompts have behind the place is computed again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xxhash import xxh3_64_hexdigest
+import numpy as np
+from xxhash import xxh3_64_hexdigest, xxh32_intdigest
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 
 ALIKE = 16  # tokens in a row that both prompts have, so that they count as going on alike
@@ -65,6 +67,17 @@ class Break:
             "before": {"tokens": before.tokens, "hash": before.hash},
             "after": {"tokens": after.tokens, "hash": after.hash},
         }
+
+
+def told_apart(token_ids: TokenIds, features: Sequence[Feature]) -> TokenIds:
+    """The ids with a number for each image in the place of its tokens, which are the same for all
+    images."""
+    if not features:
+        return token_ids
+    told = token_ids.copy()
+    for feature in features:
+        told[feature.offset : feature.end] = np.uint32(xxh32_intdigest(feature.identifier.encode()))
+    return told
 
 
 def difference(old: TokenIds, new: TokenIds, *, seed: int) -> Difference | None:

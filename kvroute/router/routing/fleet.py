@@ -7,7 +7,13 @@ import numpy as np
 
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.cache_groups import UNTOLD
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
+from kvroute.contract.fingerprint import (
+    Feature,
+    Fingerprint,
+    fingerprints,
+    reusable_blocks,
+    root,
+)
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ReplicaRecord
@@ -166,7 +172,13 @@ class Fleet:
                 load.report(record.load.waiting)
                 _report_loras(load, record)
 
-    def chain(self, token_ids: TokenIds, namespace: str, lora: str = "") -> list[Fingerprint]:
+    def chain(
+        self,
+        token_ids: TokenIds,
+        namespace: str,
+        lora: str = "",
+        features: Sequence[Feature] = (),
+    ) -> list[Fingerprint]:
         """The fingerprints of the prompt's reusable blocks."""
         parent = root(
             model=self._model,
@@ -177,7 +189,10 @@ class Fleet:
         )
         blocks = self._usable(reusable_blocks(len(token_ids), self._block_size))
         return fingerprints(
-            token_ids[: blocks * self._block_size], block_size=self._block_size, parent=parent
+            token_ids[: blocks * self._block_size],
+            block_size=self._block_size,
+            parent=parent,
+            features=features,
         )
 
     def holders(self, token_ids: TokenIds) -> set[str]:
@@ -219,10 +234,11 @@ class Fleet:
         running: Sequence[str],
         now_s: float,
         lora: str = "",
+        features: Sequence[Feature] = (),
     ) -> Placement:
         """Ranks the running replicas for this prompt. Replicas that cannot load its LoRA adapter
         are left out, unless none can."""
-        chain = self.chain(token_ids, namespace, lora)
+        chain = self.chain(token_ids, namespace, lora, features)
         if lora:
             running = [id_ for id_ in running if self._can_load(id_, lora)] or running
         return self.place_chain(chain, len(token_ids), running, now_s, lora)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import (
     HttpCall,
@@ -28,6 +29,7 @@ from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.receipts import RECEIPTS
+from kvroute.router.serving.image_homes import ImageHomes, first_image
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.store.prefixes import Prefix
 from kvroute.wire.structs import token_ids_of
@@ -48,6 +50,8 @@ class Prompted:
     token_ids: Sequence[TokenIds]
     is_rendered: bool = True
     has_prefix: bool = False  # a named one, which is not in the body
+    features: tuple[Feature, ...] = ()  # the only prompt's images and the like
+    image: int | None = None  # a number for the first one; None: there is none
 
 
 class RefusedCallError(Exception):
@@ -71,6 +75,7 @@ class Calls:
         self._fleet = fleet
         self._prefixes = prefixes
         self._max_model_len = max_model_len
+        self._homes = ImageHomes()
 
     async def passed_on(self, call: Call, request_id: str) -> Response:
         """The response of any replica to a call that needs no placement."""
@@ -113,6 +118,8 @@ class Calls:
         for generation in generations:
             if not generation.is_refused:
                 begun(generation)
+        if prompted.image is not None:
+            self._homes.answered(prompted.image, generations[0].replica_id)
         ending = partial(_with_receipts, call.path, generations, receipt) if receipt else _unchanged
         headers, failed = placement_headers(generations), partial(event, path=call.path)
         if len(generations) == 1:
@@ -140,11 +147,14 @@ class Calls:
     async def _rendered(self, call: Call, problem: str) -> Prompted:
         """problem: why a router does not render it."""
         http = msgspec.structs.replace(_http(call, call.raw), problem=problem)
-        packed = await self._dispatcher.ask("render", encode_call(http))
+        image = first_image(call.body)
+        home = None if image is None else partial(self._homes.home, image)
+        packed = await self._dispatcher.ask("render", encode_call(http), prefer=home)
         rendered = rendered_in(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)
-        return Prompted([token_ids_of(rendered.token_ids)], rendered.is_text)
+        ids = token_ids_of(rendered.token_ids)
+        return Prompted([ids], rendered.is_text, features=rendered.features, image=image)
 
     def _behind(self, prefix: Prefix, prompted: Prompted) -> Prompted:
         if "prompt" not in prefix.source or not prompted.is_rendered:

@@ -40,7 +40,7 @@ from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.routing.attempts import RequestContext, RequestObserver
 from kvroute.router.routing.baselines import RANKINGS
-from kvroute.router.routing.breaks import Break
+from kvroute.router.routing.breaks import Break, told_apart
 from kvroute.router.routing.chats import Chats
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
@@ -211,6 +211,7 @@ class ModelRouter:
             lora=self.adapter(call.model) or "",
             named_tokens=self.prefixes.named_tokens(prefix),
             broken=self._broken(call, prefix, prompted, self._chats.see),
+            features=prompted.features,
         )
         is_isolated = bool(context.namespace or context.lora)
         response = await self._calls.respond(
@@ -235,7 +236,8 @@ class ModelRouter:
             return None
         name = prefix.id if prefix else ""
         scope = f"{self.adapter(call.model)}|{name}|{call.cache_salt}"
-        return compare(messages, prompted.token_ids[0], tools=call.body.get("tools"), scope=scope)
+        ids = told_apart(prompted.token_ids[0], prompted.features)
+        return compare(messages, ids, tools=call.body.get("tools"), scope=scope)
 
     async def _prefix_of(self, call: Call, name: str | None) -> Prefix | None:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
@@ -252,7 +254,7 @@ class ModelRouter:
         receipts = []
         for prompt in prompted.token_ids:
             running, now_s = self._liveness.trusted(), time.monotonic()
-            placement = self._fleet.place(prompt, salt, running, now_s, lora)
+            placement = self._fleet.place(prompt, salt, running, now_s, lora, prompted.features)
             receipts.append(receipt(placement, policy=self.settings.policy, broken=broken))
             await asyncio.sleep(0)  # other requests come first
         return receipts

@@ -68,8 +68,13 @@ class PrefixService:
             self.catalogue.count(prefix, generation.cached_tokens)
             self._demand.count(prefix)
         if not is_isolated:
-            chain, now_s = generation.placement.chain, time.monotonic()
-            self._hot.see(generation.token_ids, chain, generation.cached_tokens, now_s)
+            self._hot.see(
+                generation.token_ids,
+                generation.placement.chain,
+                generation.cached_tokens,
+                time.monotonic(),
+                generation.features,
+            )
 
     # The API.
 

@@ -1,0 +1,79 @@
+"""Which replica renders a body with images: one that has processed the first of them before.
+
+A replica processes an image's pixels once, for rendering and for generating, and keeps them. What
+is here about an image is a hash of its URL, data or uuid, as the body has it: a router never loads
+one. Videos and sounds are treated alike.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+REMEMBERED = 16_384  # images, those that were used last
+# Fields of a message's part that have an image, a video or a sound, or its URL.
+MEDIA = (
+    *("image_url", "video_url", "audio_url", "input_audio", "source"),
+    *("image_embeds", "video_embeds", "audio_embeds"),
+)
+SAMPLE = 1024  # characters from beginning, middle and end of what is longer than all of them
+
+
+class ImageHomes:
+    """Where the images of a router's chats were last."""
+
+    def __init__(self) -> None:
+        self._homes: dict[int, str] = {}  # the one that was used last is the last
+
+    def home(self, image: int, running: Collection[str]) -> str:
+        """The replica that last answered a chat with this first image, if it runs; else one that
+        all routers choose alike."""
+        known = self._homes.get(image, "")
+        if known in running:
+            return known
+        return max(running, key=lambda replica_id: xxh3_64_intdigest(replica_id.encode(), image))
+
+    def answered(self, image: int, replica_id: str) -> None:
+        """The replica has answered a chat with this first image."""
+        self._homes.pop(image, None)
+        self._homes[image] = replica_id
+        if len(self._homes) > REMEMBERED:
+            del self._homes[next(iter(self._homes))]
+
+
+def first_image(body: Mapping[str, Any]) -> int | None:
+    """A number for the first image in a body's messages; None: there is none. Equal for equal
+    images, and hardly ever for others."""
+    name = next(_images(body), None)
+    return None if name is None else _hash(name)
+
+
+def _images(body: Mapping[str, Any]) -> Iterator[str]:
+    for field in ("messages", "input"):
+        messages = body.get(field)
+        for message in messages if isinstance(messages, list) else ():
+            parts = message.get("content") if isinstance(message, dict) else None
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, dict) and (name := _name(part)):
+                    yield name
+
+
+def _name(part: Mapping[str, Any]) -> str:
+    """What tells the part's image from others; empty: it has none."""
+    for field in MEDIA:
+        if field in part:
+            value = part[field]
+            values = value.values() if isinstance(value, dict) else (value,)
+            uuid = part.get("uuid")
+            names = [uuid] if isinstance(uuid, str) else values
+            return max((each for each in names if isinstance(each, str)), key=len, default="")
+    return ""
+
+
+def _hash(name: str) -> int:
+    """Microseconds, however many megabytes it has."""
+    if len(name) > 3 * SAMPLE:
+        middle = len(name) // 2
+        sampled = name[:SAMPLE], name[middle : middle + SAMPLE], name[-SAMPLE:]
+        name = f"{len(name)}{''.join(sampled)}"
+    return xxh3_64_intdigest(name.encode(errors="replace"))

@@ -1,0 +1,31 @@
+"""An engine, and a router that knows of it what its events tell."""
+
+import random
+
+from kvroute.contract.records import ReplicaRecord
+from kvroute.replica.block_table import Changes
+from kvroute.router.routing.fleet import Fleet
+from tests.support.engines import BLOCK, Running
+
+REPLICA = "a"
+
+
+class Routed:
+    """The fleet of this one replica."""
+
+    def __init__(self, running: Running) -> None:
+        self.running = running
+        engine = running.engine
+        self.fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
+        self.fleet.mirror.join(REPLICA)
+        self.fleet.update([ReplicaRecord(REPLICA, "1", 0, engine.facts, engine.load())])
+
+    async def hear(self) -> None:
+        """The mirror follows all events so far."""
+        assert (await self.running.compare()).drift == 0
+        changes, self.running.changes = self.running.changes, Changes()
+        mirror = self.fleet.mirror
+        if changes.cleared:
+            mirror.join(REPLICA)
+        mirror.remove(REPLICA, changes.removed)
+        mirror.add(REPLICA, changes.added)

@@ -1,0 +1,89 @@
+"""A router has the replica render a chat with images that answered with the first one before."""
+
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvroute.contract.fingerprint import Feature
+from kvroute.contract.http_call import Rendered, call_in, encode_rendered
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.api.calls import MESSAGES, parse_call
+from kvroute.router.dispatch.dispatcher import Dispatcher
+from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.serving.calls import Calls
+from tests.support.wired import Wired
+
+INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
+IDS = np.full(100, 7, "<u4")
+SHOWN = 40  # the first token of the image
+
+
+class Router:
+    """As much of one as renders and places."""
+
+    def __init__(self) -> None:
+        self.engines = {f"r{number}": SimulatedEngine(INSTANT) for number in range(4)}
+        self.rendered: list[str] = []  # by whom
+        self.wired = Wired({id_: each.generate for id_, each in self.engines.items()})
+        for id_, server in self.wired.servers.items():
+            server.methods = {"render": partial(self._render, id_)}
+        fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+        links = self.wired.links
+        liveness = Liveness(lambda: self.wired, links, fleet, hang_timeout_s=5)
+        prefixes: Any = None  # routers do not render this route's bodies
+        self.calls = Calls(Dispatcher(links, fleet, liveness), fleet, prefixes, lambda: 1000)
+
+    async def _render(self, id_: str, packed: bytes) -> bytes:
+        self.rendered.append(id_)
+        (message,) = json.loads(call_in(packed).body)["messages"]
+        shown = Feature(message["content"][0]["source"]["data"], SHOWN, 20)
+        return encode_rendered(Rendered(IDS.tobytes(), is_text=False, features=(shown,)))
+
+    async def ask(self, image: str) -> tuple[str, str]:
+        """The replica that rendered a chat with this image, and the one that got it."""
+        source = {"type": "base64", "media_type": "image/png", "data": image}
+        messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        body = json.dumps({"model": "m", "max_tokens": 4, "messages": messages}).encode()
+        call = parse_call(MESSAGES, body)
+        prompted = await self.calls.prompts(call, None)
+        assert [feature.identifier for feature in prompted.features] == [image]
+        context = RequestContext(time.monotonic(), features=prompted.features)
+        response = await self.calls.respond(
+            call, prompted, context, begun=lambda _: None, receipt=None
+        )
+        return self.rendered[-1], response.headers["x-kvroute-replica"]
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    router = Router()
+    async with router.wired:
+        yield router
+    for engine in router.engines.values():
+        await engine.close()
+
+
+async def test_who_has_answered_renders_the_next_turn(router: Router) -> None:
+    moved = 0
+    for number in range(20):
+        rendered_by, answered_by = await router.ask(f"image {number}")
+        moved += rendered_by != answered_by
+        for _ in range(2):
+            before = answered_by
+            rendered_by, answered_by = await router.ask(f"image {number}")
+            assert rendered_by == before
+    assert moved  # else this would not tell
+
+
+async def test_new_images_are_rendered_by_many(router: Router) -> None:
+    for number in range(40):
+        await router.ask(f"image {number}")
+    assert set(router.rendered) == set(router.engines)
