@@ -376,7 +376,7 @@ async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> No
 async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than_others() -> None:
     client, asked, over = Client(*[IMMORTAL] * 2), list[str](), asyncio.Event()
 
-    async def answer(id_: str, body: bytes) -> bytes:
+    async def answer(id_: str, body: bytes, rank: int) -> bytes:
         asked.append(id_)
         await over.wait()
         return body

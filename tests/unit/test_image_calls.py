@@ -41,7 +41,7 @@ class Router:
         prefixes: Any = None  # routers do not render this route's bodies
         self.calls = Calls(Dispatcher(links, fleet, liveness), fleet, prefixes, lambda: 1000)
 
-    async def _render(self, id_: str, packed: bytes) -> bytes:
+    async def _render(self, id_: str, packed: bytes, rank: int) -> bytes:
         self.rendered.append(id_)
         (message,) = json.loads(call_in(packed).body)["messages"]
         shown = Feature(message["content"][0]["source"]["data"], SHOWN, 20)
