@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from tests.support.answers import data_of, status_of
 from tests.support.applications import chunks_of, goes_on
@@ -72,11 +72,8 @@ class Seeing(Routed):
         """The status of the rendering, and that of the answer."""
         call = call_of(*contents)
         rendered = await self.running.engine.render(call)
-        chunks = await self.running.run(GenerateRequest("r", NO_IDS, call=call))
+        chunks = await self.running.run(GenerateRequest("r", NO_TOKENS, call=call))
         return status_in(rendered), status_of(chunks)
-
-
-NO_IDS = np.array([], np.uint32)
 
 
 def call_of(*contents: Content, **fields: Any) -> HttpCall:
@@ -209,7 +206,7 @@ async def test_after_a_reset_an_image_is_computed_again(seeing: Seeing) -> None:
 async def test_an_image_of_a_refused_request_is_not_missed_later(seeing: Seeing) -> None:
     prompt = [text(60, seed=45), image(picture(45))]
     call = call_of(prompt, max_tokens=100_000)
-    refused = await seeing.running.run(GenerateRequest("r", NO_IDS, call=call))
+    refused = await seeing.running.run(GenerateRequest("r", NO_TOKENS, call=call))
     assert status_of(refused) == 400
     assert (await seeing.ask(prompt)).cached == 0
 
@@ -236,7 +233,7 @@ async def test_the_pixels_of_an_image_are_processed_once(
 async def test_another_replica_goes_on_behind_an_image(seeing: Seeing, is_streamed: bool) -> None:
     body = {"stream": is_streamed, "max_tokens": 14, "ignore_eos": True}
     call = call_of([text(40, seed=52), image(picture(52)), text(9)], **body)
-    request = GenerateRequest("r", NO_IDS, call=call)
+    request = GenerateRequest("r", NO_TOKENS, call=call)
     await chunks_of(seeing.running, request)
     undisturbed = await chunks_of(seeing.running, request)
     for cut in (1, 5, 12):
