@@ -194,11 +194,10 @@ async def test_a_dead_engine_is_reported_and_not_answered(
     """So that another replica answers."""
     from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
-    async def dead(*_: Any, **__: Any) -> AsyncIterator[Any]:
+    async def dead(*_: Any, **__: Any) -> None:
         raise VllmDeadError
-        yield
 
-    monkeypatch.setattr(pooling.engine._llm, "encode", dead)
+    monkeypatch.setattr(pooling.engine._llm, "add_request", dead)
     with pytest.raises(EngineDeadError):
         await pooling.chunks("/pooling", {"model": "m", "input": "hi"})
 

@@ -102,6 +102,22 @@ async def test_a_pin_of_one_rank_holds_nothing_in_the_other(ranks: Ranks) -> Non
     assert ranks[1].engine.load().used_blocks == 0
 
 
+async def test_what_cannot_name_a_rank_reaches_it_all_the_same(ranks: Ranks) -> None:
+    """As embeddings do, for which vLLM itself would choose."""
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from kvroute.replica.vllm_engine.rank_core import AtRank
+
+    engine: Any = ranks[1].engine
+    at_rank, prompt = AtRank(engine._llm, 1), prompt_of(100, seed=7)
+    for _ in range(2):
+        async for _ in AsyncLLM.generate(at_rank, tokens_input(prompt), SamplingParams(), "r"):
+            pass
+    assert [await running.cached_tokens(prompt) for running in ranks] == [0, 96]
+
+
 async def test_an_adapter_is_loaded_by_the_ranks_that_need_it(ranks: Ranks) -> None:
     request = request_of(prompt_of(100, seed=6))
     without = await ranks[1].run(request)

@@ -33,6 +33,7 @@ from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.replica.vllm_engine import fail_fast, media, repeatable
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
+from kvroute.replica.vllm_engine.rank_core import AtRank
 
 log = logging.getLogger("kvroute.replica")
 
@@ -122,8 +123,8 @@ class _Client:
         assert run is not None, "only HTTP requests come here"
         rank = run.request.rank
         lora = await self._adapters[rank].ready(lora_request.lora_name if lora_request else "")
-        options |= {"lora_request": lora, "data_parallel_rank": rank}
-        outputs = self._llm.encode(run.salted(prompt), *args, **options)
+        at_rank = AtRank(self._llm, rank)
+        outputs = AsyncLLM.encode(at_rank, run.salted(prompt), *args, lora_request=lora, **options)
         async with run.reporting_a_dead_engine(), aclosing(outputs):
             async for output in outputs:
                 yield output

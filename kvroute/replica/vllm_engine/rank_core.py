@@ -17,3 +17,17 @@ class RankCore:
         client = self.llm.engine_core
         engine = client.core_engines[self.rank]
         return await client._call_utility_async(method, *args, engine=engine)
+
+
+class AtRank:
+    """An AsyncLLM whose requests go to one rank, for its methods that cannot name any."""
+
+    def __init__(self, llm: AsyncLLM, rank: int) -> None:
+        self._llm = llm
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def add_request(self, *args: Any, **options: Any) -> Any:
+        return await self._llm.add_request(*args, **options | {"data_parallel_rank": self._rank})

@@ -43,8 +43,9 @@ class Links:
 
     def connected(self) -> list[str]:
         """The ranks of the replicas that Serve runs and that can get requests now."""
-        ids = self._replicas().ids()
-        return [rank_id for id_ in ids if self._open(id_) for rank_id in self._ranks[id_]]
+        ids, link_of, ranks = self._replicas().ids(), self._links.get, self._ranks
+        ready = [id_ for id_ in ids if (link := link_of(id_)) and link.is_open]
+        return [rank_id for id_ in ready for rank_id in ranks[id_]]
 
     def running(self) -> list[str]:
         """The ranks of the replicas that Serve runs, as far as they are known."""
