@@ -1,5 +1,8 @@
 """A real cluster with a model that sees."""
 
+import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -148,3 +151,30 @@ async def test_what_is_no_image_costs_no_replica(cluster: Cluster) -> None:
         assert 400 <= answer.status_code < 500, answer.text
     found = {(await ask(cluster, chat(image(picture(seed))))).replica for seed in range(10, 18)}
     assert len(found) == 2
+
+
+def test_an_answer_about_an_image_goes_on_when_its_replica_dies(cluster: Cluster) -> None:
+    options = {"max_tokens": 800, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    body = {**chat(image(picture(30))), **options, "temperature": 0, "stream": True}
+    undisturbed = recited(cluster, body, killed_after=0)
+    assert undisturbed[1] == 800
+    assert recited(cluster, body, killed_after=20) == undisturbed
+
+
+def recited(cluster: Cluster, body: Body, *, killed_after: int) -> tuple[str, int]:
+    """The text and its tokens; killed_after: events until its replica is killed; 0: it is not."""
+    events: list[Any] = []
+    with httpx.stream("POST", f"{cluster.url}{CHATS}", json=body, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line.removeprefix("data: ")))
+            if line and len(events) == killed_after:
+                os.kill(pid_of(cluster, answer.headers["x-kvroute-replica"]), signal.SIGKILL)
+                killed_after = -1
+    text = [choice["delta"].get("content") or "" for each in events for choice in each["choices"]]
+    return "".join(text), events[-1]["usage"]["completion_tokens"]
+
+
+def pid_of(cluster: Cluster, replica_id: str) -> int:
+    replicas = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
+    return next(int(each["pid"]) for each in replicas if each["id"] == replica_id)
