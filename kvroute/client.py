@@ -36,7 +36,9 @@ def call(method: str, url: str, path: str, **body: Any) -> Any:
 
 def key_headers() -> dict[str, str]:
     """The user's API key, if there is one."""
-    key = os.environ.get(KEY)
+    key = os.environ.get(KEY, "").strip()
+    if not key.isascii():
+        fail(f"{KEY} has characters that no API key has; it is what `kvroute keys add` printed")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 

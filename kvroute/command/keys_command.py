@@ -1,6 +1,7 @@
 """The command `kvroute keys`."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,16 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvroute.client import fail
-from kvroute.keys.key_file import ROLES, KeyFile, KeyFileError, Role, new_file, new_key, read, write
+from kvroute.keys.key_file import (
+    ROLES,
+    KeyFileError,
+    Role,
+    locked,
+    new_file,
+    new_key,
+    read,
+    write,
+)
 
 COLUMNS = ("id", "tenant", "roles", "created")
 
@@ -28,23 +38,6 @@ keys = typer.Typer(
 )
 
 
-@dataclass(frozen=True)
-class _Opened:
-    path: Path
-
-    def read(self) -> KeyFile:
-        try:
-            return read(self.path)
-        except KeyFileError as error:
-            return fail(f"--file: {error}")  # type: ignore[no-any-return]
-
-    def write(self, file: KeyFile) -> None:
-        try:
-            write(self.path, file)
-        except KeyFileError as error:
-            fail(f"--file: {error}")
-
-
 @keys.command()
 def add(
     tenant: Annotated[str, typer.Option(help="Whose key it is; tenants share no cache.")],
@@ -55,13 +48,14 @@ def add(
     ] = None,
 ) -> None:
     """Add a key, and print it: it is in no file, so it cannot be shown again."""
-    opened, roles = _Opened(file), _roles(role or ["use"])
-    found = opened.read() if file.exists() else new_file()
+    roles = _roles(role or ["use"])
     try:
         key, entry = new_key(tenant, roles, datetime.now(UTC).date().isoformat())
     except msgspec.ValidationError:
         fail(f"--tenant is {tenant[:80]!r}; expected up to 64 letters, digits and . _ @ -")
-    opened.write(msgspec.structs.replace(found, keys=(*found.keys, entry)))
+    with _usable(file), locked(file):
+        found = read(file) if file.exists() else new_file()
+        write(file, msgspec.structs.replace(found, keys=(*found.keys, entry)))
     typer.echo(key)
 
 
@@ -69,7 +63,9 @@ def add(
 def list_keys(file: File) -> None:
     """Show all keys, without their secrets."""
     table = Table(*(Column(name) for name in COLUMNS), box=None)
-    for key in _Opened(file).read().keys:
+    with _usable(file):
+        found = read(file)
+    for key in found.keys:
         table.add_row(key.id, key.tenant, " ".join(key.roles), key.created)
     Console().print(table)
 
@@ -82,12 +78,21 @@ def revoke(
     file: File,
 ) -> None:
     """Remove a key."""
-    opened = _Opened(file)
-    found = opened.read()
-    left = tuple(key for key in found.keys if key.id != id)
-    if len(left) == len(found.keys):
-        fail(f"ID is {id[:80]!r}, which is no key of {file}; see kvroute keys list")
-    opened.write(msgspec.structs.replace(found, keys=left))
+    with _usable(file), locked(file):
+        found = read(file)
+        left = tuple(key for key in found.keys if key.id != id)
+        if len(left) == len(found.keys):
+            fail(f"ID is {id[:80]!r}, which is no key of {file}; see kvroute keys list")
+        write(file, msgspec.structs.replace(found, keys=left))
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Ends the command where the file cannot be used."""
+    try:
+        yield
+    except (KeyFileError, PermissionError) as error:
+        fail(f"--file {path}: {error}")
 
 
 def _roles(given: list[str]) -> list[Role]:

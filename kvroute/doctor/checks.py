@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, Literal
 
 from kvroute.contract.cache_groups import UNTOLD
 from kvroute.contract.ranks import replicas_of
 from kvroute.deployments import last_line
+from kvroute.local.ports import is_local
 from kvroute.store.connection import OLDEST_REDIS
 
 Grade = Literal["ok", "warning", "wrong"]
@@ -222,9 +222,10 @@ def access(found: Facts) -> Check:
         return Check("access", "wrong", finding, "mend the file; kvroute keys list --file reads it")
     if found["has_keys"]:
         return Check("access", "ok", "API keys are needed")
-    if host is None or host == "localhost" or ip_address(host).is_loopback:
+    if host and is_local(host):
         return Check("access", "ok", "no API keys are needed, and nobody else reaches the endpoint")
-    finding = f"no API keys: everybody who reaches {host} can use, watch and change the cluster"
+    where = host or "its address, which Serve's controller does not tell,"
+    finding = f"no API keys: everybody who reaches {where} can use, watch and change the cluster"
     remedy = "give --api-keys (docs/security.md), or let only your own network reach the port"
     return Check("access", "warning", finding, remedy)
 

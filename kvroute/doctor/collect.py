@@ -38,6 +38,10 @@ class _RefusedError(Exception):
     """The cluster returned an error; the message is the cluster's."""
 
 
+class _ForbiddenError(_RefusedError):
+    """The user's API key lacks the role."""
+
+
 class _Collection:
     def __init__(self, client: httpx.Client, step: Step) -> None:
         self._client = client
@@ -57,6 +61,8 @@ class _Collection:
         self._step(doing)
         try:
             return list(part())
+        except _ForbiddenError as error:
+            return [Check(name, "warning", f"not checked: {error}", "ask with another key")]
         except _RefusedError as error:
             return [Check(name, "wrong", str(error), "see to that, and ask again")]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
@@ -67,7 +73,8 @@ class _Collection:
         answer = self._client.request(method, path)
         found = answer.json()
         if answer.is_error:
-            raise _RefusedError(error_message(found) or f"{method} {path}: {answer.status_code}")
+            refused = _ForbiddenError if answer.status_code == 403 else _RefusedError
+            raise refused(error_message(found) or f"{method} {path}: {answer.status_code}")
         return found
 
     def _diagnosis(self) -> Iterator[Check]:

@@ -4,16 +4,21 @@ A key is `kvr-ID-SECRET`. Its id finds its entry. The secret has 256 random bits
 enough.
 """
 
+import fcntl
 import os
 import secrets
+import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
+
+from kvroute.contract.unreadable import DECODE_ERRORS
 
 VERSION = 1
 PREFIX = "kvr"
@@ -25,7 +30,7 @@ LARGEST = 16 << 20  # bytes of a file
 # tenants do. manage: named prefixes, audits.
 Role = Literal["use", "observe", "manage"]
 ROLES: tuple[Role, ...] = get_args(Role)
-TENANT = r"^[\w.@-]{1,64}$"
+TENANT = r"^[\w.@-]{1,64}\Z"
 
 Id = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * ID_BYTES}}}$")]
 Tenant = Annotated[str, Meta(pattern=TENANT)]
@@ -82,7 +87,9 @@ def read(path: Path) -> KeyFile:
         found = msgspec.json.decode(data, type=KeyFile)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except KeyFileError:
+        raise
+    except DECODE_ERRORS as error:
         raise KeyFileError(f"{path} is no file of keys: {error}") from None
     if found.version != VERSION:
         raise KeyFileError(f"{path} is of version {found.version}; this kvroute reads {VERSION}")
@@ -91,13 +98,33 @@ def read(path: Path) -> KeyFile:
     return found
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No other `kvroute keys` changes it meanwhile. Raises KeyFileError."""
+    try:
+        folder = os.open(path.resolve().parent, os.O_RDONLY)
+    except OSError as error:
+        raise KeyFileError(f"the folder of {path} cannot be read: {error.strerror}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
 def write(path: Path, file: KeyFile) -> None:
-    """Replaces it at once; only its owner can read it. Raises KeyFileError."""
+    """Replaces it at once. A new one can be read by its owner only; else owner and mode stay, so
+    that routers can still read it. Raises KeyFileError."""
     data = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
+    path = path.resolve()  # not a link to it
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
         try:
             with os.fdopen(handle, "wb") as written:
+                if path.exists():
+                    before = path.stat()
+                    os.fchown(handle, before.st_uid, before.st_gid)
+                    os.fchmod(handle, stat.S_IMODE(before.st_mode))
                 written.write(data)
                 written.flush()
                 os.fsync(handle)

@@ -2,7 +2,6 @@
 
 import hmac
 import secrets
-from collections.abc import Set
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -16,7 +15,7 @@ class Caller:
     """Who has sent a request."""
 
     tenant: str
-    roles: Set[str]
+    roles: frozenset[str]
     salt: str  # of all that the tenant's requests leave in caches, and of its stored responses
 
     def salted(self, own: str) -> str:

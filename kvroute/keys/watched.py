@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvroute.keys.key_file import KeyFileError, read
@@ -23,14 +24,21 @@ class WatchedKeys:
         self._keys = Keyring(read(path))
         self.problem = ""  # why it cannot be read now; empty: it can
 
-    def now(self) -> Keyring:
+    def keyring(self) -> Keyring:
+        """The one of now."""
         return self._keys
 
     async def run(self) -> None:
-        """Follows the file until cancelled; a disk that hangs stops nobody else."""
-        while True:
-            await asyncio.sleep(POLL_S)
-            await asyncio.to_thread(self._look)
+        """Follows the file until cancelled. A disk that hangs stops nobody else, and nobody else
+        stops this: it has a thread of its own."""
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="keys")
+        try:
+            while True:
+                await asyncio.sleep(POLL_S)
+                await loop.run_in_executor(thread, self._look)
+        finally:
+            thread.shutdown(wait=False)
 
     def _look(self) -> None:
         try:

@@ -11,7 +11,9 @@ at once, but HAProxy can.
 import json
 import os
 import re
+import ssl
 import sys
+import tempfile
 from pathlib import Path
 
 from kvroute.local import haproxy_standin
@@ -123,8 +125,16 @@ def _tls_pem(path: Path) -> str:
     cert, key = (os.environ.get(name) for name in (TLS_CERT, TLS_KEY))
     if not cert or not key:
         return ""
-    path.touch(mode=0o600)
-    path.write_bytes(b"\n".join(Path(each).read_bytes() for each in (cert, key)))
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+        pem = b"\n".join(Path(each).read_bytes() for each in (cert, key))
+    except OSError as error:  # they are just being renewed, perhaps
+        print(f"{cert} and {key} cannot be used, so they stay as they were: {error}")
+        return str(path)
+    handle, name = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+    with os.fdopen(handle, "wb") as file:
+        file.write(pem)
+    os.replace(name, path)
     return str(path)
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvroute.keys import key_file
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
 from kvroute.local.head_service import HEAD_SERVICE
-from kvroute.local.ports import free_port, why_not
+from kvroute.local.ports import free_port, is_local, why_not
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.ray_cluster import EVERY_ADDRESS, deploy, gpu_count, local_ray
@@ -122,14 +121,6 @@ def refuse_taken_port(host: str, port: int) -> None:
         )
 
 
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def refuse_strangers(host: str, api_keys: Path | None, *, insecure: bool) -> None:
     """Raises StartError for a file of keys that cannot be used, and for an address that others
     reach without keys."""
@@ -155,7 +146,9 @@ def refuse_bad_tls(cert: Path | None, key: Path | None) -> None:
     if cert is None or key is None:
         raise StartError("--tls-cert and --tls-key belong together; give both, or none")
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            cert, key, password=lambda: ""
+        )
     except OSError as error:  # ssl.SSLError is one
         why = error.strerror or getattr(error, "reason", None) or error
         raise StartError(

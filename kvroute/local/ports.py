@@ -2,6 +2,7 @@
 
 import random
 import socket
+from ipaddress import ip_address
 
 # Below Linux's ephemeral ports, so that no outgoing connection and none of Ray's many servers gets
 # the port by chance in the seconds until a server binds it.
@@ -14,6 +15,14 @@ def free_port() -> int:
         port = random.choice(QUIET)
         if why_not("", port) is None:
             return port
+
+
+def is_local(host: str) -> bool:
+    """Whether only this computer reaches the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def why_not(host: str, port: int) -> OSError | None:

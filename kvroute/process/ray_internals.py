@@ -40,8 +40,8 @@ def deployment_details(application: str, deployment: str) -> dict[str, Any]:
 
 
 def endpoint_host() -> str:
-    """The address that the endpoint listens on."""
-    return str(_controller("get_serve_instance_details")["http_options"]["host"])
+    """The address that the endpoint listens on; empty if Serve does not say."""
+    return _controller("get_serve_instance_details")["http_options"]["host"] or ""
 
 
 def set_replicas(application: str, deployment: str, replicas: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from rich.progress import Progress
 
-from kvroute.client import no_cluster
+from kvroute.client import key_headers, no_cluster
 from kvroute.replay.fit import Decode, Prefill
 
 TOKEN_IDS = range(100, 1000)  # ordinary tokens of any vocabulary
@@ -56,7 +56,7 @@ async def measure(url: str, model: str | None, progress: Progress) -> Measuremen
     """Takes a minute or so on fast engines, several on slow ones. Raises ClusterError."""
     timeout = httpx.Timeout(600, connect=10)
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=key_headers()) as client:
         try:
             cluster = await _Cluster.find(client, url.rstrip("/"), model)
             async with cluster.watched():

@@ -96,7 +96,7 @@ def application(models: Models, bodies: Bodies, keys: WatchedKeys | None = None)
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
     if keys is not None:
-        http.add_middleware(Access, keys=keys.now, refused=models.first.refused)
+        http.add_middleware(Access, keys=keys.keyring, refused=models.first.refused)
     for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
         http.include_router(kind.routes)
     http.exception_handler(ApiError)(_refuse)

@@ -400,8 +400,8 @@ class Options(ModelOptions):
         AfterValidator(parsers.absolute),
         Option(
             CLUSTER,
-            "PEM file of a certificate and its chain: the endpoint is https. On a fleet it is an "
-            "environment variable of the head.",
+            "PEM file of a certificate and its chain: the endpoint is https. Under serve deploy, "
+            "set KVROUTE_TLS_CERT and KVROUTE_TLS_KEY on the head.",
             example="cert.pem",
             default="http",
         ),

@@ -64,6 +64,7 @@ NOT_HERE = {
     "kvroute serve --api-keys": f"{ITS_OWN}: test_api_keys.py has one",
     "kvroute serve --model Qwen/Qwen3-8B": GPUS,
     "kvroute serve --models": GPUS,
+    "kvroute serve --replicas 2 --data-parallel-size": GPUS,
     "kvroute serve --engine-args": GPUS,
     "kvroute serve --engine-arg runner=pooling": f"{ITS_OWN}: test_pooling_cluster.py has one",
     "kvroute serve --request-log": f"{ITS_OWN}: test_request_log.py has one",
@@ -233,7 +234,7 @@ def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
     program.parent.mkdir()
     program.write_text(
         "#!/bin/sh\n"
-        f'[ "$1" = replay ] || set -- "$@" --url {simulated_cluster.url}\n'
+        f'case "$1" in replay | keys) ;; *) set -- "$@" --url {simulated_cluster.url} ;; esac\n'
         f'exec {shlex.join(KVROUTE)} "$@"\n'
     )
     program.chmod(0o755)

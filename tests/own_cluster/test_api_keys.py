@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     )
     assert first.returncode == 0
     options = ("--engine", "simulated", "--replicas", "1", "--api-keys", str(path))
-    with start_cluster(*options, "--auto-pin") as cluster:
+    with start_cluster(*options) as cluster:
         yield Keyed(cluster, path)
 
 
@@ -103,12 +104,7 @@ def chat(text: str, **more: object) -> dict[str, Any]:
 def cached(client: httpx.Client, body: dict[str, Any]) -> int:
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    usage = answer.json()["usage"]
-    assert (
-        int(answer.headers["x-kvroute-expected-tokens"])
-        == (usage["prompt_tokens_details"]["cached_tokens"])
-    )
-    return int(usage["prompt_tokens_details"]["cached_tokens"])
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 async def test_strangers_and_wrong_keys_reach_health_and_nothing_else(keyed: Keyed) -> None:
@@ -141,6 +137,16 @@ def test_a_tenant_changes_and_watches_nothing(keyed: Keyed, tenants: tuple[str, 
             assert answer.status_code == 403, (method, path)
 
 
+def test_a_tenant_cannot_name_images(keyed: Keyed, tenants: tuple[str, str]) -> None:
+    """vLLM would give it the image that another tenant has sent under that name."""
+    part = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "logo"}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}
+    with keyed.client(tenants[0]) as client:
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/route", "/tokenize"):
+            answer = client.post(path, json=body)
+            assert (answer.status_code, "uuid" in answer.text) == (400, True), path
+
+
 def test_what_a_tenant_has_cached_is_found_by_it_alone(
     keyed: Keyed, tenants: tuple[str, str]
 ) -> None:
@@ -169,17 +175,15 @@ def test_where_a_prompt_would_go_says_nothing_of_others(
         assert found[1] == 0
 
 
-def test_what_tenants_ask_often_is_neither_shown_nor_pinned(
+def test_what_tenants_ask_often_is_not_shown(
     keyed: Keyed, tenants: tuple[str, str], operator: str
 ) -> None:
     secret = "Frobnicate the quux before the merger is announced. "
     with keyed.client(tenants[0]) as a, keyed.client(operator) as watching:
         for number in range(8):
             cached(a, chat(secret * 40 + str(number)))
-        for path in ("/v1/cluster/hot", "/v1/prefixes"):
-            found = watching.get(path)
-            assert found.status_code == 200
-            assert "quux" not in found.text
+        found = watching.get("/v1/cluster/hot")
+        assert (found.status_code, found.json()["data"]) == (200, [])
 
 
 def test_a_revoked_key_is_refused_within_seconds(keyed: Keyed) -> None:
@@ -234,7 +238,8 @@ def test_clients_of_openai_have_an_error_that_they_know(
 
 def test_no_process_shows_a_key(keyed: Keyed, tenants: tuple[str, str]) -> None:
     for process in keyed.cluster.processes():
-        shown = json.dumps([process.cmdline(), process.environ()])
-        assert not any(key in shown for key in tenants)
+        with suppress(psutil.NoSuchProcess):
+            shown = json.dumps([process.cmdline(), process.environ()])
+            assert not any(key in shown for key in tenants)
     assert psutil.Process(keyed.cluster.process.pid).is_running()
     assert not any(key in keyed.cluster.output() for key in tenants)

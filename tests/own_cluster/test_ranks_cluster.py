@@ -46,7 +46,14 @@ def listed(cluster: Cluster) -> dict[str, Any]:
 
 
 def blocks_of(cluster: Cluster) -> dict[str, int]:
-    return {id_: each["blocks"] for id_, each in listed(cluster).items()}
+    return {id_: each["blocks"] or 0 for id_, each in listed(cluster).items()}
+
+
+def known(cluster: Cluster, messages: list[dict[str, str]]) -> int:
+    """How much of the prompt the router knows in some cache, in tokens."""
+    body = {"messages": messages}
+    answer = httpx.post(f"{cluster.url}/v1/route", json=body, timeout=30).json()
+    return int(answer["receipts"][0]["best_hit_tokens"])
 
 
 async def test_a_replica_is_one_process_with_a_cache_for_each_rank(cluster: Cluster) -> None:
@@ -65,6 +72,7 @@ async def test_a_prompt_goes_again_to_the_rank_that_has_it_and_no_other_has(
     first = ask(client, user(people_table()))
     full = (first.prompt_tokens - 1) // BLOCK
     await until(lambda: blocks_of(cluster)[first.replica] >= before[first.replica] + full)
+    await until(lambda: known(cluster, user(people_table())) == full * BLOCK)
     second = ask(client, user(people_table()))
     assert second.replica == first.replica
     assert second.cached_tokens == second.expected_tokens == full * BLOCK
@@ -105,13 +113,15 @@ async def test_the_doctor_finds_all_accounts_of_each_rank_equal(cluster: Cluster
 
 async def test_answers_of_both_ranks_of_a_killed_replica_go_on_elsewhere(cluster: Cluster) -> None:
     async with async_openai_client(cluster.url) as client:
-        undisturbed = await Audience(client, words=1).listen()
-        audience = Audience(client, words=1)
+        pids = {id_: each["pid"] for id_, each in listed(cluster).items()}
+        undisturbed = await Audience(client, words=1, tokens=200).listen()
+        audience = Audience(client, words=1, tokens=200)
         listening = asyncio.create_task(audience.listen())
         await until(lambda: min(audience.pieces) >= 2)
         victim, *_ = replicas_of(audience.replicas)
-        assert {f"{victim}.0", f"{victim}.1"} <= set(audience.replicas)
-        os.kill(listed(cluster)[f"{victim}.0"]["pid"], signal.SIGKILL)
+        os.kill(pids[f"{victim}.0"], signal.SIGKILL)
+        heard = zip(audience.replicas, audience.pieces, strict=True)
+        assert {id_ for id_, pieces in heard if pieces < 100} >= {f"{victim}.0", f"{victim}.1"}
         assert await listening == undisturbed
 
     def is_replaced() -> bool:

@@ -36,7 +36,8 @@ def _clearing() -> Callable[[Any], int]:
     def clear(actor: Any) -> int:
         import asyncio
 
-        engine = actor._replica_impl._user_callable_wrapper.user_callable._engine
+        (rank,) = actor._replica_impl._user_callable_wrapper.user_callable._ranks
+        engine = rank.engine
         asyncio.run_coroutine_threadsafe(engine.reset_prefix_cache(), engine._scheduler.get_loop())
         return len(engine._pool.copies())
 

@@ -72,17 +72,21 @@ class ToldLinks:
         self.connected = connected
         self.waiting = set[str]()  # replicas that run requests
         self.messages = 0  # from each
+        self.questions = 0  # that each has not answered
         self.lost: list[tuple[str, Exception]] = []
         self.by_replica: dict[str, tuple[str, ...]] = {}
 
     def busy(self) -> set[str]:
         return self.waiting
 
-    def ranks(self, replica_id: str) -> tuple[str, ...]:
-        return self.by_replica.get(replica_id, (replica_id,))
+    def told_ranks(self, replica_id: str) -> tuple[str, ...]:
+        return self.by_replica.get(replica_id, ())
 
     def heard(self, replica_id: str) -> int:
         return self.messages
+
+    def owed(self, replica_id: str) -> int:
+        return self.questions
 
     def lose(self, replica_id: str, error: Exception) -> None:
         self.lost.append((replica_id, error))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import (
     CHATS,
     COMPLETIONS,
@@ -120,6 +121,42 @@ def test_many_prompts_take_no_large_fields_with_them() -> None:
     assert called(prompt=["a" * 4000] * 1000).prompts()
     refused = refusal(prompt=["a"] * (most + 3), stop=stops)
     assert (refused.status, refused.code) == (413, "request_too_large")
+
+
+def seen(**part: Any) -> dict[str, Any]:
+    """A body with an image."""
+    content = [{"type": "text", "text": "What is it?"}, part]
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize("value", [None, {"url": None}])
+@pytest.mark.parametrize("field", ["image_url", "video_url", "input_audio"])
+def test_a_name_without_its_image_is_refused(field: str, value: object) -> None:
+    """Only some replica has it."""
+    error = refusal(CHATS, **seen(uuid="logo", **{field: value}))
+    assert (error.status, error.param) == (400, field)
+    assert not isinstance(called(CHATS, **seen(uuid="logo", **{field: "data:,"})), ApiError)
+
+
+@pytest.mark.parametrize("uuid", ["x" * 257, 7, ["x"]])
+def test_an_images_name_is_a_short_string(uuid: object) -> None:
+    """It is hashed with each of the image's blocks."""
+    assert refusal(CHATS, **seen(uuid=uuid, image_url="data:,")).param == "uuid"
+
+
+@pytest.mark.parametrize("spelt", ["uuid", r"\u0075uid"])
+def test_tenants_name_no_images(spelt: str) -> None:
+    raw = json.dumps(seen(uuid="logo", image_url="data:,")).replace("uuid", spelt).encode()
+    call = parse_call(CHATS, raw)
+    assert call.asked_by(None).caller is None
+    caller = Caller("acme", frozenset(), "salt")
+    with pytest.raises(ApiError) as refused:
+        call.asked_by(caller)
+    assert (refused.value.status, refused.value.param) == (400, "uuid")
+    without = called(CHATS, **seen(image_url="data:,"))
+    assert without.asked_by(caller).cache_salt == "salt"
+    tool = {"type": "tool_use", "input": {"uuid": "7", "image_url": "x"}}
+    assert called(CHATS, **seen(**tool)).asked_by(caller).caller is caller
 
 
 def test_a_prefix_has_one_name() -> None:

@@ -108,6 +108,8 @@ def test_what_could_not_be_read_lately_is_named_with_the_reason() -> None:
         ({"host": "0.0.0.0"}, "warning", "everybody who reaches 0.0.0.0"),
         ({"host": "::"}, "warning", "everybody who reaches ::"),
         ({"host": "10.1.2.3"}, "warning", "everybody who reaches 10.1.2.3"),
+        ({"host": "example.org"}, "warning", "everybody who reaches example.org"),
+        ({"host": None}, "warning", "which Serve's controller does not tell"),
         ({"has_keys": True, "problem": "no such file"}, "wrong", "no such file"),
     ],
 )

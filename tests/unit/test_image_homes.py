@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.router.serving import image_homes
-from kvroute.router.serving.image_homes import ImageHomes, first_image
+from kvroute.router.serving.image_homes import FIELDS, ImageHomes, first_image
 
 REPLICAS = ["a", "b", "c", "d"]
 TEXT = {"type": "text", "text": "What is it?"}
@@ -48,9 +48,10 @@ def test_a_uuid_names_an_image_with_or_without_its_data() -> None:
     assert named != first_image(chat(in_chat("data:cat", uuid="8")))
 
 
+NAMES = st.sampled_from(["content", "uuid", "type", *FIELDS])
 JSON = st.recursive(
     st.none() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["content", "source"]), inner),
+    lambda inner: st.lists(inner) | st.dictionaries(NAMES, inner),
 )
 
 

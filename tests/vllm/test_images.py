@@ -250,7 +250,7 @@ async def test_what_is_no_image_is_refused(seeing: Seeing, kind: str) -> None:
 async def test_while_an_image_is_loaded_others_are_answered(seeing: Seeing) -> None:
     with held_images() as (waiting, go_on):
         rendering = asyncio.create_task(seeing.running.engine.render(call_of([image(picture(1))])))
-        await asyncio.to_thread(waiting.wait)
+        assert await asyncio.to_thread(waiting.wait, 60)
         assert await seeing.running.ask(prompt_of(40, seed=1))
         assert not rendering.done()
         go_on.set()
@@ -267,12 +267,15 @@ def held_images() -> Iterator[tuple[threading.Event, threading.Event]]:
 
     def held(self: Any, data: bytes) -> Any:
         waiting.set()
-        go_on.wait()
+        go_on.wait(60)
         return load(self, data)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ImageMediaIO, "load_bytes", held)
-        yield waiting, go_on
+        try:
+            yield waiting, go_on
+        finally:
+            go_on.set()
 
 
 def engine_of(seeing: Seeing) -> Any:

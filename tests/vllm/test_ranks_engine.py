@@ -2,7 +2,6 @@
 
 import asyncio
 import multiprocessing
-import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -175,9 +174,12 @@ async def test_the_coordinator_of_a_killed_replica_ends(monkeypatch: pytest.Monk
     hearing, told = spawning.Pipe(duplex=False)
     replica = spawning.Process(target=coordinate, args=(told,))
     replica.start()
-    pid = await asyncio.to_thread(hearing.recv)
-    assert psutil.Process(pid).is_running()
-    assert replica.pid
-    os.kill(replica.pid, signal.SIGKILL)
-    await until(lambda: not psutil.pid_exists(pid))
-    replica.join()
+    told.close()  # so that a replica that ends without a word is heard
+    try:
+        pid = await asyncio.to_thread(hearing.recv)
+        coordinator = psutil.Process(pid)
+        assert coordinator.is_running()
+    finally:
+        replica.kill()
+        replica.join()
+    await until(lambda: not psutil.pid_exists(pid) or coordinator.status() == psutil.STATUS_ZOMBIE)

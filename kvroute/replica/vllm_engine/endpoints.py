@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 
-SEPARATOR = ","
+SEPARATOR = "\n"  # which no path has
 
 
 def listed(endpoints: Iterable[str]) -> str:

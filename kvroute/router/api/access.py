@@ -1,25 +1,26 @@
 """A request gets in with an API key that has the route's role.
 
 It is refused before its body is read. Who sends wrong keys again and again waits for each refusal;
-others, behind the same address too, do not.
+right keys never wait.
 """
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvroute.keys.key_file import Role
+from kvroute.keys.key_file import ROLES, Role
 from kvroute.keys.keyring import Caller, Keyring
 from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, PASSED_ON, RESPONSES
 from kvroute.router.api.errors import ApiError, response
 
 OPEN = ("/health", "/ui")  # the page asks for a key, and then for its events
-USE = (CHATS, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON, "/v1/route", "/v1/models")
+ANY = ("/v1/models",)  # with a key of any role
+USE = (CHATS, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON, "/v1/route")
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")
 READ = ("/v1/prefixes",)  # GET is to observe, all else to manage
 MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")
@@ -47,10 +48,10 @@ class Access:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        role = role_for(scope["method"], path)
+        roles = roles_for(scope["method"], path)
         try:
-            if role is not None:
-                scope.setdefault("state", {})["caller"] = await self._caller(scope, role)
+            if roles:
+                scope.setdefault("state", {})["caller"] = await self._caller(scope, roles)
         except ApiError as error:
             self._refused(error)
             refusal = response(error, path=scope["path"])
@@ -60,7 +61,7 @@ class Access:
             return
         await self._app(scope, receive, send)
 
-    async def _caller(self, scope: Scope, role: Role) -> Caller:
+    async def _caller(self, scope: Scope, roles: Sequence[Role]) -> Caller:
         """ApiError if it may not do that."""
         given = _key_in(scope["headers"])
         caller = self._keys().caller(given) if given else None
@@ -73,11 +74,11 @@ class Access:
                 "one as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
             )
-        if role not in caller.roles:
+        if caller.roles.isdisjoint(roles):
             raise ApiError(
                 403,
-                f"{scope['method']} {scope['path'][:80]} needs an API key with the role {role}; "
-                f"this one has {' and '.join(sorted(caller.roles))}",
+                f"{scope['method']} {scope['path'][:80]} needs an API key with the role "
+                f"{roles[0]}; this one has {' and '.join(sorted(caller.roles))}",
                 type="permission_error",
                 code="insufficient_role",
             )
@@ -111,15 +112,18 @@ class Failures:
 
 
 @lru_cache(maxsize=1024)
-def role_for(method: str, path: str) -> Role | None:
-    """The role that a route needs; None: none. What is in no list is to be managed."""
+def roles_for(method: str, path: str) -> Sequence[Role]:
+    """The roles of which a route needs one; empty: it needs no key. What is in no list is to be
+    managed."""
     if _is_in(path, OPEN):
-        return None
+        return ()
+    if _is_in(path, ANY):
+        return ROLES
     if _is_in(path, MANAGE):
-        return "manage"
+        return ("manage",)
     if _is_in(path, OBSERVE) or (method in ("GET", "HEAD") and _is_in(path, READ)):
-        return "observe"
-    return "use" if _is_in(path, USE) else "manage"
+        return ("observe",)
+    return ("use",) if _is_in(path, USE) else ("manage",)
 
 
 def caller_of(request: Request) -> Caller | None:
@@ -139,12 +143,14 @@ def _is_in(path: str, routes: Iterable[str]) -> bool:
 
 
 def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Empty if there is none."""
+    """The first one; empty if there is none."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return value[7:].strip().decode("latin-1")
-        if name == b"x-api-key":
-            return value.strip().decode("latin-1")
+            value = value[7:]
+        elif name != b"x-api-key":
+            continue
+        if key := value.strip():
+            return key.decode("latin-1")
     return ""
 
 

@@ -4,8 +4,8 @@ The application checks the fields. A router takes what it needs to find the prom
 and refuses what would hold up others.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -43,6 +43,11 @@ MAX_CHOICES = 1024  # prompts times n in one request
 MAX_VALUES = 100_000  # JSON values of a body, next to token ids; a replica parses them on its loop
 MAX_NAME = 256  # characters
 MAX_COPIED = 16 << 20  # bytes of the fields next to the prompts, of which each prompt gets a copy
+# Fields of a message's part that have an image, a video or a sound; vLLM takes a uuid beside them.
+MEDIA = (
+    *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
+    *("audio_url", "audio_embeds", "input_audio"),
+)
 MOST_ITEMS = {"messages": MAX_MESSAGES, "input": 4096, "tools": 4096}  # 100 us each in a replica
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
@@ -71,6 +76,16 @@ class Call:
         """Of what the request leaves in caches: its tenant's, with the body's own."""
         own = self.body.get("cache_salt") or ""
         return own if self.caller is None else self.caller.salted(own)
+
+    def asked_by(self, caller: Caller | None) -> "Call":
+        """With its caller. ApiError for names of images, which vLLM would share between tenants:
+        who knows a name would see the image, or put another one in its place."""
+        if caller is not None and next(_named_parts(self.raw, self.body), None):
+            raise unsupported(
+                "uuid",
+                "an image has a uuid, which is not supported with API keys; leave uuid out",
+            )
+        return replace(self, caller=caller)
 
     @property
     def n(self) -> int:
@@ -128,6 +143,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     if path == COMPLETIONS and isinstance(prompt, list):
         body["prompt"] = _compact(prompt)
     _check_values(body)
+    _check_images(raw, body)
     call = Call(path, raw, body, _input_values(body.get("input")))
     choices = len(call.prompts() or ()) * call.n if path == COMPLETIONS else call.n
     if choices > MAX_CHOICES:
@@ -141,6 +157,32 @@ def parse_any(raw: bytes) -> Call:
     body = json_object(raw)
     path = CHATS if "messages" in body else RESPONSES if "input" in body else COMPLETIONS
     return parse_call(path, raw)
+
+
+def _named_parts(raw: bytes, body: Mapping[str, Any]) -> Iterator[tuple[str, Any, object]]:
+    """Of each part of a message that names its image, or the like: the field that has it, the
+    field's value, and the name."""
+    if b"uuid" not in raw and b"\\u" not in raw:
+        return
+    for field in ("messages", "input"):
+        messages = body.get(field)
+        for message in messages if isinstance(messages, list) else ():
+            parts = message.get("content") if isinstance(message, dict) else None
+            for part in parts if isinstance(parts, list) else ():
+                if not isinstance(part, dict) or part.get("uuid") is None:
+                    continue
+                yield from ((name, part[name], part["uuid"]) for name in MEDIA if name in part)
+
+
+def _check_images(raw: bytes, body: Mapping[str, Any]) -> None:
+    """A uuid is hashed with each block of its image, and without the image it stands for one that
+    only some replica has."""
+    for field, value, uuid in _named_parts(raw, body):
+        _check_name("uuid", uuid)
+        if value is None or value == {"url": None}:
+            raise invalid(
+                field, f"{field} is null beside the uuid {shown(uuid)}; send the image each time"
+            )
 
 
 def _prefix_id(field: str, value: object) -> str:

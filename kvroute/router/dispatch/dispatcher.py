@@ -20,7 +20,7 @@ from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.turns import Turns
-from kvroute.router.dispatch.links import Links, UnansweredError
+from kvroute.router.dispatch.links import LateError, Links, UnansweredError
 from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
@@ -233,6 +233,9 @@ class Dispatcher:
             replica_id = self._asked(running, prefer)
             try:
                 return await self._links.call(replica_id, method, body, within_s=within_s)
+            except LateError as error:  # the next one would only have the same to do
+                busy = f"replica {replica_id} is too busy: {error}"
+                raise ApiError(503, busy, type="server_error") from error
             except UnansweredError as error:
                 log.info("replica %s did not answer %s: %s", replica_id, method, error)
                 gone.add(replica_of(replica_id))

@@ -27,6 +27,10 @@ class UnansweredError(Exception):
     """The replica did not answer; the message is the reason."""
 
 
+class LateError(UnansweredError):
+    """It may still be at work on the question; one that hangs loses its connection instead."""
+
+
 class Links:
     """Connects to replicas as they come, and again when a connection ends.
 
@@ -54,6 +58,10 @@ class Links:
     def ranks(self, replica_id: str) -> tuple[str, ...]:
         """One until the replica has told."""
         return self._ranks.get(replica_id) or rank_ids(replica_id, 1)
+
+    def told_ranks(self, replica_id: str) -> tuple[str, ...]:
+        """Empty until the replica has told."""
+        return self._ranks.get(replica_id, ())
 
     def unconnected(self) -> dict[str, str]:
         """The replicas to which there is no connection for a while: id -> why."""
@@ -94,7 +102,7 @@ class Links:
             async with asyncio.timeout(within_s):
                 return await link.call(method, body, rank)
         except TimeoutError:
-            raise UnansweredError(f"it is silent for {within_s:g} s") from None
+            raise LateError(f"it has not answered within {within_s:g} s") from None
         except (LostError, RefusedError, FailedError, EngineDeadError, ValueError) as error:
             raise UnansweredError(str(error)) from error
 

@@ -93,7 +93,10 @@ class Liveness:
         return 0 if is_alive else quiet + 1
 
     def _is_idle(self, replica_id: str) -> bool:
-        return all(map(self._fleet.is_idle, self._links.ranks(replica_id)))
+        if self._links.owed(replica_id):
+            return False
+        ranks = self._links.told_ranks(replica_id) or self._fleet.ranks_of(replica_id)
+        return bool(ranks) and all(map(self._fleet.is_idle, ranks))
 
     async def _probe(self, replica_id: str) -> None:
         try:

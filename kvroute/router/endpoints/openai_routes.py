@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -56,7 +55,7 @@ routes.routes += [
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Where the prompts of this body would go now, and why; nothing runs."""
-    call = replace(await bodies.read(parse_any, request), caller=caller_of(request))
+    call = (await bodies.read(parse_any, request)).asked_by(caller_of(request))
     try:
         receipts = await models.named(call.model).explain(call)
     except RefusedCallError as error:
@@ -83,7 +82,7 @@ async def _respond(path: str, request: Request) -> Response:
     bodies: Bodies = request.app.state.bodies
     with _counting_refusals(request, models):
         call = await bodies.read(partial(parse_call, path), request)
-        call = replace(call, caller=caller_of(request))
+        call = call.asked_by(caller_of(request))
         request.state.model = model = models.named(call.model)
         return await model.answer(
             call,

@@ -125,6 +125,10 @@ class Fleet:
             return self.records
         return [record for id_ in running for record in self._ranks.get(id_, ())]
 
+    def ranks_of(self, replica_id: str) -> tuple[str, ...]:
+        """Those of its ranks that have a record."""
+        return tuple(record.id for record in self._ranks.get(replica_id, ()))
+
     def is_idle(self, replica_id: str) -> bool:
         """Its lease is valid, as far as Redis is reachable, and it has no request in flight."""
         load = self._loads.get(replica_id)

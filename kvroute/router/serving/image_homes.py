@@ -10,12 +10,10 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from kvroute.router.api.calls import MEDIA
+
 REMEMBERED = 16_384  # images, those that were used last
-# Fields of a message's part that have an image, a video or a sound, or its URL.
-MEDIA = (
-    *("image_url", "video_url", "audio_url", "input_audio", "source"),
-    *("image_embeds", "video_embeds", "audio_embeds"),
-)
+FIELDS = (*MEDIA, "source")  # the last one is Anthropic's
 SAMPLE = 1024  # characters from beginning, middle and end of what is longer than all of them
 
 
@@ -60,7 +58,7 @@ def _images(body: Mapping[str, Any]) -> Iterator[str]:
 
 def _name(part: Mapping[str, Any]) -> str:
     """What tells the part's image from others; empty: it has none."""
-    for field in MEDIA:
+    for field in FIELDS:
         if field in part:
             value = part[field]
             values = value.values() if isinstance(value, dict) else (value,)

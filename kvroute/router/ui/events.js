@@ -9,7 +9,8 @@ export class Refused extends Error {
   }
 }
 
-export const setKey = (key) => sessionStorage.setItem(NAME, key);
+/** Keeps a key; what cannot be sent is none. */
+export const setKey = (key) => sessionStorage.setItem(NAME, /^[!-~]+$/.test(key) ? key : "invalid");
 
 /** The response; with the key, if one was given. */
 export async function ask(url, options = {}) {
