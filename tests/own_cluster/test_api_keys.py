@@ -198,7 +198,7 @@ def test_the_page_asks_for_a_key_and_keeps_it_out_of_addresses(
 ) -> None:
     if reason := obstacle("chromium"):
         pytest.skip(reason)
-    state = "document.querySelector('#connection').textContent"
+    state = "document.querySelector('#connection')?.textContent"
     with page() as shown:
         shown.open(f"{keyed.cluster.url}/ui", width=1000)
         shown.wait_for(f"{state} === 'an API key is needed'")
