@@ -82,13 +82,12 @@ def read(path: Path) -> KeyFile:
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
-            raise KeyFileError(f"{path} is larger than {LARGEST >> 20} MB")
-        found = msgspec.json.decode(data, type=KeyFile)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from None
-    except KeyFileError:
-        raise
+    if len(data) > LARGEST:
+        raise KeyFileError(f"{path} is larger than {LARGEST >> 20} MB")
+    try:
+        found = msgspec.json.decode(data, type=KeyFile)
     except DECODE_ERRORS as error:
         raise KeyFileError(f"{path} is no file of keys: {error}") from None
     if found.version != VERSION:

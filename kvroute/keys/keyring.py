@@ -24,6 +24,11 @@ class Caller:
         return f"{self.salt}.{own}" if own else self.salt
 
 
+def salted(caller: Caller | None, own: str) -> str:
+    """The same for any request; without keys there is no caller."""
+    return own if caller is None else caller.salted(own)
+
+
 class Keyring:
     """All keys of a file."""
 

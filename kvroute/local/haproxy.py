@@ -120,13 +120,18 @@ def _hardened(path: Path) -> str:
     return refusing(config, most_requests=limit)
 
 
+def check_pair(cert: Path, key: Path) -> None:
+    """Raises OSError unless they are a certificate and its key, which has no passphrase."""
+    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+
+
 def _tls_pem(path: Path) -> str:
     """The file that has certificate and key, which only its owner can read; empty without them."""
     cert, key = (os.environ.get(name) for name in (TLS_CERT, TLS_KEY))
     if not cert or not key:
         return ""
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+        check_pair(Path(cert), Path(key))
         pem = b"\n".join(Path(each).read_bytes() for each in (cert, key))
     except OSError as error:  # they are just being renewed, perhaps
         print(f"{cert} and {key} cannot be used, so they stay as they were: {error}")

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import socket
-import ssl
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ import httpx
 from kvroute.keys import key_file
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
+from kvroute.local.haproxy import check_pair
 from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.ports import free_port, is_local, why_not
 from kvroute.local.processes import is_alive
@@ -146,9 +146,7 @@ def refuse_bad_tls(cert: Path | None, key: Path | None) -> None:
     if cert is None or key is None:
         raise StartError("--tls-cert and --tls-key belong together; give both, or none")
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            cert, key, password=lambda: ""
-        )
+        check_pair(cert, key)
     except OSError as error:  # ssl.SSLError is one
         why = error.strerror or getattr(error, "reason", None) or error
         raise StartError(

@@ -355,17 +355,24 @@ async def test_a_question_of_which_engines_die_is_put_to_no_other() -> None:
     assert len(asked) == CAUSED
 
 
-async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> None:
-    client, asked, over = Client(*[IMMORTAL] * 3), list[str](), asyncio.Event()
+def answering(client: Client, over: asyncio.Event) -> list[str]:
+    """The replicas that are asked, as they are; they answer with the question once that is set."""
+    asked: list[str] = []
 
     async def answer(id_: str, body: bytes, rank: int) -> bytes:
         asked.append(id_)
         await over.wait()
         return body
 
+    for id_, server in client.wired.servers.items():
+        server.methods = {"http": partial(answer, id_)}
+    return asked
+
+
+async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> None:
+    client, over = Client(*[IMMORTAL] * 3), asyncio.Event()
     async with client.serving():
-        for id_, server in client.wired.servers.items():
-            server.methods = {"http": partial(answer, id_)}
+        asked = answering(client, over)
         asking = [asyncio.create_task(client.dispatcher.ask("http", b"a")) for _ in range(6)]
         await until(lambda: len(asked) == 6)
         over.set()
@@ -374,16 +381,9 @@ async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> No
 
 
 async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than_others() -> None:
-    client, asked, over = Client(*[IMMORTAL] * 2), list[str](), asyncio.Event()
-
-    async def answer(id_: str, body: bytes, rank: int) -> bytes:
-        asked.append(id_)
-        await over.wait()
-        return body
-
+    client, over = Client(*[IMMORTAL] * 2), asyncio.Event()
     async with client.serving():
-        for id_, server in client.wired.servers.items():
-            server.methods = {"http": partial(answer, id_)}
+        asked = answering(client, over)
         asking = [
             asyncio.create_task(client.dispatcher.ask("http", b"a", prefer=max))
             for _ in range(MANY + 2)

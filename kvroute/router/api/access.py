@@ -132,12 +132,6 @@ def caller_of(request: Request) -> Caller | None:
     return caller
 
 
-def salted(request: Request, own: str) -> str:
-    """The salt of what the request leaves in caches, or finds there."""
-    caller = caller_of(request)
-    return own if caller is None else caller.salted(own)
-
-
 def _is_in(path: str, routes: Iterable[str]) -> bool:
     return any(path == route or path.startswith(f"{route}/") for route in routes)
 

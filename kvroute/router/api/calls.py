@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import PrefixId
-from kvroute.keys.keyring import Caller
+from kvroute.keys.keyring import Caller, salted
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 from kvroute.router.api.parsing import json_object
@@ -74,8 +74,7 @@ class Call:
     @property
     def cache_salt(self) -> str:
         """Of what the request leaves in caches: its tenant's, with the body's own."""
-        own = self.body.get("cache_salt") or ""
-        return own if self.caller is None else self.caller.salted(own)
+        return salted(self.caller, self.body.get("cache_salt") or "")
 
     def asked_by(self, caller: Caller | None) -> "Call":
         """With its caller. ApiError for names of images, which vLLM would share between tenants:
@@ -159,19 +158,27 @@ def parse_any(raw: bytes) -> Call:
     return parse_call(path, raw)
 
 
+def message_parts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The parts of a body's messages, in order. Content that is no list has none."""
+    for field in ("messages", "input"):
+        for message in _objects(body.get(field)):
+            yield from _objects(message.get("content"))
+
+
+def _objects(value: object) -> Iterator[Mapping[str, Any]]:
+    """Those of a list; none of anything else."""
+    if isinstance(value, list):
+        yield from (each for each in value if isinstance(each, dict))
+
+
 def _named_parts(raw: bytes, body: Mapping[str, Any]) -> Iterator[tuple[str, Any, object]]:
     """Of each part of a message that names its image, or the like: the field that has it, the
     field's value, and the name."""
     if b"uuid" not in raw and b"\\u" not in raw:
         return
-    for field in ("messages", "input"):
-        messages = body.get(field)
-        for message in messages if isinstance(messages, list) else ():
-            parts = message.get("content") if isinstance(message, dict) else None
-            for part in parts if isinstance(parts, list) else ():
-                if not isinstance(part, dict) or part.get("uuid") is None:
-                    continue
-                yield from ((name, part[name], part["uuid"]) for name in MEDIA if name in part)
+    for part in message_parts(body):
+        if part.get("uuid") is not None:
+            yield from ((name, part[name], part["uuid"]) for name in MEDIA if name in part)
 
 
 def _check_images(raw: bytes, body: Mapping[str, Any]) -> None:

@@ -53,11 +53,8 @@ class Links:
 
     def running(self) -> list[str]:
         """The ranks of the replicas that Serve runs, as far as they are known."""
-        return [rank_id for id_ in self._replicas().ids() for rank_id in self.ranks(id_)]
-
-    def ranks(self, replica_id: str) -> tuple[str, ...]:
-        """One until the replica has told."""
-        return self._ranks.get(replica_id) or rank_ids(replica_id, 1)
+        ids = self._replicas().ids()
+        return [rank_id for id_ in ids for rank_id in self.told_ranks(id_) or rank_ids(id_, 1)]
 
     def told_ranks(self, replica_id: str) -> tuple[str, ...]:
         """Empty until the replica has told."""

@@ -6,7 +6,8 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvroute.router.api.access import salted
+from kvroute.keys.keyring import salted
+from kvroute.router.api.access import caller_of
 from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 from kvroute.router.api.response_object import listed
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 async def _salt(request: Request, own: Annotated[str, Query(alias="cache_salt")] = "") -> str:
-    return salted(request, own)
+    return salted(caller_of(request), own)
 
 
 Salt = Annotated[str, Depends(_salt)]

@@ -5,12 +5,12 @@ is here about an image is a hash of its URL, data or uuid, as the body has it: a
 one. Videos and sounds are treated alike.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.router.api.calls import MEDIA
+from kvroute.router.api.calls import MEDIA, message_parts
 
 REMEMBERED = 16_384  # images, those that were used last
 FIELDS = (*MEDIA, "source")  # the last one is Anthropic's
@@ -42,18 +42,8 @@ class ImageHomes:
 def first_image(body: Mapping[str, Any]) -> int | None:
     """A number for the first image in a body's messages; None: there is none. Equal for equal
     images, and hardly ever for others."""
-    name = next(_images(body), None)
+    name = next(filter(None, map(_name, message_parts(body))), None)
     return None if name is None else _hash(name)
-
-
-def _images(body: Mapping[str, Any]) -> Iterator[str]:
-    for field in ("messages", "input"):
-        messages = body.get(field)
-        for message in messages if isinstance(messages, list) else ():
-            parts = message.get("content") if isinstance(message, dict) else None
-            for part in parts if isinstance(parts, list) else ():
-                if isinstance(part, dict) and (name := _name(part)):
-                    yield name
 
 
 def _name(part: Mapping[str, Any]) -> str:
