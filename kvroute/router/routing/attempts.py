@@ -65,6 +65,7 @@ class RequestContext:
     choices: int = 1  # for each prompt
     prompts: int = 1  # of the call
     namespace: str = ""  # its cache_salt; empty: it shares cached blocks with all others
+    tenant: str = ""  # whose API key it came with; empty: no keys are needed
     lora: str = ""  # LoRA adapter to use; empty: the model itself
     named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with
     broken: Break | None = None  # it does not continue its chat's earlier prompt

@@ -208,6 +208,7 @@ class ModelRouter:
             choices=call.n,
             prompts=len(prompted.token_ids),
             namespace=call.cache_salt,
+            tenant=call.caller.tenant if call.caller else "",
             lora=self.adapter(call.model) or "",
             named_tokens=self.prefixes.named_tokens(prefix),
             broken=self._broken(call, prefix, prompted, self._chats.see),
