@@ -37,6 +37,7 @@ from kvroute.router.observability.recent import Sums
 from kvroute.router.observability.targets import Target, targets
 from kvroute.router.observability.telemetry import Telemetry
 from kvroute.router.observability.view import View
+from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.routing.attempts import RequestContext, RequestObserver
@@ -218,12 +219,11 @@ class ModelRouter:
             broken=self._broken(call, prefix, prompted, self._chats.see),
             features=prompted.features,
         )
-        is_isolated = bool(context.namespace or context.lora)
         response = await self._calls.respond(
             call,
             prompted,
             context,
-            begun=partial(self.prefixes.count, prefix=prefix, is_isolated=is_isolated),
+            begun=partial(self.prefixes.count, prefix=prefix, owner=_owner(call, context)),
             receipt=partial(self._receipt, broken=context.broken) if with_receipts else None,
         )
         return await stored(turn, response)
@@ -391,6 +391,12 @@ class ModelRouter:
 
     def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work, name=name))
+
+
+def _owner(call: Call, context: RequestContext) -> Owner | None:
+    """Whose hot prefixes a prompt counts for. None: it has a salt of its own, or an adapter."""
+    tenant, salt = (call.caller.tenant, call.caller.salt) if call.caller else ("", "")
+    return None if context.lora or context.namespace != salt else Owner(tenant, salt)
 
 
 def _tenant(settings: RouterSettings) -> Tenant:
