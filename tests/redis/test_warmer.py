@@ -5,12 +5,14 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description, Warm
 from kvroute.replica.block_table import BlockTable
@@ -82,12 +84,17 @@ class Replica:
             await self.publisher.leave()
             await self.engine.close()
 
-    async def cached_blocks(self, prefix: Prefix) -> int:
-        return await self.ask([*prefix.token_ids.tolist(), 1]) // SIZE
+    async def cached_blocks(self, prefix: Prefix, scope: Scope | None = None) -> int:
+        return await self.ask([*prefix.token_ids.tolist(), 1], scope=scope) // SIZE
 
-    async def ask(self, token_ids: list[int], max_tokens: int = 1) -> int:
+    async def ask(
+        self, token_ids: list[int], max_tokens: int = 1, *, scope: Scope | None = None
+    ) -> int:
         """The prompt tokens that came from the cache."""
         request = GenerateRequest("r", np.array(token_ids, np.uint32), max_tokens=max_tokens)
+        if scope:
+            shared = scope.shared_tokens
+            request = replace(request, namespace=scope.namespace, shared_tokens=shared)
         chunks = [chunk async for chunk in self.engine.generate(request)]
         return chunks[0].cached_tokens
 
@@ -253,6 +260,21 @@ async def test_a_name_that_came_to_mean_another_text_is_warmed_anew(prefixes: Pr
         await prefixes._redis.flushall()
         await declare(prefixes, "x", blocks=12)
         await until(lambda: replica.engine.pins == {"x@1": 12})
+
+
+async def test_a_tenants_prefix_is_warm_behind_what_it_shares_with_all(
+    prefixes: Prefixes,
+) -> None:
+    long = await declare(prefixes, "long", 10, tenant="t", namespace="salt")
+    async with Replica(prefixes._redis).running("long") as replica:
+        assert await replica.cached_blocks(long, Scope("", "salt")) == 10
+        assert await replica.cached_blocks(long) == 0
+        start = long.token_ids[: 4 * SIZE]
+        await prefixes.declare("start", token_ids=start, source={"prompt": "s"}, is_shared=True)
+        await until_kept(replica, "long@1", "start@1")
+        scope = Scope("", "salt", 4 * SIZE)
+        await until(lambda: replica.warmer._kept["long@1"].shared_tokens == 4 * SIZE)
+        assert await replica.cached_blocks(long, scope) == 10
 
 
 async def test_a_replica_keeps_its_share_and_moves_it_without_a_gap(prefixes: Prefixes) -> None:

@@ -97,6 +97,31 @@ async def test_a_named_prefix_is_cached_before_its_first_request_on_every_replic
             assert set(first.values()) == {shown["full_blocks"] * BLOCK}
 
 
+def test_a_shared_prefix_is_cached_under_every_salt_and_nothing_behind_it(
+    cluster: Cluster, vllm: OpenAI
+) -> None:
+    """Prefixes of the operator's file are shared."""
+    question = "May I keep a lion in the garden of my house? " * 40
+
+    def cached(salt: str) -> int:
+        named = {"task_id": "law", "cache_salt": salt}
+        usage = vllm.completions.create(
+            model=BUILTIN_MODEL, prompt=question, max_tokens=1, extra_body=named
+        ).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    shown = httpx.get(f"{cluster.url}/v1/prefixes/law", timeout=10).json()
+    shared = shown["full_blocks"] * BLOCK
+    assert cached("one") == shared
+    # The third comes to one of two replicas that have seen it.
+    assert max(cached("one"), cached("one")) > shared + 300
+    assert cached("other") == shared
+    audited = httpx.get(f"{cluster.url}/v1/cluster/audit", timeout=60).json()["replicas"]
+    assert all(set(each["drift"].values()) == {0} for each in audited)
+
+
 async def name_task(client: AsyncOpenAI, task: str, prompt: str) -> tuple[str, int]:
     """The replica that answered, and what it had cached of the prompt."""
     raw = await client.completions.with_raw_response.create(
