@@ -14,7 +14,7 @@ READY := .venv/ready-$(PROFILE)
 DEV := .venv/ready-dev
 LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$(PROFILE).txt))
 
-.PHONY: help setup serve check unit test test-cluster lint docs wheel-check lock system chaos fuzz bench bench-engines bench-prefixes
+.PHONY: help setup serve check unit test test-cluster lint docs wheel-check lock system chaos fuzz bench bench-engines bench-prefixes bench-tenants
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,9 @@ bench-engines: $(DEV) ## Policies side by side on real engines; takes about a qu
 
 bench-prefixes: $(DEV) ## What a named prefix is worth on real engines; takes some minutes
 	@$(BIN)/python -W ignore -m tests.bench.prefixes
+
+bench-tenants: $(DEV) ## Whether a tenant's first tokens tell what others have asked; takes some minutes
+	@$(BIN)/python -W ignore -m tests.bench.tenants $(ARGS)
 
 docs: $(DEV) ## The generated tables and dashboards, written anew
 	@$(BIN)/python -m tests.support.tables

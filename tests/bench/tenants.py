@@ -1,0 +1,112 @@
+"""What a tenant can find out of another: `python -m tests.bench.tenants` (about 5 minutes, 3 GB).
+
+One vLLM replica with the built-in model, API keys of two tenants, a and b. Tenant a has prompts
+answered. Then b asks for each of these (foreign), for one that nobody has asked (new), and a asks
+again (own), in random order, one at a time. If b's first tokens came sooner for foreign prompts
+than for new ones, b could tell what a has asked. The difference is that of the pairs, with its 95%
+interval by bootstrap, and the chance by which a foreign prompt was the faster one of its pair.
+"""
+
+import argparse
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.bench.report import Row, Section
+from tests.support.serving import KVROUTE, start_cluster
+
+WORDS = 700
+VOCABULARY = ["river", "stone", "paper", "glass", "winter", "signal", "garden", "engine", "copper"]
+OPTIONS = ("--replicas", "1", "--routers", "1", "--max-model-len", "2048")
+RESAMPLES = 10_000
+
+
+def prompt(rng: random.Random) -> str:
+    return " ".join(rng.choice(VOCABULARY) for _ in range(WORDS))
+
+
+def first_token_s(client: httpx.Client, text: str) -> float:
+    """Seconds until the first event of a streamed answer."""
+    body = {"model": BUILTIN_MODEL, "prompt": text, "max_tokens": 1, "stream": True}
+    began_s = time.perf_counter()
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        next(response.iter_lines())
+        return time.perf_counter() - began_s
+
+
+def measure(url: str, keys: Sequence[str], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds to the first token, of each round."""
+    rng = random.Random(0)
+    found: dict[str, list[float]] = {"foreign": [], "new": [], "own": []}
+    a, b = (client(url, key) for key in keys)
+    with a, b:
+        for text in (prompt(rng) for _ in range(4)):  # warms up
+            first_token_s(b, text)
+        for _ in range(rounds):
+            known, unknown = prompt(rng), prompt(rng)
+            first_token_s(a, known)
+            steps = [("foreign", b, known), ("new", b, unknown), ("own", a, known)]
+            rng.shuffle(steps)
+            for name, asking, text in steps:
+                found[name].append(first_token_s(asking, text))
+    return {name: np.array(times) for name, times in found.items()}
+
+
+def client(url: str, key: str) -> httpx.Client:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=url, headers=headers, timeout=120)
+
+
+def interval(differences: np.ndarray) -> tuple[float, float]:
+    """Of the mean difference, 95%."""
+    rng = np.random.default_rng(0)
+    picks = rng.integers(0, len(differences), (RESAMPLES, len(differences)))
+    low, high = np.quantile(differences[picks].mean(axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def report(found: dict[str, np.ndarray]) -> None:
+    rows: list[Row] = [
+        {
+            "prompt": name,
+            "first token p50 ms": round(1000 * float(np.quantile(times, 0.5))),
+            "p90 ms": round(1000 * float(np.quantile(times, 0.9))),
+        }
+        for name, times in found.items()
+    ]
+    differences = 1000 * (found["foreign"] - found["new"])
+    low, high = interval(differences)
+    faster = float(np.mean(differences < 0))
+    note = (
+        f"foreign - new: {differences.mean():+.1f} ms on average, 95% interval {low:+.1f} to "
+        f"{high:+.1f} ms; the foreign one was faster in {faster:.0%} of {len(differences)} pairs"
+    )
+    print(Section("First tokens of another tenant's prompts", rows, [note]).markdown())
+
+
+def add_key(path: Path, tenant: str) -> str:
+    command = [*KVROUTE, "keys", "add", "--tenant", tenant, "--file", str(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "keys.json"
+        keys = [add_key(path, tenant) for tenant in "ab"]
+        with start_cluster(*OPTIONS, "--api-keys", str(path), deadline_s=400) as cluster:
+            report(measure(cluster.url, keys, rounds))
+
+
+if __name__ == "__main__":
+    main()
