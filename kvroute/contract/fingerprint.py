@@ -40,6 +40,11 @@ def root(
     return Fingerprint(xxh3_64_intdigest(name.encode()))
 
 
+def namespaced(parent: Fingerprint, namespace: str) -> Fingerprint:
+    """The parent of a namespace's first own block, behind blocks that everybody shares."""
+    return _block_hash(namespace.encode(), parent)
+
+
 def fingerprints(
     token_ids: NDArray[np.uint32],
     *,

@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.fingerprint import Feature
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
 
@@ -32,6 +33,11 @@ class GenerateRequest:
     max_tokens: int = 1  # to generate without a call
     rank: int = 0  # the replica's data parallel rank that runs it
     features: tuple[Feature, ...] = ()  # for placement; a replica finds its own in the call
+    shared_tokens: int = 0  # of the prompt's first blocks, which all namespaces share
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.lora, self.namespace, self.shared_tokens)
 
     @property
     def prompt_ids(self) -> TokenIds:

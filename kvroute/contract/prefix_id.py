@@ -12,4 +12,10 @@ def _name(value: object) -> object:
     return value
 
 
-PrefixId = Annotated[str, BeforeValidator(_name), Field(min_length=1, max_length=128)]
+OF = "␟"  # between a tenant and the name of a prefix of its own; clients' names have none
+
+PrefixId = Annotated[
+    str,
+    BeforeValidator(_name),
+    Field(min_length=1, max_length=128, pattern=f"^[^{OF}]+$"),
+]

@@ -201,7 +201,8 @@ class Warmer:
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
         # With one more token, any one, all blocks can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
-        request = GenerateRequest(f"warm {prefix.name} {blocks}", token_ids, pin=pin)
+        name = f"warm {prefix.name} {blocks}"
+        request = GenerateRequest(name, token_ids, prefix.namespace, pin=pin)
         async for _ in self._engine.generate(request):
             pass
         return time.monotonic() - began_s

@@ -24,6 +24,7 @@ import redis.asyncio as redis
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from kvroute.contract.prefix_id import OF
 from kvroute.contract.records import VERSION, AtLeastOne, Count, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError, text
 from kvroute.store.connection import answered
@@ -31,13 +32,18 @@ from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 TOKEN_BYTES = 4
 NUMBER_DIGITS = 18
+MAX_TENANT = 256  # characters of a tenant's name or salt
+
+
+class OtherTenantError(Exception):
+    """Another tenant has declared the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """One version of a named prefix; name and version determine the tokens."""
 
-    id: str  # as clients name it; task_id 1 is "1"
+    id: str  # as clients name it, task_id 1 is "1"; a tenant's own: own_id
     version: int  # starts at 1; each new declaration of the id adds 1
     token_ids: NDArray[np.uint32] = field(compare=False, repr=False)  # shape (n,)
     source: Mapping[str, Any] = field(repr=False)  # {"prompt": str} or {"messages": [...]}
@@ -45,6 +51,13 @@ class Prefix:
     is_pinned: bool = True  # False: warm, but it may be evicted
     expires_at_s: float | None = None  # unix time
     extra_replicas: int = 0  # additional ones that keep it warm, because of demand
+    tenant: str = ""  # whose API key has declared it; empty: nobody's
+    namespace: str = ""  # whose caches it is warm in; empty: everybody's, it is shared
+
+    @property
+    def label(self) -> str:
+        """As its tenant's clients name it."""
+        return self.id.rpartition(OF)[2]
 
     @property
     def name(self) -> str:
@@ -81,6 +94,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     is_pinned: bool = True
     expires_at_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
     extra_replicas: Count = 0
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
+    namespace: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     version: int = VERSION
 
 
@@ -101,6 +116,11 @@ class Key(NamedTuple):
 
 _terms = msgspec.json.Decoder(Terms)
 _versions = msgspec.json.Decoder(Versioned)
+
+
+def own_id(tenant: str, name: str) -> str:
+    """The id of a prefix that only this tenant can use. Tenants can give equal names."""
+    return f"{tenant}{OF}{name}"
 
 
 def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
@@ -149,13 +169,22 @@ class Prefixes:
         replicas: int | None = None,
         is_pinned: bool = True,
         expires_at_s: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
     ) -> Prefix:
-        """The id's next version. Repeating the latest declaration only updates its expiry."""
+        """The id's next version. Repeating the latest declaration only updates its expiry.
+        OtherTenantError."""
 
         async def change(pipe: Any) -> Prefix:
             last = await self._last_version(pipe, id)
             latest = await self._read(pipe, f"{id}@{last}")
-            new = Prefix(id, last + 1, token_ids, source, replicas, is_pinned, expires_at_s)
+            if latest is not None and tenant and latest.tenant not in ("", tenant):
+                raise OtherTenantError(id)
+            new = Prefix(
+                *(id, last + 1, token_ids, source, replicas, is_pinned, expires_at_s),
+                tenant=tenant,
+                namespace=namespace,
+            )
             if latest is not None and is_same(latest, new):
                 new = replace(latest, expires_at_s=expires_at_s)
             await self._write(pipe, [new])
@@ -301,6 +330,8 @@ class Prefixes:
             terms.is_pinned,
             terms.expires_at_s,
             terms.extra_replicas,
+            terms.tenant,
+            terms.namespace,
         )
 
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
@@ -354,7 +385,8 @@ def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
 def is_same(one: Prefix, other: Prefix) -> bool:
     """Whether two declarations are equal, apart from version, expiry and demand."""
     return np.array_equal(one.token_ids, other.token_ids) and all(
-        getattr(one, name) == getattr(other, name) for name in ("source", "replicas", "is_pinned")
+        getattr(one, name) == getattr(other, name)
+        for name in ("source", "replicas", "is_pinned", "tenant", "namespace")
     )
 
 
@@ -366,6 +398,8 @@ def _terms_of(prefix: Prefix, *, order: int) -> Terms:
         is_pinned=prefix.is_pinned,
         expires_at_s=prefix.expires_at_s,
         extra_replicas=prefix.extra_replicas,
+        tenant=prefix.tenant,
+        namespace=prefix.namespace,
     )
 
 

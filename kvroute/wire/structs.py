@@ -54,6 +54,7 @@ class Begin(Struct, array_like=True):
     call: HttpCall | None = None
     max_tokens: int = 1
     rank: int = 0
+    shared_tokens: int = 0
 
 
 class Cancel(Struct, array_like=True):
@@ -113,6 +114,7 @@ def begin_of(stream: int, request: GenerateRequest) -> Begin:
         request.call,
         request.max_tokens,
         request.rank,
+        request.shared_tokens,
     )
 
 
@@ -134,6 +136,7 @@ def request_of(begin: Begin) -> GenerateRequest:
         call=begin.call,
         max_tokens=begin.max_tokens,
         rank=begin.rank,
+        shared_tokens=begin.shared_tokens,
     )
 
 

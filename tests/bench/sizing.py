@@ -175,8 +175,8 @@ async def _router(
     grown = process.memory_info().rss - before
     fleet.update(records)
     tokens = rng.integers(0, 40_000, PROMPT_TOKENS, dtype=np.uint32)
-    fleet.mirror.add(replica_ids[0], fleet.chain(tokens[: PROMPT_TOKENS // 2], ""))
-    placed_ms = median_ms(each_s(lambda: fleet.place(tokens, "", replica_ids, 0.0), ROUNDS))
+    fleet.mirror.add(replica_ids[0], fleet.chain(tokens[: PROMPT_TOKENS // 2]))
+    placed_ms = median_ms(each_s(lambda: fleet.place(tokens, replica_ids, 0.0), ROUNDS))
     router_s, redis_s = await _poll_s(index, server, fleet)
     return {
         "router, bytes a block": grown / len(fleet.mirror),
@@ -204,7 +204,7 @@ def _heard_us(fleet: Fleet, tokens: Tokens) -> float:
     teller.update(fleet.records)
     replica_ids = [record.id for record in fleet.records]
     for i in range(HEARD):
-        placement = teller.place(tokens + i, "", replica_ids, 0.0)
+        placement = teller.place(tokens + i, replica_ids, 0.0)
         attempt = teller.sent(placement, replica_ids[i % len(replica_ids)], str(i), 0.0)
         attempt.first_token(0.0)
         attempt.end()

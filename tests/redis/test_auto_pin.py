@@ -44,7 +44,7 @@ class Scene:
     def use(self, token_ids: TokenIds, times: int) -> None:
         """So many prompts found all of it cached; each goes on with a block of its own."""
         for _ in range(times):
-            chain = self.fleet.chain(np.append(token_ids, np.zeros(BLOCK + 1, np.uint32)), "")
+            chain = self.fleet.chain(np.append(token_ids, np.zeros(BLOCK + 1, np.uint32)))
             self.hot.see(token_ids, chain, len(token_ids), self.now_s)
 
     def chosen(self) -> list[list[int]]:

@@ -83,6 +83,7 @@ async def test_a_declaration_is_shown_as_it_stands(declarations: Declarations) -
         "tokens": 18,
         "full_blocks": 4,
         "partial_tokens": 2,
+        "shared": True,
         "replicas": 1,
         "extra_replicas": 0,
         "assigned_to": [holder],
@@ -113,7 +114,7 @@ async def test_what_is_not_pinned_is_warm_for_as_long_as_the_index_knows_it(
     assert (await declarations.get("law"))["warm_on"] == ["a"]
     prefix = await catalogue.named("task_id", "law")
     fleet.mirror.join("b")
-    fleet.mirror.add("b", fleet.chain(prefix.token_ids, ""))
+    fleet.mirror.add("b", fleet.chain(prefix.token_ids))
     shown = await declarations.get("law")
     assert (sorted(shown["warm_on"]), shown["pinned"]) == (["a", "b"], False)
     fleet.mirror.join("b")

@@ -92,7 +92,7 @@ class Seen:
 
     def send(self, *, to: str = "r000") -> Attempt:
         """A prompt of 10 tokens."""
-        placement = self.fleet.place(np.arange(10, dtype=np.uint32), "", self.names, 1.0)
+        placement = self.fleet.place(np.arange(10, dtype=np.uint32), self.names, 1.0)
         return self.fleet.sent(placement, to, uuid.uuid4().hex, 1.0)
 
     async def snapshot(self, kind: str) -> list[Any]:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.generation import TokenIds
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
@@ -61,7 +62,7 @@ class Replica:
         await self._publisher.leave()
 
     def compute(self, token_ids: TokenIds) -> None:
-        table = self._pool.table(token_ids, "")
+        table = self._pool.table(token_ids, Scope())
         self._pool.admit(table)
         self._pool.extend(table, len(token_ids))
         self._pool.free(table)
@@ -85,7 +86,7 @@ class Router:
 
     def send(self, token_ids: TokenIds, replica_id: str) -> None:
         now_s = time.monotonic()
-        placement = self.fleet.place(token_ids, "", [replica_id], now_s)
+        placement = self.fleet.place(token_ids, [replica_id], now_s)
         attempt = self.fleet.sent(placement, replica_id, uuid.uuid4().hex, now_s)
         self._peer_subscriber.receive(self._peer_publisher.take())
         attempt.first_token(now_s)

@@ -44,19 +44,19 @@ class Router:
         )
 
     def send(self, token_ids: TokenIds, request_id: str = "r") -> Attempt:
-        placement = self.fleet.place(token_ids, "", REPLICAS, self.now_s)
+        placement = self.fleet.place(token_ids, REPLICAS, self.now_s)
         replica_id = placement.ranking[0].replica_id
         return self.fleet.sent(placement, replica_id, request_id, self.now_s)
 
     def backlogs_s(self) -> dict[str, float]:
-        placement = self.fleet.place(prompt(1), "", REPLICAS, self.now_s)
+        placement = self.fleet.place(prompt(1), REPLICAS, self.now_s)
         return {c.replica_id: c.backlog_s for c in placement.ranking}
 
     def hears(self, others: int) -> Callable[[], bool]:
         return lambda: len(self.listener._last_message_s) == others
 
     def expects(self, token_ids: TokenIds) -> set[str]:
-        return set(self.fleet.mirror.hits(self.fleet.chain(token_ids, "")))
+        return set(self.fleet.mirror.hits(self.fleet.chain(token_ids)))
 
 
 def prompt(seed: int, tokens: int = 400) -> TokenIds:

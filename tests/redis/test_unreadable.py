@@ -366,7 +366,7 @@ async def test_replicas_of_other_versions_are_degraded_and_all_others_are_not(
                 "newer": "its record cannot be read: it is of version 2, and this process reads 1",
                 "older": "its record cannot be read: Object missing required field `version`",
             }
-            placement = fleet.place(np.arange(9, dtype=np.uint32), "", ["newer", "ours"], 0.0)
+            placement = fleet.place(np.arange(9, dtype=np.uint32), ["newer", "ours"], 0.0)
             assert {each.replica_id for each in placement.ranking} == {"newer", "ours"}
 
 

@@ -34,11 +34,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from kvroute.contract.chain import Space
 from kvroute.replica.engine.kv_events import KVEvent
 from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.division import Division, division_of
 from kvroute.replica.vllm_engine.events import EventBatch, event_of
-from kvroute.replica.vllm_engine.request_chain import Space
 
 MODEL = "m"
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

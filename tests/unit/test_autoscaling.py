@@ -377,7 +377,7 @@ def test_a_new_replica_gets_its_share_of_the_queue_and_no_more() -> None:
 
     def send(number: int, now_s: float, *ids: str) -> Attempt:
         token_ids = np.arange(number * 1000, number * 1000 + 100).astype(np.uint32)
-        placement = fleet.place(token_ids, "", ids, now_s)
+        placement = fleet.place(token_ids, ids, now_s)
         return fleet.sent(placement, placement.ranking[0].replica_id, str(number), now_s)
 
     join("a", "b")

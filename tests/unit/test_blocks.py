@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.fingerprint import fingerprints, root
 from kvroute.contract.generation import TokenIds
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -23,7 +24,7 @@ def pool_of(blocks: int) -> BlockPool:
 
 def held(pool: BlockPool, token_ids: TokenIds, namespace: str = "") -> Table:
     """A table with all its tokens in blocks."""
-    table = pool.table(token_ids, namespace)
+    table = pool.table(token_ids, Scope(namespace=namespace))
     assert pool.admit(table) is not None
     assert pool.extend(table, len(token_ids))
     return table
@@ -40,7 +41,7 @@ class AnyUse(RuleBasedStateMachine):
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=20), namespace=st.just(""))
     def admit(self, token_ids: list[int], namespace: str) -> None:
-        table = self.pool.table(np.array(token_ids, dtype=np.uint32), namespace)
+        table = self.pool.table(np.array(token_ids, dtype=np.uint32), Scope(namespace=namespace))
         known = self.pool.copies()
         hits = self.pool.admit(table)
         if hits is None:
@@ -100,7 +101,7 @@ def test_hits_are_the_shared_full_blocks_and_never_the_last_token(
     pool = pool_of(64)
     shared = min(shared, first)
     pool.free(held(pool, tokens(first)))
-    table = pool.table(np.concatenate([tokens(shared), tokens(more, start=1000)]), "")
+    table = pool.table(np.concatenate([tokens(shared), tokens(more, start=1000)]), Scope())
     assert pool.admit(table) == shared // SIZE
 
 
@@ -146,12 +147,12 @@ def test_namespaces_share_nothing() -> None:
     table = held(pool, tokens(SIZE), "tenant")
     table.token_ids += range(SIZE)
     assert pool.extend(table, 2 * SIZE)
-    assert pool.admit(pool.table(tokens(2 * SIZE), "")) == 0
+    assert pool.admit(pool.table(tokens(2 * SIZE), Scope())) == 0
 
 
 def test_each_block_is_told_once_with_the_fingerprint_of_the_prompt_up_to_its_end() -> None:
     pool = BlockPool(model="m", revision="r", block_size=SIZE, capacity_blocks=8)
-    table = pool.table(tokens(SIZE), "tenant", "adapter")
+    table = pool.table(tokens(SIZE), Scope("adapter", "tenant"))
     pool.admit(table)
     for blocks in (1, 3):
         table.token_ids += range(len(table.token_ids), blocks * SIZE)
@@ -165,7 +166,7 @@ def test_a_sequence_that_does_not_fit_takes_nothing_not_even_its_hits() -> None:
     pool = pool_of(4)
     pool.free(held(pool, tokens(2 * SIZE)))
     held(pool, tokens(SIZE, start=100))
-    table = pool.table(tokens(4 * SIZE), "")
+    table = pool.table(tokens(4 * SIZE), Scope())
     assert pool.admit(table) is None
     assert pool.used_blocks == 1
 
@@ -173,5 +174,5 @@ def test_a_sequence_that_does_not_fit_takes_nothing_not_even_its_hits() -> None:
 def test_without_prefix_caching_nothing_is_found_and_nothing_is_told() -> None:
     pool = BlockPool(model="m", block_size=SIZE, capacity_blocks=4, prefix_caching=False)
     pool.free(held(pool, tokens(3 * SIZE)))
-    assert pool.admit(pool.table(tokens(3 * SIZE), "")) == 0
+    assert pool.admit(pool.table(tokens(3 * SIZE), Scope())) == 0
     assert pool.drain() == []

@@ -86,8 +86,8 @@ def test_a_named_prefix_that_is_warm_elsewhere_is_spilled() -> None:
     assert ledger(reusable=64, named=64) == {"spilled": 64, "new": 32, "tail": 4}
 
 
-def test_a_named_prefix_is_kept_for_no_salt() -> None:
-    assert ledger(named=64, is_salted=True) == {"isolated": 96, "tail": 4}
+def test_a_shared_prefix_is_unpinned_under_a_salt_too() -> None:
+    assert ledger(named=64, is_salted=True) == {"unpinned": 64, "isolated": 32, "tail": 4}
 
 
 def test_what_stands_behind_a_change_is_broken_and_what_changed_and_what_follows_is_new() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter, room_for_rank
+from kvroute.contract.chain import Scope
 from kvroute.contract.identity import Identity
 from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.router.routing.attempts import Attempt, RequestObserver
@@ -49,7 +50,7 @@ def fleet_of(*records: ReplicaRecord, observer: RequestObserver | None = None) -
 
 def send(fleet: Fleet, lora: str, now_s: float, request_id: str = "r") -> Attempt:
     running = [each.id for each in fleet.records]
-    placement = fleet.place(PROMPT, "", running, now_s, lora)
+    placement = fleet.place(PROMPT, running, now_s, Scope(lora))
     return fleet.sent(placement, placement.ranking[0].replica_id, request_id, now_s)
 
 
@@ -83,7 +84,7 @@ def test_from_its_third_report_on_only_the_replicas_own_word_counts() -> None:
     loads = []
     for _ in range(3):
         fleet.update([record("a")])
-        loads.append(fleet.place(PROMPT, "", ["a"], 1.0, "sql").at("a").lora_s)
+        loads.append(fleet.place(PROMPT, ["a"], 1.0, Scope("sql")).at("a").lora_s)
     assert loads == [0.0, 0.0, 2.0]
 
 
@@ -115,16 +116,16 @@ def test_other_routers_hear_where_an_adapter_is_being_loaded() -> None:
 
 def test_a_replica_that_does_not_know_the_adapter_gets_none_of_its_requests() -> None:
     fleet = fleet_of(knowing("old"), knowing("new", sql="1f"))
-    placement = fleet.place(PROMPT, "", ["old", "new"], 0.0, "sql")
+    placement = fleet.place(PROMPT, ["old", "new"], 0.0, Scope("sql"))
     assert [candidate.replica_id for candidate in placement.ranking] == ["new"]
-    assert len(fleet.place(PROMPT, "", ["old", "new"], 0.0).ranking) == 2
+    assert len(fleet.place(PROMPT, ["old", "new"], 0.0).ranking) == 2
 
 
 def test_what_an_adapter_computed_is_no_hit_for_the_model_or_another_adapter() -> None:
     fleet = fleet_of(record("a", "sql", "law"))
-    fleet.mirror.add("a", fleet.chain(PROMPT, "", "sql"))
+    fleet.mirror.add("a", fleet.chain(PROMPT, Scope("sql")))
     hits = {
-        lora: fleet.place(PROMPT, "", ["a"], 0.0, lora).at("a").hit_blocks
+        lora: fleet.place(PROMPT, ["a"], 0.0, Scope(lora)).at("a").hit_blocks
         for lora in ("", "sql", "law")
     }
     assert hits == {"": 0, "sql": 24, "law": 0}
@@ -132,7 +133,7 @@ def test_what_an_adapter_computed_is_no_hit_for_the_model_or_another_adapter() -
 
 def test_a_receipt_shows_the_adapter_and_what_loading_it_would_cost() -> None:
     fleet = fleet_of(record("a"), record("b", "sql"), record("c"))
-    shown = receipt(fleet.place(PROMPT, "", ["a", "b", "c"], 0.0, "sql"), policy="kvroute")
+    shown = receipt(fleet.place(PROMPT, ["a", "b", "c"], 0.0, Scope("sql")), policy="kvroute")
     assert (shown["lora"], shown["choice"]) == ("sql", "b")
     assert {each["id"]: each["terms_s"]["lora"] for each in shown["replicas"]} == {
         "a": 2.0,

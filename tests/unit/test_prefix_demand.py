@@ -81,7 +81,7 @@ class Scene:
 
     def queue(self, replica_id: str) -> None:
         """Three seconds of prefill are sent there."""
-        placement = self.fleet.place(np.arange(3000, dtype=np.uint32), "", "abcd", self.now_s)
+        placement = self.fleet.place(np.arange(3000, dtype=np.uint32), "abcd", self.now_s)
         self.fleet.sent(placement, replica_id, f"{replica_id} {self.now_s}", self.now_s)
 
     def seconds(self, count: int) -> list[int]:

@@ -61,7 +61,7 @@ class Router:
         token_ids = np.arange(prompt, dtype=np.uint32)
         request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
-        placement = self.fleet.place(token_ids, "", ["a"], now_s, features=features)
+        placement = self.fleet.place(token_ids, ["a"], now_s, features=features)
         context = RequestContext(now_s, broken=broken)
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
@@ -98,7 +98,7 @@ async def logged(router: Router) -> list[dict[str, Any]]:
 
 async def test_a_line_tells_what_was_expected_and_what_happened(router: Router) -> None:
     await router.answer(1000)
-    router.fleet.mirror.add("a", router.fleet.chain(np.arange(1000, dtype=np.uint32), "")[:20])
+    router.fleet.mirror.add("a", router.fleet.chain(np.arange(1000, dtype=np.uint32))[:20])
     await router.answer(1000)
     first, second = await logged(router)
     assert list(first) == KEYS

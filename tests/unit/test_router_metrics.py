@@ -32,7 +32,7 @@ class Told:
 
     def send(self, context: RequestContext, to: str = "a", *, at_s: float) -> Attempt:
         """A prompt of 10 tokens."""
-        placement = self.fleet.place(np.arange(10, dtype=np.uint32), "", ["a", "b"], at_s)
+        placement = self.fleet.place(np.arange(10, dtype=np.uint32), ["a", "b"], at_s)
         return self.fleet.sent(placement, to, "r", at_s, context)
 
     def value(self, name: str, **labels: str) -> float | None:
@@ -71,7 +71,7 @@ def test_an_answer_of_two_replicas_is_one_request_that_waited_once() -> None:
 
 def test_a_request_sent_away_from_its_prefix_is_a_spill() -> None:
     told = Told()
-    told.fleet.mirror.add("a", told.fleet.chain(np.arange(10, dtype=np.uint32), ""))
+    told.fleet.mirror.add("a", told.fleet.chain(np.arange(10, dtype=np.uint32)))
     attempt = told.send(RequestContext(0.0), "b", at_s=0.0)
     say(attempt, at_s=1.0, is_last=True)
     attempt.end()

@@ -94,7 +94,7 @@ async def test_an_answer_that_nobody_waits_for_ends_its_span(
 
 
 def sent(fleet: Fleet, replica_id: str) -> Attempt:
-    placement = fleet.place(PROMPT, "", ["full", "free"], 0.0)
+    placement = fleet.place(PROMPT, ["full", "free"], 0.0)
     return fleet.sent(placement, replica_id, "r", 0.0)
 
 

@@ -4,12 +4,15 @@ vLLM's own managers run without a model; their events take the way of a replica'
 """
 
 import random
+from itertools import takewhile
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvroute.contract.chain import Scope
+from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.router.routing.fleet import Fleet
 from tests.support.kv_shapes import SHAPES, cache_of
@@ -21,6 +24,12 @@ pytestmark = [
 ]
 
 UNIT = 16
+EVERYBODY = Scope()
+scopes = st.builds(
+    Scope,
+    namespace=st.sampled_from(["", "a", "b:c"]),
+    shared_tokens=st.sampled_from([0, UNIT, 4 * UNIT, 12 * UNIT]),
+)
 TEXTS: list[list[int]] = [
     np.random.default_rng(n).integers(0, 40_000, 400).tolist() for n in range(3)
 ]
@@ -37,7 +46,7 @@ class Side:
         self.fleet.mirror.join("a")
         self.fleet.update([record("a", block_size=UNIT, layout=division.layout)])
 
-    def expected(self, prompt: list[int]) -> int:
+    def expected(self, prompt: list[int], scope: Scope = EVERYBODY) -> int:
         """Tokens of the hit, as the router knows."""
         changes = Changes()
         self.table.apply(self.cache.events(), changes)
@@ -46,7 +55,7 @@ class Side:
         self.fleet.mirror.remove("a", changes.removed)
         self.fleet.mirror.add("a", changes.added)
         token_ids = np.array(prompt, dtype=np.uint32)
-        return self.fleet.place(token_ids, "", ["a"], 0.0).expected_tokens("a")
+        return self.fleet.place(token_ids, ["a"], 0.0, scope).expected_tokens("a")
 
 
 def prompts() -> st.SearchStrategy[list[int]]:
@@ -77,14 +86,48 @@ def test_the_routers_hit_is_vllms(name: str, steps: list[list[int] | None]) -> N
             assert hit % UNIT == 0
 
 
+@pytest.mark.parametrize("name", SHAPES)
+@settings(max_examples=30)
+@given(steps=st.lists(st.tuples(prompts(), scopes), min_size=2, max_size=12))
+def test_vllm_shares_what_tenants_share_and_nothing_else(
+    name: str, steps: list[tuple[list[int], Scope]]
+) -> None:
+    side = Side(name, blocks=600)
+    seen: list[tuple[list[int], Scope]] = []
+    for prompt, scope in steps:
+        salted = {"namespace": salt_of(scope)}
+        hit = side.cache.hit(prompt, **salted)
+        assert side.expected(prompt, scope) == hit
+        assert hit <= max((common(prompt, scope, *each) for each in seen), default=0)
+        assert side.cache.run(prompt, (), **salted) == hit
+        seen.append((prompt, scope))
+
+
+def salt_of(scope: Scope) -> str:
+    from kvroute.replica.vllm_engine.cache_salt import cache_salt
+
+    request = GenerateRequest("r", NO_TOKENS, scope.namespace, shared_tokens=scope.shared_tokens)
+    return cache_salt(request) or ""
+
+
+def common(one: list[int], ones: Scope, other: list[int], others: Scope) -> int:
+    """Tokens that the two may share."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    same = sum(1 for _ in pairs)
+    if ones == others or not (ones.namespace or others.namespace):
+        return same
+    parts = [each.shared_tokens for each in (ones, others) if each.namespace]
+    return min(same, *parts)
+
+
 def test_what_the_router_expects_is_what_a_repeated_prompt_finds() -> None:
     """Before the engine has told anything: the request is still being computed."""
     for name in SHAPES:
         side, prompt = Side(name, blocks=300), TEXTS[0]
         token_ids = np.array(prompt, dtype=np.uint32)
-        placement = side.fleet.place(token_ids, "", ["a"], 0.0)
+        placement = side.fleet.place(token_ids, ["a"], 0.0)
         side.fleet.sent(placement, "a", "r", 0.0)
-        promised = side.fleet.place(token_ids, "", ["a"], 0.0).expected_tokens("a")
+        promised = side.fleet.place(token_ids, ["a"], 0.0).expected_tokens("a")
         side.cache.run(prompt)
         assert promised > 300
         assert (name, promised) == (name, side.cache.hit(prompt))

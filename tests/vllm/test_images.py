@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from tests.support.answers import data_of, status_of
@@ -60,7 +61,7 @@ class Seeing(Routed):
         call = call_of(*contents, max_tokens=max_tokens, **({"cache_salt": salt} if salt else {}))
         rendered = await self.running.engine.render(call)
         ids = np.frombuffer(rendered.token_ids, "<u4")
-        placement = self.fleet.place(ids, salt, [REPLICA], 0.0, "", rendered.features)
+        placement = self.fleet.place(ids, [REPLICA], 0.0, Scope(namespace=salt), rendered.features)
         chunks = await self.running.run(GenerateRequest("r", ids, salt, call=call))
         assert status_of(chunks) == 200, data_of(chunks)
         assert placement.expected_tokens(REPLICA) == chunks[0].cached_tokens

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
+from kvroute.contract.chain import Scope, Space
+from kvroute.contract.fingerprint import Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
@@ -25,8 +26,7 @@ class Table:
     """One sequence: its tokens and the blocks that it holds for them."""
 
     token_ids: list[int]  # append-only
-    namespace: str
-    lora: str
+    scope: Scope
     hashes: list[Fingerprint]  # of the first full blocks; computed when needed
     blocks: list[int] = field(default_factory=list)  # held, in order
     cached: int = 0  # leading blocks that are full and cached under their hash
@@ -44,8 +44,7 @@ class BlockPool:
         capacity_blocks: int,
         prefix_caching: bool = True,
     ) -> None:
-        self._model = model
-        self._revision = revision
+        self._space = Space(model, revision, block_size)
         self.block_size = block_size
         self.capacity_blocks = capacity_blocks
         self.prefix_caching = prefix_caching
@@ -66,11 +65,9 @@ class BlockPool:
         """How many blocks are cached under each hash."""
         return dict(self._cache.copies())
 
-    def table(self, token_ids: TokenIds, namespace: str, lora: str = "") -> Table:
-        """A table without blocks. Blocks are shared within one namespace and adapter."""
-        parent = self._root(namespace, lora)
-        hashes = fingerprints(token_ids, block_size=self.block_size, parent=parent)
-        return Table(token_ids.tolist(), namespace, lora, hashes)
+    def table(self, token_ids: TokenIds, scope: Scope) -> Table:
+        """A table without blocks."""
+        return Table(token_ids.tolist(), scope, self._space.chain(token_ids, scope))
 
     def admit(self, table: Table) -> int | None:
         """Gives cached blocks to an empty table and returns their number. While the pool has no
@@ -107,7 +104,7 @@ class BlockPool:
         self._cache.hold(held)
         tokens = table.token_ids[: blocks * self.block_size]
         hashes = table.hashes[:blocks]
-        return Table(tokens, table.namespace, table.lora, hashes, held, cached=blocks)
+        return Table(tokens, table.scope, hashes, held, cached=blocks)
 
     def reset(self) -> bool:
         """Clears all cached blocks. While a block is held, it clears nothing and returns False."""
@@ -149,22 +146,5 @@ class BlockPool:
         if known >= full_blocks:
             return
         tokens = table.token_ids[known * self.block_size : full_blocks * self.block_size]
-        table.hashes += fingerprints(
-            np.array(tokens, dtype=np.uint32),
-            block_size=self.block_size,
-            parent=self._parent(table, known),
-        )
-
-    def _parent(self, table: Table, block: int) -> Fingerprint:
-        if block:
-            return table.hashes[block - 1]
-        return self._root(table.namespace, table.lora)
-
-    def _root(self, namespace: str, lora: str) -> Fingerprint:
-        return root(
-            model=self._model,
-            revision=self._revision,
-            block_size=self.block_size,
-            lora=lora,
-            namespace=namespace,
-        )
+        ids = np.array(tokens, dtype=np.uint32)
+        table.hashes += self._space.chain(ids, table.scope, before=table.hashes)

@@ -308,7 +308,7 @@ class SimulatedEngine(Engine):
         return _Choice(
             job,
             index,
-            self._pool.table(request.token_ids, request.namespace, request.lora),
+            self._pool.table(request.token_ids, request.scope),
             TokenGenerator(self._vocabulary, request.token_ids, salt=salt(sampling, index)),
             StopText(sampling.stop),
         )

@@ -35,6 +35,7 @@ from kvroute.process.tracing import traces_endpoint
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.vllm_engine import die_with_parent
+from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.division import Division
@@ -142,7 +143,7 @@ class VllmEngine:
         """Tokens that nobody reads."""
         if request.pin:
             admit_pin(request, self.pins, self.facts)
-        prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.namespace or None)
+        prompt = tokens_input(request.token_ids.tolist(), cache_salt=cache_salt(request))
         params = SamplingParams(
             max_tokens=request.max_tokens,
             temperature=0.0,

@@ -21,8 +21,9 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
+from kvroute.contract.chain import Space
 from kvroute.replica.vllm_engine.events import Removed, Stored
-from kvroute.replica.vllm_engine.request_chain import RequestChain, Space
+from kvroute.replica.vllm_engine.request_chain import RequestChain
 
 
 def fingerprint(pool: BlockPool, space: Space) -> None:

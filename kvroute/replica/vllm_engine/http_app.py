@@ -31,6 +31,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.replica.vllm_engine import fail_fast, media, repeatable
+from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.rank_core import AtRank
@@ -187,7 +188,7 @@ class _Renderer:
         """As the renderer would have made it: with the checks of its length, and truncated."""
         given = TokensPrompt(prompt_token_ids=run.request.prompt_ids.tolist())
         made = tok_params.apply_post_tokenization(self._renderer.tokenizer, given)
-        salt = run.request.namespace or None
+        salt = cache_salt(run.request)
         prompt: Any = tokens_input(made["prompt_token_ids"], prompt=text, cache_salt=salt)
         prompt["arrival_time"] = time.time()
         return prompt

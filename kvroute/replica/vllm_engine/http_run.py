@@ -30,6 +30,7 @@ from kvroute.contract.generation import (
     client_id,
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
+from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
 
 AHEAD = 2  # chunks that may wait to be sent; beyond them vLLM joins its outputs
@@ -141,7 +142,7 @@ class Run:
 
     def salted(self, prompt: Any) -> Any:
         """With the router's salt, whatever the body says."""
-        salt = self.request.namespace
+        salt = cache_salt(self.request)
         return {**prompt, "cache_salt": salt} if salt else prompt
 
     async def _outputs(

@@ -1,30 +1,13 @@
 """The fingerprints of a request's tokens, computed beside vLLM's hashes of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from vllm.v1.request import Request
 
-from kvroute.contract.fingerprint import Feature, Fingerprint, fingerprints, root
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What is the same for all fingerprints of an engine."""
-
-    model: str
-    revision: str
-    block_size: int  # tokens of one fingerprint
-
-    def root(self, request: Request) -> Fingerprint:
-        return root(
-            model=self.model,
-            revision=self.revision,
-            block_size=self.block_size,
-            lora=request.lora_request.name if request.lora_request else "",
-            namespace=request.cache_salt or "",
-        )
+from kvroute.contract.chain import Space
+from kvroute.contract.fingerprint import Feature, Fingerprint
+from kvroute.replica.vllm_engine.cache_salt import scope_of
 
 
 class RequestChain:
@@ -68,9 +51,8 @@ class RequestChain:
         unit = self._space.block_size
         begin = len(self._fingerprints) * unit
         ids = np.array(request.all_token_ids[begin:end], np.int64).astype(np.uint32)
-        parent = self._fingerprints[-1] if self._fingerprints else self._space.root(request)
-        self._fingerprints += fingerprints(
-            ids, block_size=unit, parent=parent, features=_features_from(request, begin)
+        self._fingerprints += self._space.chain(
+            ids, scope_of(request), _features_from(request, begin), before=self._fingerprints
         )
 
 

@@ -24,12 +24,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from kvroute.contract.chain import Space
 from kvroute.replica.vllm_engine import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.die_with_parent import die_with_parent
 from kvroute.replica.vllm_engine.division import Division, division_of
 from kvroute.replica.vllm_engine.events import EventBatch, Held
-from kvroute.replica.vllm_engine.request_chain import Space
 
 ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt tokens were answered
 PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned

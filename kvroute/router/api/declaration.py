@@ -99,6 +99,7 @@ class PrefixDeclaration(BaseModel):
         None, strict=True, gt=0, allow_inf_nan=False, description="seconds, more than 0"
     )
     pinned: StrictBool = Field(True, description="true or false")
+    shared: StrictBool = Field(False, description="true or false")
 
     @model_validator(mode="after")
     def _one_text(self) -> Self:

@@ -172,9 +172,20 @@ class Generation:
 
 
 class Dispatcher:
-    """Sends each prompt to a replica in the order of the fleet's ranking."""
+    """Sends each prompt to a replica in the order of the fleet's ranking.
 
-    def __init__(self, links: Links, fleet: Fleet, liveness: Liveness) -> None:
+    shared_tokens: how many of a prompt's first tokens are everybody's, whatever its namespace.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        fleet: Fleet,
+        liveness: Liveness,
+        *,
+        shared_tokens: Callable[[TokenIds], int] = lambda token_ids: 0,
+    ) -> None:
+        self._shared_tokens = shared_tokens
         self._links = links
         self._fleet = fleet
         self._liveness = liveness
@@ -198,6 +209,7 @@ class Dispatcher:
             lora=context.lora,
             call=call,
             features=context.features,
+            shared_tokens=self._shared_tokens(token_ids) if context.namespace else 0,
         )
         losses = Losses()
         current = await self.start(request, context, losses)
@@ -268,12 +280,7 @@ class Dispatcher:
             running = await self._running(losses.gone)
             now_s = time.monotonic()
             placement = self._fleet.place(
-                request.token_ids,
-                request.namespace,
-                running,
-                now_s,
-                request.lora,
-                request.features,
+                request.token_ids, running, now_s, request.scope, request.features
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
             if context.entry is not None:

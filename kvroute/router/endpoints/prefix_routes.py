@@ -5,6 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvroute.router.api.access import caller_of
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.serving.models import Served, together
@@ -17,23 +18,31 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
     declaration = await bodies.parsed(PrefixDeclaration, request)
     model = models.named(declaration.model)
     limit = model.max_model_len
-    prefix, is_new = await model.prefixes.declare(declaration, max_model_len=limit)
+    prefix, is_new = await model.prefixes.declare(
+        declaration, caller_of(request), max_model_len=limit
+    )
     return JSONResponse({**prefix, "model": model.name}, 201 if is_new else 200)
 
 
 @routes.get("/v1/prefixes")
-async def list_prefixes(models: Served, model: str | None = None) -> Response:
+async def list_prefixes(request: Request, models: Served, model: str | None = None) -> Response:
     selected = models.all if model is None else [models.named(model)]
-    found = await asyncio.gather(*(each.prefixes.all() for each in selected))
+    found = await asyncio.gather(*(each.prefixes.all(caller_of(request)) for each in selected))
     return JSONResponse({"object": "list", "data": together(selected, found)})
 
 
 @routes.get("/v1/prefixes/{name:path}")
-async def get_prefix(name: str, models: Served, model: str | None = None) -> Response:
+async def get_prefix(
+    name: str, request: Request, models: Served, model: str | None = None
+) -> Response:
     selected = models.named(model)
-    return JSONResponse({**await selected.prefixes.get(name), "model": selected.name})
+    return JSONResponse(
+        {**await selected.prefixes.get(name, caller_of(request)), "model": selected.name}
+    )
 
 
 @routes.delete("/v1/prefixes/{name:path}")
-async def drop_prefix(name: str, models: Served, model: str | None = None) -> Response:
-    return JSONResponse(await models.named(model).prefixes.drop(name))
+async def drop_prefix(
+    name: str, request: Request, models: Served, model: str | None = None
+) -> Response:
+    return JSONResponse(await models.named(model).prefixes.drop(name, caller_of(request)))

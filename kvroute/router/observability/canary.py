@@ -92,7 +92,7 @@ class Canaries:
             token_ids=self._prompt(),
             namespace=f"canary-{uuid.uuid4().hex}",
         )
-        chain = self._fleet.chain(request.token_ids, request.namespace)
+        chain = self._fleet.chain(request.token_ids, request.scope)
         added = self._fleet.added(replica_id, chain) or chain  # without caching: none, as is told
         before, sent_s = await self._account(replica_id, added), time.monotonic()
         try:

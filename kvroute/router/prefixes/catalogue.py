@@ -11,13 +11,14 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import ReplicaRecord
+from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError, redis_away
 from kvroute.router.prefixes.similar import similar
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.routing.fleet import Fleet
 from kvroute.settings.multi_task import Task
 from kvroute.store.outage import Outage
-from kvroute.store.prefixes import Prefix, Prefixes, assigned
+from kvroute.store.prefixes import Prefix, Prefixes, assigned, own_id
 
 log = logging.getLogger("kvroute.prefixes")
 
@@ -40,6 +41,11 @@ def keepers(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[ReplicaRec
     return [by_id[replica_id] for replica_id in assigned(prefix, by_id)]
 
 
+def is_visible(prefix: Prefix, caller: Caller | None) -> bool:
+    """Whether the caller may use it and know of it."""
+    return caller is None or not prefix.namespace or prefix.tenant == caller.tenant
+
+
 class Catalogue:
     """Follows the declarations in Redis, and restores them if Redis lost them."""
 
@@ -48,6 +54,7 @@ class Catalogue:
         self._fleet = fleet
         self.block_size = block_size
         self._versions: dict[str, list[Prefix]] = {}  # by id, oldest first
+        self._shared: list[Prefix] = []  # every version of those that everybody can use
         self._revision: int | None = None  # of the last read; None: nothing was read yet
         self._reading = asyncio.Lock()
         self._outage = Outage(log, "named prefixes stay as they are")
@@ -68,16 +75,20 @@ class Catalogue:
                 self._outage.begin(error)
                 await asyncio.sleep(RETRY_S)
 
-    async def named(self, param: str, id_: str) -> Prefix:
-        """The version to use now. Only an unknown name needs a read from Redis; ApiError when it is
-        not there either."""
-        prefix = self.get(id_)
+    async def named(self, param: str, name: str, caller: Caller | None = None) -> Prefix:
+        """The version to use now of the caller's own prefix, else of the shared one. Only an
+        unknown name needs a read from Redis; ApiError when it is not there either."""
+        prefix = self.find(name, caller)
         if prefix is None:
             await self._refresh_unknown(param)
-            prefix = self.get(id_)
+            prefix = self.find(name, caller)
         if prefix is None:
-            raise self.unknown(param, id_)
+            raise self.unknown(param, name, caller)
         return prefix
+
+    def find(self, name: str, caller: Caller | None = None) -> Prefix | None:
+        """The version to use now, as `named`; None: it is unknown."""
+        return (self.get(own_id(caller.tenant, name)) if caller else None) or self.get(name)
 
     @property
     def records(self) -> list[ReplicaRecord]:
@@ -86,7 +97,7 @@ class Catalogue:
 
     def holders(self, prefix: Prefix) -> set[str]:
         """The replicas that hold all of it in their caches, according to the index."""
-        return self._fleet.holders(prefix.token_ids)
+        return self._fleet.holders(prefix.token_ids, prefix.namespace)
 
     def get(self, id_: str) -> Prefix | None:
         """The newest version that is warm on all its replicas; if there is none, the newest."""
@@ -104,12 +115,16 @@ class Catalogue:
         return [prefix for id_ in self._versions for prefix in self._living(id_)]
 
     def declared_as(self, token_ids: TokenIds) -> Prefix | None:
-        """The prefix that has exactly these full blocks."""
-        for prefix in self.all():
-            full = prefix.full_blocks(self.block_size) * self.block_size
-            if full == len(token_ids) and np.array_equal(prefix.token_ids[:full], token_ids):
+        """The shared prefix that has exactly these full blocks."""
+        for prefix in self._shared:
+            if self._full_tokens(prefix) == len(token_ids) and self._begins(prefix, token_ids):
                 return prefix
         return None
+
+    def shared_tokens(self, token_ids: TokenIds) -> int:
+        """How many tokens of this prompt, in whole blocks, are those of a shared prefix."""
+        found = (self._full_tokens(each) for each in self._shared if self._begins(each, token_ids))
+        return max(found, default=0)
 
     def is_settled(self, prefix: Prefix) -> bool:
         """Whether it is warm on all replicas that keep it, as of the last poll of their records."""
@@ -118,7 +133,7 @@ class Catalogue:
 
     def count(self, prefix: Prefix, cached_tokens: int) -> None:
         """Counts a prompt with this prefix, of which `cached_tokens` were cached."""
-        saved = min(cached_tokens, prefix.full_blocks(self.block_size) * self.block_size)
+        saved = min(cached_tokens, self._full_tokens(prefix))
         if saved:
             hits, tokens_saved = self._uses.get(prefix.id, (0, 0))
             self._uses[prefix.id] = (hits + 1, tokens_saved + saved)
@@ -132,13 +147,13 @@ class Catalogue:
         """Id -> extra replicas for its demand; safe to call from another thread."""
         return {id_: versions[-1].extra_replicas for id_, versions in self._versions.items()}
 
-    def unknown(self, param: str, id_: str) -> ApiError:
-        """The 404 for an unknown name, with similar names."""
-        near = similar(id_, self._versions)
+    def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
+        """The 404 for an unknown name, with similar names of what the caller can use."""
+        near = similar(name, {each.label for each in self.all() if is_visible(each, caller)})
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see GET /v1/prefixes."
         return ApiError(
             404,
-            f"{param} is {id_!r}, and no prefix of that name is declared; {hint}",
+            f"{param} is {name!r}, and no prefix of that name is declared; {hint}",
             param=param,
             code="prefix_not_found",
         )
@@ -146,9 +161,11 @@ class Catalogue:
     def learn(self, declared: Iterable[Prefix]) -> None:
         """Replaces all known versions by these, oldest first."""
         versions: dict[str, list[Prefix]] = {}
+        declared = list(declared)
         for prefix in declared:
             versions.setdefault(prefix.id, []).append(prefix)
         self._versions = versions
+        self._shared = [each for each in declared if not each.namespace]
         self._saved = Counter({id_: self._saved[id_] for id_ in versions})
 
     async def refresh(self) -> None:
@@ -219,6 +236,16 @@ class Catalogue:
         except (RedisError, OSError) as error:
             if self._revision is None:
                 raise redis_away(error, param) from None
+
+    def _full_tokens(self, prefix: Prefix) -> int:
+        return prefix.full_blocks(self.block_size) * self.block_size
+
+    def _begins(self, prefix: Prefix, token_ids: TokenIds) -> bool:
+        """Whether these tokens begin with its full blocks."""
+        full = self._full_tokens(prefix)
+        return 0 < full <= len(token_ids) and np.array_equal(
+            prefix.token_ids[:full], token_ids[:full]
+        )
 
     def _living(self, id_: str) -> list[Prefix]:
         now_s = time.time()

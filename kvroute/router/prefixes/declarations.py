@@ -8,11 +8,12 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from kvroute.contract.records import ReplicaRecord
+from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError, needing_redis
-from kvroute.router.prefixes.catalogue import Catalogue, is_warm, keepers
+from kvroute.router.prefixes.catalogue import Catalogue, is_visible, is_warm, keepers
 from kvroute.router.prompts.composer import PrefixComposer
-from kvroute.store.prefixes import Prefix, is_same
+from kvroute.store.prefixes import OtherTenantError, Prefix, is_same, own_id
 
 MAX_PREFIXES = 1_000  # versions of all names together
 
@@ -40,60 +41,78 @@ class Declarations:
         self._block_size = block_size
 
     async def declare(
-        self, declaration: PrefixDeclaration, *, max_model_len: int
+        self, declaration: PrefixDeclaration, caller: Caller | None = None, *, max_model_len: int
     ) -> tuple[dict[str, Any], bool]:
         """The prefix, and whether this call made a new version of it."""
+        tenant = caller.tenant if caller else ""
+        is_own = caller is not None and not declaration.shared
         source = declaration.source()
         token_ids = await self._composer.beginning(source, max_model_len=max_model_len)
         wanted = Prefix(
-            declaration.id,
+            own_id(tenant, declaration.id) if is_own else declaration.id,
             0,
             token_ids,
             source,
             None if declaration.replicas == "all" else declaration.replicas,
             declaration.pinned,
             declaration.ttl_s and time.time() + declaration.ttl_s,
+            tenant=tenant,
+            namespace=caller.salt if caller and is_own else "",
         )
         with needing_redis():
             return await self._declare(wanted)
 
-    async def list(self) -> list[dict[str, Any]]:
-        """The latest version of each name, in the order of their declarations."""
+    async def list(self, caller: Caller | None = None) -> list[dict[str, Any]]:
+        """The latest version of each name that the caller can use, in the order of their
+        declarations."""
         records, uses = await self._status()
-        latest = {prefix.id: prefix for prefix in self._catalogue.all()}
+        latest = {each.id: each for each in self._catalogue.all() if is_visible(each, caller)}
         return [self._as_json(prefix, records, uses) for prefix in latest.values()]
 
-    async def get(self, id_: str) -> dict[str, Any]:
+    async def get(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
         """The latest version of that name; ApiError when there is none."""
         records, uses = await self._status()
-        prefix = self._catalogue.latest(id_)
-        if prefix is None:
-            raise self._catalogue.unknown("id", id_)
-        return self._as_json(prefix, records, uses)
+        return self._as_json(self._latest(name, caller), records, uses)
 
-    async def drop(self, id_: str) -> dict[str, Any]:
+    async def drop(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
         """Drops all versions of that name; ApiError when there is none."""
         with needing_redis():
-            was_there = await self._catalogue.store.drop(id_)
             await self._catalogue.refresh()
-        if not was_there:
-            raise self._catalogue.unknown("id", id_)
-        return {"id": id_, "object": "prefix", "deleted": True}
+            prefix = self._latest(name, caller)
+            if caller and prefix.tenant not in ("", caller.tenant):
+                raise _of_another(name)
+            if not await self._catalogue.store.drop(prefix.id):
+                raise self._catalogue.unknown("id", name, caller)
+            await self._catalogue.refresh()
+        return {"id": name, "object": "prefix", "deleted": True}
+
+    def _latest(self, name: str, caller: Caller | None) -> Prefix:
+        """The last version of the caller's own prefix, else of the shared one. ApiError."""
+        found = self._catalogue.find(name, caller)
+        prefix = found and self._catalogue.latest(found.id)
+        if prefix is None:
+            raise self._catalogue.unknown("id", name, caller)
+        return prefix
 
     async def _declare(self, wanted: Prefix) -> tuple[dict[str, Any], bool]:
         await self._catalogue.refresh()
         before = self._catalogue.latest(wanted.id)
         if before is None or not is_same(before, wanted):
-            self._check_number(wanted.id)
+            self._check_number(wanted.label)
             self._check_budget(wanted, await self._read_records())
-        prefix = await self._catalogue.store.declare(
-            wanted.id,
-            token_ids=wanted.token_ids,
-            source=wanted.source,
-            replicas=wanted.replicas,
-            is_pinned=wanted.is_pinned,
-            expires_at_s=wanted.expires_at_s,
-        )
+        try:
+            prefix = await self._catalogue.store.declare(
+                wanted.id,
+                token_ids=wanted.token_ids,
+                source=wanted.source,
+                replicas=wanted.replicas,
+                is_pinned=wanted.is_pinned,
+                expires_at_s=wanted.expires_at_s,
+                tenant=wanted.tenant,
+                namespace=wanted.namespace,
+            )
+        except OtherTenantError:
+            raise _of_another(wanted.label) from None
         is_new = before is None or before.version != prefix.version
         return self._as_json(prefix, *await self._status()), is_new
 
@@ -120,8 +139,8 @@ class Declarations:
             if needed > free:
                 raise ApiError(
                     409,
-                    f"prefix {wanted.id!r} needs {needed} KV blocks, and replica {record.id} has "
-                    f"{free} of its {budget} for pinned prefixes free; drop a prefix, raise "
+                    f"prefix {wanted.label!r} needs {needed} KV blocks, and replica {record.id} "
+                    f"has {free} of its {budget} for pinned prefixes free; drop a prefix, raise "
                     '--pin-share, or send "pinned": false for one that may be evicted',
                     param="pinned",
                     code="pin_budget_exceeded",
@@ -161,13 +180,14 @@ class Declarations:
         in_use = self._catalogue.get(prefix.id) or prefix
         hits, tokens_saved = uses.get(prefix.id, (0, 0))
         return {
-            "id": prefix.id,
+            "id": prefix.label,
             "object": "prefix",
             "version": prefix.version,
             "version_in_use": in_use.version,
             "tokens": len(prefix.token_ids),
             "full_blocks": prefix.full_blocks(self._block_size),
             "partial_tokens": len(prefix.token_ids) % self._block_size,
+            "shared": not prefix.namespace,
             "replicas": prefix.replicas or "all",
             "extra_replicas": prefix.extra_replicas,
             "assigned_to": [record.id for record in assigned],
@@ -177,6 +197,16 @@ class Declarations:
             "tokens_saved": tokens_saved,
             "expires_at": prefix.expires_at_s,
         }
+
+
+def _of_another(name: str) -> ApiError:
+    return ApiError(
+        403,
+        f"prefix {name!r} is shared by another tenant, who alone can change it; take another name",
+        type="permission_error",
+        param="id",
+        code="prefix_of_another_tenant",
+    )
 
 
 def _is_pinned(prefix: Prefix, record: ReplicaRecord) -> bool:

@@ -36,6 +36,6 @@ class Hottest:
             "tokens_saved_per_s": round(hot.tokens_saved_per_s(now_s), 3),
             "requests_per_s": round(hot.requests_per_s(now_s), 3),
             "replicas": sorted(self._fleet.holders(hot.token_ids)),
-            "prefix_id": prefix and prefix.id,
+            "prefix_id": prefix and prefix.label,
             "text": self._prompts.decode(hot.token_ids[:SHOWN_TOKENS]),
         }

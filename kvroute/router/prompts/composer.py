@@ -87,7 +87,7 @@ class PrefixComposer:
         if not whole.startswith(beginning):
             raise invalid(
                 "messages",
-                f"the chat template does not leave prefix {prefix.id!r} as it is before these "
+                f"the chat template does not leave prefix {prefix.label!r} as it is before these "
                 "messages; put its messages into the request instead",
             )
         return whole[len(beginning) :]

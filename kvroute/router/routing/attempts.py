@@ -28,6 +28,7 @@ class Placement:
     forks: float = 0.0  # earlier requests that diverged at the end of the known prefix
     lora: str = ""  # the request's LoRA adapter
     known_blocks: int = 0  # the longest part that any replica has now or had once
+    shared_tokens: int = 0  # at the beginning, which are everybody's though the prompt is not
 
     def at(self, replica_id: str) -> Candidate:
         """The candidate with that id; one without hits when the replica was not ranked."""
@@ -231,7 +232,7 @@ class Attempt:
             reusable=self.placement.reusable_tokens,
             expected=self.placement.expected_tokens(self.replica_id),
             delivered=self.cached_tokens,
-            named=self.context.named_tokens,
+            named=max(self.context.named_tokens, self.placement.shared_tokens),
             known=self.placement.known_tokens,
             broken=self.context.broken.lost if self.context.broken else NOTHING,
             is_salted=bool(self.context.namespace),

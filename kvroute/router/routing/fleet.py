@@ -2,18 +2,14 @@
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.cache_groups import UNTOLD
-from kvroute.contract.fingerprint import (
-    Feature,
-    Fingerprint,
-    fingerprints,
-    reusable_blocks,
-    root,
-)
+from kvroute.contract.chain import Scope, Space
+from kvroute.contract.fingerprint import Feature, Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ReplicaRecord
@@ -39,6 +35,7 @@ from kvroute.router.routing.load import (
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate, rank
 
+EVERYBODY = Scope()
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 
 
@@ -88,8 +85,7 @@ class Fleet:
         self.mirror = Mirror()
         self.handshake = handshake or Handshake()
         self.observer = observer
-        self._model = model
-        self._revision = revision
+        self._space = Space(model, revision, block_size)
         self._block_size = block_size
         self._rng = rng
         self._rank = ranking
@@ -179,29 +175,17 @@ class Fleet:
     def chain(
         self,
         token_ids: TokenIds,
-        namespace: str,
-        lora: str = "",
+        scope: Scope = EVERYBODY,
         features: Sequence[Feature] = (),
     ) -> list[Fingerprint]:
         """The fingerprints of the prompt's reusable blocks."""
-        parent = root(
-            model=self._model,
-            revision=self._revision,
-            block_size=self._block_size,
-            lora=lora,
-            namespace=namespace,
-        )
         blocks = self._usable(reusable_blocks(len(token_ids), self._block_size))
-        return fingerprints(
-            token_ids[: blocks * self._block_size],
-            block_size=self._block_size,
-            parent=parent,
-            features=features,
-        )
+        return self._space.chain(token_ids[: blocks * self._block_size], scope, features)
 
-    def holders(self, token_ids: TokenIds) -> set[str]:
-        """The replicas that hold all full blocks of these tokens, without a salt."""
-        chain = self.chain(np.append(token_ids, token_ids[:1]), "")  # makes the last block reusable
+    def holders(self, token_ids: TokenIds, namespace: str = "") -> set[str]:
+        """The replicas that hold all full blocks of these tokens."""
+        one_more = np.append(token_ids, token_ids[:1])  # makes the last block reusable
+        chain = self.chain(one_more, Scope(namespace=namespace))
         return {id_ for id_, blocks in self.hits(chain).items() if blocks == len(chain)}
 
     @property
@@ -234,18 +218,20 @@ class Fleet:
     def place(
         self,
         token_ids: TokenIds,
-        namespace: str,
         running: Sequence[str],
         now_s: float,
-        lora: str = "",
+        scope: Scope = EVERYBODY,
         features: Sequence[Feature] = (),
     ) -> Placement:
         """Ranks the running replicas for this prompt. Replicas that cannot load its LoRA adapter
         are left out, unless none can."""
-        chain = self.chain(token_ids, namespace, lora, features)
-        if lora:
+        chain = self.chain(token_ids, scope, features)
+        if lora := scope.lora:
             running = [id_ for id_ in running if self._can_load(id_, lora)] or running
-        return self.place_chain(chain, len(token_ids), running, now_s, lora)
+        placement = self.place_chain(chain, len(token_ids), running, now_s, lora)
+        if scope.shared_tokens:
+            return replace(placement, shared_tokens=scope.shared_tokens)
+        return placement
 
     def place_chain(
         self,

@@ -6,7 +6,7 @@ tokens from the prompt's start:
     delivered   tokens that the engine took from its cache
     expected    tokens that the router expected in the chosen replica's cache
     reusable    the longest part that any replica held or was about to hold
-    named       whole blocks of the named prefix that the request starts with
+    named       whole blocks of the named prefix that the request starts with, if it may share them
     known       the longest part that any replica ever held, as far as the router remembers
     broken      not a length: the part that stood in the chat's earlier prompt too, behind a place
                 that has changed since (breaks.py)
@@ -78,7 +78,7 @@ def account(
         "unexpected_hit": begin - hit,
         "stale": until(expected),
         "spilled": until(reusable),
-        "unpinned": until(0 if is_salted else named),
+        "unpinned": until(named),
         "evicted": until(known),
     }
     before_broken = until(min(broken.start, cacheable))

@@ -160,7 +160,7 @@ class Calls:
         if "prompt" not in prefix.source or not prompted.is_rendered:
             raise ApiError(
                 400,
-                f"prefix {prefix.id!r} cannot stand before this body: one that is declared as "
+                f"prefix {prefix.label!r} cannot stand before this body: one that is declared as "
                 "messages stands before chats of text only; declare it as a prompt",
                 code="unsupported_parameter",
             )

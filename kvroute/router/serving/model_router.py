@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.identity import identify
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.records import ReplicaRecord
@@ -108,9 +109,12 @@ class ModelRouter:
         self._liveness = Liveness(
             known, self._links, self._fleet, hang_timeout_s=settings.hang_timeout_s
         )
-        self._dispatcher = Dispatcher(self._links, self._fleet, self._liveness)
         store = Prefixes(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self.prefixes = PrefixService(settings, store, self._index, self._fleet, tokenizer)
+        self._shared_tokens = self.prefixes.catalogue.shared_tokens
+        self._dispatcher = Dispatcher(
+            *(self._links, self._fleet, self._liveness), shared_tokens=self._shared_tokens
+        )
         self._calls = Calls(
             self._dispatcher, self._fleet, self.prefixes, lambda: self.max_model_len
         )
@@ -235,7 +239,7 @@ class ModelRouter:
             tenant=call.caller.tenant if call.caller else "",
             entry=entry,
             lora=self.adapter(call.model) or "",
-            named_tokens=self.prefixes.named_tokens(prefix),
+            named_tokens=self.prefixes.named_tokens(prefix, call.cache_salt),
             broken=self._broken(call, prefix, prompted, self._chats.see),
             features=prompted.features,
         )
@@ -281,7 +285,7 @@ class ModelRouter:
 
     async def _prefix_of(self, call: Call, name: str | None) -> Prefix | None:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
-        return await self.prefixes.catalogue.named(*named) if named else None
+        return await self.prefixes.catalogue.named(*named, call.caller) if named else None
 
     async def explain(self, call: Call) -> list[dict[str, Any]]:
         """Where each prompt of a call would go now, and why; nothing is generated.
@@ -294,7 +298,8 @@ class ModelRouter:
         receipts = []
         for prompt in prompted.token_ids:
             running, now_s = self._liveness.trusted(), time.monotonic()
-            placement = self._fleet.place(prompt, salt, running, now_s, lora, prompted.features)
+            scope = Scope(lora, salt, self._shared_tokens(prompt) if salt else 0)
+            placement = self._fleet.place(prompt, running, now_s, scope, prompted.features)
             receipts.append(receipt(placement, policy=self.settings.policy, broken=broken))
             await asyncio.sleep(0)  # other requests come first
         return receipts

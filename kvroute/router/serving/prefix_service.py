@@ -4,6 +4,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.prefixes.auto_pin import AutoPin
@@ -57,9 +58,11 @@ class PrefixService:
 
     # Requests.
 
-    def named_tokens(self, prefix: Prefix | None) -> int:
-        """The prefix's tokens in whole blocks."""
-        return prefix.full_blocks(self._block_size) * self._block_size if prefix else 0
+    def named_tokens(self, prefix: Prefix | None, namespace: str) -> int:
+        """The prefix's tokens in whole blocks that prompts of this namespace share."""
+        if prefix is None or prefix.namespace not in ("", namespace):
+            return 0
+        return prefix.full_blocks(self._block_size) * self._block_size
 
     def count(self, generation: Generation, prefix: Prefix | None, *, is_isolated: bool) -> None:
         """Counts the cached tokens of a prompt with a first token for its prefixes. An isolated
@@ -79,22 +82,22 @@ class PrefixService:
     # The API.
 
     async def declare(
-        self, declaration: PrefixDeclaration, *, max_model_len: int
+        self, declaration: PrefixDeclaration, caller: Caller | None, *, max_model_len: int
     ) -> tuple[dict[str, Any], bool]:
         """The prefix as GET returns it, and whether this call made a new version of it."""
-        return await self._declarations.declare(declaration, max_model_len=max_model_len)
+        return await self._declarations.declare(declaration, caller, max_model_len=max_model_len)
 
-    async def all(self) -> list[dict[str, Any]]:
+    async def all(self, caller: Caller | None) -> list[dict[str, Any]]:
         """The latest version of each name, in the order of their declarations."""
-        return await self._declarations.list()
+        return await self._declarations.list(caller)
 
-    async def get(self, name: str) -> dict[str, Any]:
+    async def get(self, name: str, caller: Caller | None) -> dict[str, Any]:
         """The latest version of that name; ApiError when there is none."""
-        return await self._declarations.get(name)
+        return await self._declarations.get(name, caller)
 
-    async def drop(self, name: str) -> dict[str, Any]:
+    async def drop(self, name: str, caller: Caller | None) -> dict[str, Any]:
         """Drops all versions of that name; ApiError when there is none."""
-        return await self._declarations.drop(name)
+        return await self._declarations.drop(name, caller)
 
     def hottest(self) -> list[dict[str, Any]]:
         """The prefixes that saved most recently, named or not, best first."""

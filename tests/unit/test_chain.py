@@ -1,0 +1,79 @@
+"""Prompts share blocks as far as their scopes and their tokens allow, and no further."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.chain import Scope, Space
+from kvroute.contract.fingerprint import Feature, Fingerprint
+
+BLOCK = 4
+SPACE = Space("m", "r", BLOCK)
+ids = st.lists(st.integers(0, 3), max_size=40)
+scopes = st.builds(
+    Scope,
+    lora=st.sampled_from(["", "sql"]),
+    namespace=st.sampled_from(["", "a", "b"]),
+    shared_tokens=st.integers(0, 6).map(lambda blocks: BLOCK * blocks),
+)
+
+
+def chain(
+    token_ids: list[int],
+    scope: Scope,
+    before: list[Fingerprint] | None = None,
+    features: list[Feature] | None = None,
+) -> list[Fingerprint]:
+    packed = np.array(token_ids, np.uint32)
+    return SPACE.chain(packed, scope, features or [], before=before or [])
+
+
+def may_share(block: int, one: Scope, other: Scope) -> bool:
+    """Whether both scopes have the same owner there, and at every block before it."""
+    if one.lora != other.lora:
+        return False
+    end = (block + 1) * BLOCK
+    owners = [
+        None if not scope.namespace or end <= scope.shared_tokens else own(scope)
+        for scope in (one, other)
+    ]
+    return owners[0] == owners[1]
+
+
+def own(scope: Scope) -> tuple[str, int]:
+    """A namespace's blocks begin somewhere else behind another shared part."""
+    return scope.namespace, scope.shared_tokens
+
+
+@given(ids, ids, scopes, scopes)
+def test_blocks_are_shared_exactly_where_tokens_and_scopes_allow_it(
+    one: list[int], other: list[int], ones: Scope, others: Scope
+) -> None:
+    blocks = [[each[i : i + BLOCK] for i in range(0, len(each), BLOCK)] for each in (one, other)]
+    pairs = zip(chain(one, ones), chain(other, others), strict=False)
+    for i, (mine, theirs) in enumerate(pairs):
+        is_same_text = blocks[0][: i + 1] == blocks[1][: i + 1]
+        assert (mine == theirs) == (is_same_text and may_share(i, ones, others))
+
+
+@given(ids, scopes, st.integers(0, 10))
+def test_a_chain_goes_on_from_any_of_its_blocks(
+    token_ids: list[int], scope: Scope, blocks: int
+) -> None:
+    cat = Feature("cat", 5, 9)
+    whole = chain(token_ids, scope, features=[cat])
+    begun, rest = whole[:blocks], token_ids[blocks * BLOCK :]
+    moved = [Feature("cat", cat.offset - blocks * BLOCK, cat.length)]
+    assert begun + chain(rest, scope, before=begun, features=moved) == whole or len(begun) < blocks
+
+
+def test_the_shared_part_is_everybodys_and_what_follows_is_nobody_elses() -> None:
+    token_ids = list(range(4 * BLOCK))
+    everybodys = chain(token_ids, Scope())
+    a, b = (chain(token_ids, Scope("", namespace, 2 * BLOCK)) for namespace in "ab")
+    assert a[:2] == b[:2] == everybodys[:2]
+    assert not set(a[2:]) & set(b[2:] + everybodys[2:])
+    alone = chain(token_ids, replace(Scope(), namespace="a"))
+    assert not set(alone) & set(a + everybodys)
