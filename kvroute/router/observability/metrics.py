@@ -181,7 +181,7 @@ class OverLimit:
         self._counter = Counter(
             "kvroute_tenant_refused_requests",
             "Requests refused for a limit of their tenant: requests, prompt_tokens, "
-            f"uncached_tokens, prefixes, pinned_blocks. Beyond {TENANTS} tenants, `{OTHERS}`.",
+            f"uncached_tokens. Tenants after the first {TENANTS} are `{OTHERS}`.",
             ("tenant", "limit"),
             registry=registry,
         )
