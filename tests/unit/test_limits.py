@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvroute.contract.messages import Message, TenantCounts, decode, encode
 from kvroute.contract.records import VERSION
 from kvroute.keys.limits import TenantLimits
-from kvroute.router.routing.limits import BUSY_TENANTS, Entry, Limits, OverLimitError
+from kvroute.router.routing.limits import BUSY_TENANTS, Entry, Limits, OverLimitError, Usage
 
 A = "acme"
 DELAY = 3  # steps that a message takes
@@ -87,21 +87,29 @@ class Routers:
 
     all: list[Limits]
     under_way: list[list[Entry]] = field(default_factory=list)
-    admitted: list[tuple[int, int]] = field(default_factory=list)  # step, router
+    admitted: list[tuple[int, int, int]] = field(default_factory=list)  # step, router, tokens
     on_the_way: deque[tuple[int, int, Message]] = field(default_factory=deque)
 
-    def step(self, now: int, number: int, what: str) -> None:
+    def step(self, now: int, number: int, what: str, tokens: int) -> None:
         self._deliver(now)
         if what == "leave" and self.under_way[number]:
             self.under_way[number].pop().leave()
         elif what == "enter":
-            try:
-                self.under_way[number].append(entered(self.all[number], now))
-                self.admitted.append((now, number))
-            except OverLimitError:
-                pass
+            self._enter(now, number, tokens)
         counts, is_complete = self.all[number].report(now)
         self.on_the_way.append((now + DELAY, number, Message(VERSION, "", [], counts, is_complete)))
+
+    def _enter(self, now: int, number: int, tokens: int) -> None:
+        entry = None
+        try:
+            entry = entered(self.all[number], now)
+            entry.take(tokens)
+        except OverLimitError:
+            if entry:
+                entry.leave()
+            return
+        self.under_way[number].append(entry)
+        self.admitted.append((now, number, tokens))
 
     def _deliver(self, now: int) -> None:
         while self.on_the_way and self.on_the_way[0][0] <= now:
@@ -113,24 +121,32 @@ class Routers:
                         str(sender), message.tenants, is_complete=message.is_complete, now_s=now
                     )
 
-    def unheard(self, now: int, by: int) -> int:
-        """Requests that the others have let in and this one cannot know of."""
-        return sum(at > now - DELAY and number != by for at, number in self.admitted)
+    def together(self) -> tuple[int, int]:
+        """Requests and prompt tokens under way, as nobody knows them at once."""
+        own = [router._usages.get(A, Usage()) for router in self.all]
+        return sum(each.requests for each in own), sum(each.prompt_tokens for each in own)
+
+    def unheard(self, now: int, by: int) -> tuple[int, int]:
+        """What the others have let in and this one cannot know of."""
+        late = [n for at, number, n in self.admitted if at > now - DELAY and number != by]
+        return len(late), sum(late)
 
 
-@given(STEPS, st.integers(1, 4))
+@given(STEPS, st.integers(1, 4), st.integers(1, 100))
 def test_routers_together_go_over_by_what_a_message_has_not_told_yet(
-    steps: list[tuple[str, int, int]], most: int
+    steps: list[tuple[str, int, int]], requests: int, tokens: int
 ) -> None:
-    routers = Routers([limits(max_requests=most) for _ in range(4)], [[] for _ in range(4)])
+    own = {"max_requests": requests, "max_prompt_tokens": tokens}
+    routers = Routers([limits(**own) for _ in range(4)], [[] for _ in range(4)])
     for number in range(4):  # each is known to the others
-        routers.step(-10, number, "")
-    for now, (what, number, _) in enumerate(steps):
+        routers.step(-10, number, "", 0)
+    for now, (what, number, size) in enumerate(steps):
         before = len(routers.admitted)
-        routers.step(now, number, what)
+        routers.step(now, number, what, size)
         if len(routers.admitted) > before:
-            together = sum(map(len, routers.under_way))
-            assert together <= most + routers.unheard(now, number)
+            unheard = routers.unheard(now, number)
+            assert routers.together()[0] <= requests + unheard[0]
+            assert routers.together()[1] <= tokens + unheard[1]
 
 
 def test_a_request_counts_at_the_other_routers_until_it_ends_there() -> None:

@@ -190,7 +190,7 @@ class Limits:
             self._charge_other(each, last, before is None, now_s)
         if before is None or is_complete:
             self._others[router] = dict(list(told.items())[:BUSY_TENANTS])
-        elif len(before.keys() | told.keys()) <= BUSY_TENANTS:
+        elif len(before) + len(told) <= BUSY_TENANTS or told.keys() <= before.keys():
             before.update(told)
 
     def forget(self, router: str) -> None:
