@@ -325,6 +325,19 @@ def test_a_new_router_learns_what_was_spent_and_nobody_pays_twice() -> None:
     assert new.room(A, 3.0).tokens_left == pytest.approx(130, abs=1)
 
 
+def test_what_a_router_spent_before_it_was_known_is_not_charged_at_once() -> None:
+    one, new = limits(uncached_tokens_per_minute=600), limits(uncached_tokens_per_minute=600)
+    spend(one, 500, 0.0)
+    one.report(0.0)
+    entered(one, 0.5)
+    tell(one, new, 0.5)  # not complete
+    assert new.under_way(A) == (0, 0)
+    new.receive("one", [TenantCounts("b", 1, 0, 0, 0)], is_complete=False, now_s=0.6)
+    spend(one, 1, 50.0)
+    tell(one, new, 50.0)
+    assert new.room(A, 50.0).tokens_left == pytest.approx(599, abs=1)
+
+
 def test_a_debt_is_shared_like_the_limit() -> None:
     router = limits(uncached_tokens_per_minute=600)
     router.receive("other", [], is_complete=True, now_s=0.0)

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.access import caller_of
@@ -13,6 +13,7 @@ from kvroute.router.api.limit_headers import over_limit, rate_headers
 from kvroute.router.routing.limits import Entry, Limits, OverLimitError
 from kvroute.router.serving.models import Models
 
+NOTHING = nullcontext()
 UNDONE = (429, 503)  # statuses of what was not computed
 
 
@@ -24,33 +25,38 @@ def limits_of(request: Request) -> TenantLimits | None:
 
 
 def entered(request: Request) -> Entry | None:
-    """The request is under way until `leave`; None where nothing is counted. OverLimitError."""
+    """The request is under way until `leave`; None where nothing is counted. ApiError."""
     limits: Limits | None = request.app.state.limits
-    caller = caller_of(request)
-    return limits.enter(caller.tenant, time.monotonic()) if limits and caller else None
+    caller = caller_of(request) if limits else None
+    if limits is None or caller is None:
+        return None
+    with counting_refusals(request, request.app.state.models):
+        return limits.enter(caller.tenant, time.monotonic())
 
 
-def headers_for(request: Request, entry: Entry | None) -> dict[str, str]:
-    """Of the response to it."""
-    if entry is None:
-        return {}
-    limits: Limits = request.app.state.limits
-    return rate_headers(limits.room(entry.tenant, time.monotonic()))
+def add_headers(request: Request, entry: Entry | None, response: Response) -> None:
+    """The response says what is left of the limits."""
+    if entry is not None:
+        limits: Limits = request.app.state.limits
+        response.headers.update(rate_headers(limits.room(entry.tenant, time.monotonic())))
+
+
+def leaving(entry: Entry | None) -> AbstractContextManager[None]:
+    """The request has left at the end of the block. What was refused unanswered costs nothing; who
+    goes away does not get back what may have been computed for him."""
+    return _leaving(entry) if entry else NOTHING
 
 
 @contextmanager
-def leaving(entry: Entry | None) -> Iterator[None]:
-    """The request has left at the end of the block. What was refused unanswered costs nothing; who
-    goes away does not get back what may have been computed for him."""
+def _leaving(entry: Entry) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        if entry and error.status in UNDONE and error.code not in FINAL:
+        if error.status in UNDONE and error.code not in FINAL:
             entry.give_back(time.monotonic())
         raise
     finally:
-        if entry:
-            entry.leave()
+        entry.leave()
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from kvroute.router.api.calls import (
 from kvroute.router.api.request_id import request_id
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.endpoints.limited import (
+    add_headers,
     counting_refusals,
     entered,
-    headers_for,
     leaving,
     limits_of,
 )
@@ -46,9 +46,7 @@ class Answers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # as FastAPI's routes do, for the span's name
         request = Request(scope, receive)
-        models: Models = request.app.state.models
-        with counting_refusals(request, models):
-            entry = entered(request)
+        entry = entered(request)
         with leaving(entry):
             response = await _respond(self.path, request, entry)
             await response(scope, receive, send)
@@ -65,8 +63,7 @@ routes.routes += [
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Where the prompts of this body would go now, and why; nothing runs."""
-    with counting_refusals(request, models):
-        entry = entered(request)
+    entry = entered(request)
     with leaving(entry):
         call = (await bodies.read(parse_any, request)).asked_by(caller_of(request))
         try:
@@ -74,7 +71,9 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
         except RefusedCallError as error:
             return whole_response(error.refusal)
     found = {"object": "route", "router": models.router_id, "receipts": receipts}
-    return JSONResponse(found, headers=headers_for(request, entry))
+    response = JSONResponse(found)
+    add_headers(request, entry, response)
+    return response
 
 
 @routes.get("/v1/models")
@@ -106,5 +105,5 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
             prefix_name=request.headers.get(PREFIX),
             entry=entry,
         )
-    response.headers.update(headers_for(request, entry))
+    add_headers(request, entry, response)
     return response

@@ -200,7 +200,6 @@ class Limits:
     def cut_off(self, now_s: float) -> None:
         """No router can be heard. Until `rejoin`, this one lets in its share of each limit."""
         self._divide(max(self._shared_by, 1 + len(self._others)), now_s)
-        self._others.clear()
 
     def rejoin(self, now_s: float) -> None:
         """All routers have been heard again."""
