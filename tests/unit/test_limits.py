@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,14 @@ STEPS = st.lists(
     st.tuples(st.sampled_from(["enter", "leave"]), st.integers(0, 3), st.integers(1, 40)),
     max_size=60,
 )
+
+
+class OldMessage(msgspec.Struct, array_like=True):
+    """As routers read it before there were limits."""
+
+    version: int
+    router: str
+    events: list[Any]
 
 
 def limits(**fields: Any) -> Limits:
@@ -390,3 +399,10 @@ def test_limits_change_under_way() -> None:
     entry.correct("p", 5, 60.0)
     router.report(100.0)
     assert not router._usages
+
+
+def test_routers_from_before_limits_understand_the_others_and_are_understood() -> None:
+    old = msgspec.msgpack.encode([VERSION, "r", []])
+    assert (decode(old).tenants, decode(old).is_complete) == ([], False)
+    new = encode(Message(VERSION, "r", [], [TenantCounts(A, 1, 2, 3, 4)], True))
+    assert msgspec.msgpack.decode(new, type=OldMessage).router == "r"
