@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from kvroute.client import LOCAL, Model, Url, call, fail, with_model
 
-COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "hits")
+COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "shared", "hits")
 POLL_S = 0.3
 WARM_S = 600.0  # how long the command waits until it is warm
 
@@ -43,6 +43,9 @@ def add(
     pinned: Annotated[
         bool, typer.Option("--pinned/--unpinned", help="Whether it is never evicted.")
     ] = True,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="All tenants can use it, and find it cached.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is warm.")] = True,
     model: Model = None,
     url: Url = LOCAL,
@@ -58,6 +61,7 @@ def add(
         "replicas": int(replicas) if replicas.isdecimal() else replicas,
         "ttl_s": ttl_s,
         "pinned": pinned,
+        "shared": shared,
     }
     prefix = _call("POST", url, json=declaration)
     if wait:

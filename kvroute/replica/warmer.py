@@ -21,7 +21,7 @@ from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.replica.engine.pins import room_for_pin
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefix, Prefixes, assigned
+from kvroute.store.prefixes import Prefix, Prefixes, assigned, shared_tokens
 
 log = logging.getLogger("kvroute.warmer")
 
@@ -37,6 +37,7 @@ DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
 class _Kept:
     prefix: Prefix
     warm: Warm
+    shared_tokens: int  # of its first blocks, which all namespaces share
 
 
 class Warmer:
@@ -123,8 +124,11 @@ class Warmer:
                 await self._drop(name)
 
     def _still_has(self, prefix: Prefix, kept: _Kept) -> bool:
-        """False when the cache was cleared, or when Redis lost all data and the name is new."""
+        """False when the cache was cleared, when Redis lost all data and the name is new, or when
+        requests share another part of it than they did."""
         is_same = np.array_equal(prefix.token_ids, kept.prefix.token_ids)
+        if self._shared_tokens(prefix) != kept.shared_tokens:
+            return False
         return is_same and (prefix.name in self._engine.pins or not kept.warm.is_pinned)
 
     def _is_missing_elsewhere(self, prefix: Prefix) -> bool:
@@ -167,7 +171,8 @@ class Warmer:
         if prefix.is_pinned and not is_pinned:
             log.warning("named prefix %s is not pinned: pins have no room for it", prefix.name)
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
-        self._kept[prefix.name] = _Kept(prefix, Warm(full_blocks, is_pinned))
+        warm = Warm(full_blocks, is_pinned)
+        self._kept[prefix.name] = _Kept(prefix, warm, self._shared_tokens(prefix))
         self._on_change()
 
     async def _compute(self, prefix: Prefix, *, pin: str) -> None:
@@ -201,11 +206,22 @@ class Warmer:
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
         # With one more token, any one, all blocks can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
-        name = f"warm {prefix.name} {blocks}"
-        request = GenerateRequest(name, token_ids, prefix.namespace, pin=pin)
+        request = GenerateRequest(
+            f"warm {prefix.name} {blocks}",
+            token_ids,
+            prefix.namespace,
+            pin=pin,
+            shared_tokens=self._shared_tokens(prefix),
+        )
         async for _ in self._engine.generate(request):
             pass
         return time.monotonic() - began_s
+
+    def _shared_tokens(self, prefix: Prefix) -> int:
+        if not prefix.namespace:
+            return 0
+        shared = [each for each in self._declared if each.is_shared]
+        return shared_tokens(prefix.token_ids, shared, self._engine.facts.block_size)
 
     async def _drop(self, name: str) -> None:
         await self._engine.unpin(name)

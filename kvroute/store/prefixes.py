@@ -52,7 +52,8 @@ class Prefix:
     expires_at_s: float | None = None  # unix time
     extra_replicas: int = 0  # additional ones that keep it warm, because of demand
     tenant: str = ""  # whose API key has declared it; empty: nobody's
-    namespace: str = ""  # whose caches it is warm in; empty: everybody's, it is shared
+    namespace: str = ""  # the caches that it is warm in: its tenant's; empty: of no namespace
+    is_shared: bool = False  # all namespaces find its full blocks
 
     @property
     def label(self) -> str:
@@ -96,6 +97,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     extra_replicas: Count = 0
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     namespace: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
+    is_shared: bool = False
     version: int = VERSION
 
 
@@ -121,6 +123,18 @@ _versions = msgspec.json.Decoder(Versioned)
 def own_id(tenant: str, name: str) -> str:
     """The id of a prefix that only this tenant can use. Tenants can give equal names."""
     return f"{tenant}{OF}{name}"
+
+
+def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int) -> int:
+    """How many of the first tokens, in whole blocks, are those of one of these prefixes."""
+    longest = 0
+    for prefix in shared:
+        full = prefix.full_blocks(block_size) * block_size
+        if longest < full <= len(token_ids) and np.array_equal(
+            prefix.token_ids[:full], token_ids[:full]
+        ):
+            longest = full
+    return longest
 
 
 def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
@@ -171,6 +185,7 @@ class Prefixes:
         expires_at_s: float | None = None,
         tenant: str = "",
         namespace: str = "",
+        is_shared: bool = False,
     ) -> Prefix:
         """The id's next version. Repeating the latest declaration only updates its expiry.
         OtherTenantError."""
@@ -184,6 +199,7 @@ class Prefixes:
                 *(id, last + 1, token_ids, source, replicas, is_pinned, expires_at_s),
                 tenant=tenant,
                 namespace=namespace,
+                is_shared=is_shared,
             )
             if latest is not None and is_same(latest, new):
                 new = replace(latest, expires_at_s=expires_at_s)
@@ -332,6 +348,7 @@ class Prefixes:
             terms.extra_replicas,
             terms.tenant,
             terms.namespace,
+            terms.is_shared,
         )
 
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
@@ -382,11 +399,13 @@ def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
     return xxh3_64_intdigest(f"{prefix_id}\0{replica_id}".encode()), replica_id
 
 
+DECLARED = ("source", "replicas", "is_pinned", "tenant", "namespace", "is_shared")
+
+
 def is_same(one: Prefix, other: Prefix) -> bool:
     """Whether two declarations are equal, apart from version, expiry and demand."""
     return np.array_equal(one.token_ids, other.token_ids) and all(
-        getattr(one, name) == getattr(other, name)
-        for name in ("source", "replicas", "is_pinned", "tenant", "namespace")
+        getattr(one, name) == getattr(other, name) for name in DECLARED
     )
 
 
@@ -400,6 +419,7 @@ def _terms_of(prefix: Prefix, *, order: int) -> Terms:
         extra_replicas=prefix.extra_replicas,
         tenant=prefix.tenant,
         namespace=prefix.namespace,
+        is_shared=prefix.is_shared,
     )
 
 

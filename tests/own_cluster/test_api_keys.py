@@ -175,15 +175,78 @@ def test_where_a_prompt_would_go_says_nothing_of_others(
         assert found[1] == 0
 
 
-def test_what_tenants_ask_often_is_not_shown(
+def test_what_tenants_ask_often_is_shown_as_counts(
     keyed: Keyed, tenants: tuple[str, str], operator: str
 ) -> None:
     secret = "Frobnicate the quux before the merger is announced. "
+    own_observer = keyed.add("a", "observe")
+    wait_until(lambda: keyed.status(own_observer) == 200)
     with keyed.client(tenants[0]) as a, keyed.client(operator) as watching:
         for number in range(8):
             cached(a, chat(secret * 40 + str(number)))
         found = watching.get("/v1/cluster/hot")
-        assert (found.status_code, found.json()["data"]) == (200, [])
+        assert found.status_code == 200
+        assert "quux" not in found.text
+        (hot,) = (each for each in found.json()["data"] if each["tokens"] > 300)
+        assert (hot["tenant"], hot["text"], hot["prefix_id"]) == ("a", None, None)
+        assert hot["replicas"]
+        with watching.stream("GET", "/v1/cluster/live") as live:
+            state = next(line for line in live.iter_lines() if "hot_prefix" in line)
+        assert "quux" not in state
+        assert "Frobnicate" not in state
+    with keyed.client(own_observer) as own:
+        assert "quux" in own.get("/v1/cluster/hot").text
+
+
+def test_a_shared_prefix_is_cached_for_all_tenants_and_what_follows_it_for_none(
+    keyed: Keyed, tenants: tuple[str, str], operator: str
+) -> None:
+    rules = "Be brief, be kind, and cite the paragraph that you rely on. " * 40
+    with keyed.client(operator) as manager:
+        body = {"id": "rules", "prompt": rules, "shared": True}
+        declared = manager.post("/v1/prefixes", json=body).json()
+        wait_until(lambda: manager.get("/v1/prefixes/rules").json()["warm_on"])
+    shared = declared["tokens"] - declared["partial_tokens"]
+    assert shared > 300
+    question = {"model": MODEL, "prompt": "What does paragraph nine say of it? " * 30}
+    named = {**question, "prefix_id": "rules", "max_tokens": 1}
+    with keyed.client(tenants[0]) as a, keyed.client(tenants[1]) as b:
+        assert completed(a, named) == shared
+        assert completed(a, named) > shared + 200
+        assert completed(b, named) == shared
+        assert completed(b, {**named, "cache_salt": "mine"}) == shared
+        same_text = {**question, "prompt": rules + question["prompt"], "max_tokens": 1}
+        assert completed(b, same_text) == shared
+
+
+def test_a_tenants_prefix_is_nobody_elses(keyed: Keyed, tenants: tuple[str, str]) -> None:
+    text = "The merger of the two companies closes in March, before the news. " * 40
+    manager = keyed.add("a", "manage", "observe")
+    wait_until(lambda: keyed.status(manager) == 200)
+    stranger = keyed.add("b", "manage", "observe")
+    wait_until(lambda: keyed.status(stranger) == 200)
+    with keyed.client(manager) as own, keyed.client(stranger) as other:
+        declared = own.post("/v1/prefixes", json={"id": "merger", "prompt": text}).json()
+        wait_until(lambda: own.get("/v1/prefixes/merger").json()["warm_on"])
+        assert other.get("/v1/prefixes/merger").status_code == 404
+        assert other.delete("/v1/prefixes/merger").status_code == 404
+        assert "merger" not in other.get("/v1/prefixes").text
+        assert (
+            other.post("/v1/prefixes", json={"id": "merger", "prompt": "Hi. " * 99}).status_code
+            == 201
+        )
+    named = {"model": MODEL, "prompt": "When?", "prefix_id": "merger", "max_tokens": 1}
+    with keyed.client(tenants[0]) as a, keyed.client(tenants[1]) as b:
+        assert completed(a, named) == declared["tokens"] - declared["partial_tokens"]
+        assert completed(b, {**named, "prompt": text}) < 200
+        assert completed(b, {"model": MODEL, "prompt": text, "max_tokens": 1}) == 0
+
+
+def completed(client: httpx.Client, body: dict[str, Any]) -> int:
+    """Cached tokens."""
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_a_revoked_key_is_refused_within_seconds(keyed: Keyed) -> None:

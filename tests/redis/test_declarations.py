@@ -7,9 +7,12 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.records import ReplicaRecord, Warm
+from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import parse
@@ -25,6 +28,8 @@ from tests.support.records import record
 BLOCK = 4
 BUDGET = 10  # blocks that each replica may pin
 CONTEXT = 200  # tokens
+A = Caller("a", frozenset({"use", "manage"}), "salt of a")
+B = Caller("b", frozenset({"use", "manage"}), "salt of b")
 NO_PINS: Mapping[str, Warm] = {}
 
 
@@ -83,7 +88,7 @@ async def test_a_declaration_is_shown_as_it_stands(declarations: Declarations) -
         "tokens": 18,
         "full_blocks": 4,
         "partial_tokens": 2,
-        "shared": True,
+        "shared": False,
         "replicas": 1,
         "extra_replicas": 0,
         "assigned_to": [holder],
@@ -234,3 +239,98 @@ def test_a_bad_declaration_is_refused_by_the_name_of_its_field(
     with pytest.raises(ApiError, match="expected") as refusal:
         declaration(**{**good, **fields})
     assert (refusal.value.status, refusal.value.param) == (400, param)
+
+
+async def declare_as(
+    declarations: Declarations, caller: Caller | None, name: str, text: str, **more: object
+) -> None:
+    wanted = declaration(id=name, prompt=text, pinned=False, **more)
+    await declarations.declare(wanted, caller, max_model_len=CONTEXT)
+
+
+async def refused(work: object) -> tuple[int, str]:
+    with pytest.raises(ApiError) as caught:
+        await work  # type: ignore[misc]
+    return caught.value.status, str(caught.value)
+
+
+async def test_tenants_give_equal_names_to_different_prefixes(
+    declarations: Declarations, catalogue: Catalogue
+) -> None:
+    await declare_as(declarations, A, "law", " a" * 20)
+    await declare_as(declarations, B, "law", " b" * 30)
+    await declare_as(declarations, B, "tax", " b" * 10)
+    found = [await catalogue.named("prefix_id", "law", caller) for caller in (A, B)]
+    assert [len(prefix.token_ids) for prefix in found] == [20, 30]
+    assert [prefix.namespace for prefix in found] == [A.salt, B.salt]
+    assert [each["id"] for each in await declarations.list(A)] == ["law"]
+    assert [each["id"] for each in await declarations.list(B)] == ["law", "tax"]
+
+
+async def test_nobody_learns_of_a_name_that_another_tenant_has_given(
+    declarations: Declarations, catalogue: Catalogue
+) -> None:
+    await declare_as(declarations, A, "merger-2027", " a" * 20)
+    for work in (
+        catalogue.named("prefix_id", "merger-2026", B),
+        catalogue.named("prefix_id", "merger-2027", B),
+        declarations.get("merger-2027", B),
+        declarations.drop("merger-2027", B),
+    ):
+        status, message = await refused(work)
+        assert status == 404
+        assert "did you mean" not in message
+    assert (await catalogue.named("prefix_id", "merger-2027", A)).tenant == "a"
+    await declarations.drop("merger-2027", A)
+    assert await declarations.list(A) == []
+
+
+async def test_a_shared_prefix_is_everybodys_to_use_and_its_tenants_to_change(
+    declarations: Declarations, catalogue: Catalogue
+) -> None:
+    await declare_as(declarations, A, "rules", " a" * 20, shared=True)
+    assert [each["shared"] for each in await declarations.list(B)] == [True]
+    assert (await catalogue.named("prefix_id", "rules", B)).namespace == ""
+    for work in (
+        declare_as(declarations, B, "rules", " b" * 20, shared=True),
+        declarations.drop("rules", B),
+    ):
+        assert await refused(work) == (
+            403,
+            "prefix 'rules' is shared by another tenant, who alone can change it; take another "
+            "name",
+        )
+    await declare_as(declarations, B, "rules", " b" * 30)
+    assert len((await catalogue.named("prefix_id", "rules", B)).token_ids) == 30
+    assert len((await catalogue.named("prefix_id", "rules", A)).token_ids) == 20
+    await declarations.drop("rules", A)
+    assert [each["shared"] for each in await declarations.list(B)] == [False]
+
+
+async def test_a_prompt_shares_the_longest_declared_beginning_in_whole_blocks(
+    declarations: Declarations, catalogue: Catalogue
+) -> None:
+    assert catalogue.shared_tokens(np.zeros(100, np.uint32)) == 0
+    await declare_as(declarations, A, "short", " a" * 9, shared=True)
+    await declare_as(declarations, A, "long", " a" * 18, shared=True)
+    await declare_as(declarations, B, "own", " a" * 40)
+    long = (await catalogue.named("prefix_id", "long", B)).token_ids
+    for tokens, shared in ((7, 0), (8, 8), (15, 8), (16, 16), (18, 16)):
+        assert catalogue.shared_tokens(long[:tokens]) == shared
+    assert catalogue.shared_tokens(np.append(long[:9], np.zeros(20, np.uint32))) == 8
+
+
+async def test_a_tenants_own_prefix_is_warm_where_its_own_blocks_are(
+    declarations: Declarations, catalogue: Catalogue, fleet: Fleet
+) -> None:
+    """Its beginning is shared: there its blocks are everybody's."""
+    await declare_as(declarations, A, "rules", " a" * 8, shared=True)
+    await declare_as(declarations, B, "own", " a" * 16)
+    own = await catalogue.named("prefix_id", "own", B)
+    assert catalogue.holders(own.token_ids, own.namespace) == set()
+    one_more = np.append(own.token_ids, own.token_ids[:1])
+    for replica_id in "ab":
+        fleet.mirror.join(replica_id)
+    fleet.mirror.add("a", fleet.chain(one_more, Scope("", B.salt, 2 * BLOCK)))
+    fleet.mirror.add("b", fleet.chain(one_more, Scope("", B.salt)))
+    assert catalogue.holders(own.token_ids, own.namespace) == {"a"}

@@ -7,6 +7,7 @@ import ray
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvroute.router.api.access import caller_of
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.serving.models import Served, together
 
@@ -76,9 +77,11 @@ async def diagnosis(request: Request, models: Served) -> Response:
 
 
 @routes.get("/v1/cluster/hot")
-async def hot(models: Served) -> Response:
+async def hot(request: Request, models: Served) -> Response:
     """The prefixes that saved most recently, according to this router's own requests."""
-    found = together(models.all, [model.prefixes.hottest() for model in models.all])
+    caller = caller_of(request)
+    tenant = caller.tenant if caller else ""
+    found = together(models.all, [model.prefixes.hottest(tenant) for model in models.all])
     found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
     return JSONResponse({"object": "list", "data": found})
 

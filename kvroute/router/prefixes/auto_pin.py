@@ -10,6 +10,7 @@ from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import Hot, HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.routing.fleet import Fleet
+from kvroute.store.prefixes import own_id
 
 CHECK_INTERVAL_S = 5.0
 CANDIDATES = 20  # prefixes, the hottest first
@@ -44,8 +45,8 @@ class AutoPin:
         room = BUDGET * min((record.facts.pin_blocks for record in records), default=0)
         chosen = []
         for hot in self._hot.top(CANDIDATES, now_s):
-            prefix = self._catalogue.declared_as(hot.token_ids)
-            if hot.blocks > room or (prefix and not prefix.id.startswith(AUTO)):
+            prefix = self._catalogue.declared_as(hot.token_ids, hot.owner.namespace)
+            if hot.blocks > room or (prefix and not prefix.label.startswith(AUTO)):
                 continue
             prefill_s = self._fleet.prefill_s(records[0].id, len(hot.token_ids))
             if prefill_s * hot.requests_per_s(now_s) >= WORTH:
@@ -54,13 +55,19 @@ class AutoPin:
         return chosen
 
     async def _declare(self, hot: Hot) -> None:
-        id_ = f"{AUTO}{hot.end:016x}"
+        name, (tenant, namespace) = f"{AUTO}{hot.end:016x}", hot.owner
+        id_ = own_id(tenant, name) if tenant else name
         known = self._catalogue.get(id_)
         expires_at_s = time.time() + COOL_S
         if known and known.expires_at_s and known.expires_at_s > expires_at_s - COOL_S / 2:
             return
         source = {"prompt": self._prompts.decode(hot.token_ids)}
         await self._catalogue.store.declare(
-            id_, token_ids=hot.token_ids, source=source, expires_at_s=expires_at_s
+            id_,
+            token_ids=hot.token_ids,
+            source=source,
+            expires_at_s=expires_at_s,
+            tenant=tenant,
+            namespace=namespace,
         )
         await self._catalogue.refresh()

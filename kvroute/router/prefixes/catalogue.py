@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from redis.exceptions import RedisError
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller
@@ -18,7 +19,7 @@ from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.routing.fleet import Fleet
 from kvroute.settings.multi_task import Task
 from kvroute.store.outage import Outage
-from kvroute.store.prefixes import Prefix, Prefixes, assigned, own_id
+from kvroute.store.prefixes import Prefix, Prefixes, assigned, own_id, shared_tokens
 
 log = logging.getLogger("kvroute.prefixes")
 
@@ -54,7 +55,7 @@ class Catalogue:
         self._fleet = fleet
         self.block_size = block_size
         self._versions: dict[str, list[Prefix]] = {}  # by id, oldest first
-        self._shared: list[Prefix] = []  # every version of those that everybody can use
+        self._shared: list[Prefix] = []  # every version of those that all namespaces share
         self._revision: int | None = None  # of the last read; None: nothing was read yet
         self._reading = asyncio.Lock()
         self._outage = Outage(log, "named prefixes stay as they are")
@@ -95,9 +96,10 @@ class Catalogue:
         """The live replicas as of the last poll."""
         return self._fleet.records
 
-    def holders(self, prefix: Prefix) -> set[str]:
+    def holders(self, token_ids: TokenIds, namespace: str) -> set[str]:
         """The replicas that hold all of it in their caches, according to the index."""
-        return self._fleet.holders(prefix.token_ids, prefix.namespace)
+        shared = self.shared_tokens(token_ids) if namespace else 0
+        return self._fleet.holders(token_ids, Scope("", namespace, shared))
 
     def get(self, id_: str) -> Prefix | None:
         """The newest version that is warm on all its replicas; if there is none, the newest."""
@@ -114,17 +116,19 @@ class Catalogue:
         """Every version."""
         return [prefix for id_ in self._versions for prefix in self._living(id_)]
 
-    def declared_as(self, token_ids: TokenIds) -> Prefix | None:
-        """The shared prefix that has exactly these full blocks."""
-        for prefix in self._shared:
-            if self._full_tokens(prefix) == len(token_ids) and self._begins(prefix, token_ids):
+    def declared_as(self, token_ids: TokenIds, namespace: str = "") -> Prefix | None:
+        """The namespace's prefix that has exactly these full blocks."""
+        for prefix in self.all():
+            if prefix.namespace != namespace:
+                continue
+            full = self._full_tokens(prefix)
+            if full == len(token_ids) and np.array_equal(prefix.token_ids[:full], token_ids):
                 return prefix
         return None
 
     def shared_tokens(self, token_ids: TokenIds) -> int:
         """How many tokens of this prompt, in whole blocks, are those of a shared prefix."""
-        found = (self._full_tokens(each) for each in self._shared if self._begins(each, token_ids))
-        return max(found, default=0)
+        return shared_tokens(token_ids, self._shared, self.block_size)
 
     def is_settled(self, prefix: Prefix) -> bool:
         """Whether it is warm on all replicas that keep it, as of the last poll of their records."""
@@ -165,7 +169,7 @@ class Catalogue:
         for prefix in declared:
             versions.setdefault(prefix.id, []).append(prefix)
         self._versions = versions
-        self._shared = [each for each in declared if not each.namespace]
+        self._shared = [each for each in declared if each.is_shared]
         self._saved = Counter({id_: self._saved[id_] for id_ in versions})
 
     async def refresh(self) -> None:
@@ -214,7 +218,9 @@ class Catalogue:
             except ApiError as error:
                 log.error("task %r cannot be a prefix: %s", task.task_id, error)
                 continue
-            await self.store.declare(task.task_id, token_ids=token_ids, source=source)
+            await self.store.declare(
+                task.task_id, token_ids=token_ids, source=source, is_shared=True
+            )
         await self.refresh()
 
     async def _retire(self) -> None:
@@ -239,13 +245,6 @@ class Catalogue:
 
     def _full_tokens(self, prefix: Prefix) -> int:
         return prefix.full_blocks(self.block_size) * self.block_size
-
-    def _begins(self, prefix: Prefix, token_ids: TokenIds) -> bool:
-        """Whether these tokens begin with its full blocks."""
-        full = self._full_tokens(prefix)
-        return 0 < full <= len(token_ids) and np.array_equal(
-            prefix.token_ids[:full], token_ids[:full]
-        )
 
     def _living(self, id_: str) -> list[Prefix]:
         now_s = time.time()

@@ -65,6 +65,7 @@ class Declarations:
             declaration.ttl_s and time.time() + declaration.ttl_s,
             tenant=tenant,
             namespace=caller.salt if caller and is_own else "",
+            is_shared=declaration.shared,
         )
         with needing_redis():
             return await self._declare(wanted, limits)
@@ -120,6 +121,7 @@ class Declarations:
                 expires_at_s=wanted.expires_at_s,
                 tenant=wanted.tenant,
                 namespace=wanted.namespace,
+                is_shared=wanted.is_shared,
             )
         except OtherTenantError:
             raise _of_another(wanted.label) from None
@@ -162,7 +164,7 @@ class Declarations:
         warm = [record for record in assigned if is_warm(prefix, record)]
         if not prefix.full_blocks(self._block_size) or all(_is_pinned(prefix, r) for r in warm):
             return warm
-        holders = self._catalogue.holders(prefix)
+        holders = self._catalogue.holders(prefix.token_ids, prefix.namespace)
         return [record for record in warm if _is_pinned(prefix, record) or record.id in holders]
 
     def _pinned_blocks(self, records: Records) -> Counter[str]:
@@ -197,7 +199,7 @@ class Declarations:
             "tokens": len(prefix.token_ids),
             "full_blocks": prefix.full_blocks(self._block_size),
             "partial_tokens": len(prefix.token_ids) % self._block_size,
-            "shared": not prefix.namespace,
+            "shared": prefix.is_shared,
             "replicas": prefix.replicas or "all",
             "extra_replicas": prefix.extra_replicas,
             "assigned_to": [record.id for record in assigned],

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,16 @@ MEMORY_S = 60.0  # after which a use counts 1/e
 KEPT = 256  # prefixes; up to twice as many between two cleanups
 SAME_USES = 0.9  # if this share of a prefix's uses continue to a longer one, only that one is hot
 UNKNOWN: TokenIds = np.empty(0, dtype=np.uint32)
+
+
+class Owner(NamedTuple):
+    """Whose prompts have a prefix in common: a tenant's, in its namespace."""
+
+    tenant: str = ""  # empty: everybody's
+    namespace: str = ""
+
+
+EVERYBODY = Owner()
 
 
 @dataclass(slots=True)
@@ -32,6 +43,7 @@ class Hot:
     uses: float = 0.0  # decayed, as of at_s
     tokens_saved: float = 0.0
     at_s: float = 0.0
+    owner: Owner = EVERYBODY
 
     def use(self, tokens: int, now_s: float) -> None:
         keep = math.exp((self.at_s - now_s) / MEMORY_S)
@@ -61,15 +73,20 @@ class HotPrefixes:
         cached_tokens: int,
         now_s: float,
         features: Sequence[Feature] = (),
+        owner: Owner = EVERYBODY,
+        shared_tokens: int = 0,
     ) -> None:
         """Counts a prompt with these blocks, whose first `cached_tokens` came from a cache. No
-        prefix has an image: whoever declares one has nothing but token ids."""
+        prefix has an image: whoever declares one has nothing but token ids.
+
+        shared_tokens: of the first blocks, which are everybody's."""
         text_tokens = features[0].offset if features else cached_tokens
         held = min(min(text_tokens, cached_tokens) // self._block_size, len(chain))
         if not held:
             return
         if chain[held - 1] not in self._known:
-            self._known[chain[held - 1]] = Hot(chain[held - 1], held, at_s=now_s)
+            whose = EVERYBODY if held * self._block_size <= shared_tokens else owner
+            self._known[chain[held - 1]] = Hot(chain[held - 1], held, at_s=now_s, owner=whose)
             self._lengths[held] += 1
         before: Fingerprint | None = None
         for blocks in sorted(length for length in self._lengths if length <= held):

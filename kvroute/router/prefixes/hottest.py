@@ -23,19 +23,22 @@ class Hottest:
         self._catalogue = catalogue
         self._prompts = prompts
 
-    def top(self) -> list[dict[str, Any]]:
-        """Those that save most, best first."""
+    def top(self, tenant: str = "") -> list[dict[str, Any]]:
+        """Those that save most, best first. Only this tenant's and everybody's have a text."""
         now_s = time.monotonic()
-        return [self._as_json(hot, now_s) for hot in self._hot.top(SHOWN, now_s)]
+        return [self._as_json(hot, tenant, now_s) for hot in self._hot.top(SHOWN, now_s)]
 
-    def _as_json(self, hot: Hot, now_s: float) -> dict[str, Any]:
-        prefix = self._catalogue.declared_as(hot.token_ids)
+    def _as_json(self, hot: Hot, tenant: str, now_s: float) -> dict[str, Any]:
+        owner = hot.owner
+        is_visible = owner.tenant in ("", tenant)
+        prefix = self._catalogue.declared_as(hot.token_ids, owner.namespace) if is_visible else None
         return {
             "object": "hot_prefix",
             "tokens": len(hot.token_ids),
             "tokens_saved_per_s": round(hot.tokens_saved_per_s(now_s), 3),
             "requests_per_s": round(hot.requests_per_s(now_s), 3),
-            "replicas": sorted(self._fleet.holders(hot.token_ids)),
+            "replicas": sorted(self._catalogue.holders(hot.token_ids, owner.namespace)),
+            "tenant": owner.tenant or None,
             "prefix_id": prefix and prefix.label,
-            "text": self._prompts.decode(hot.token_ids[:SHOWN_TOKENS]),
+            "text": self._prompts.decode(hot.token_ids[:SHOWN_TOKENS]) if is_visible else None,
         }

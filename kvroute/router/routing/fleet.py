@@ -182,10 +182,10 @@ class Fleet:
         blocks = self._usable(reusable_blocks(len(token_ids), self._block_size))
         return self._space.chain(token_ids[: blocks * self._block_size], scope, features)
 
-    def holders(self, token_ids: TokenIds, namespace: str = "") -> set[str]:
+    def holders(self, token_ids: TokenIds, scope: Scope = EVERYBODY) -> set[str]:
         """The replicas that hold all full blocks of these tokens."""
         one_more = np.append(token_ids, token_ids[:1])  # makes the last block reusable
-        chain = self.chain(one_more, Scope(namespace=namespace))
+        chain = self.chain(one_more, scope)
         return {id_ for id_, blocks in self.hits(chain).items() if blocks == len(chain)}
 
     @property

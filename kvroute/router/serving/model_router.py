@@ -37,6 +37,7 @@ from kvroute.router.observability.recent import Sums
 from kvroute.router.observability.targets import Target, targets
 from kvroute.router.observability.telemetry import Telemetry
 from kvroute.router.observability.view import View
+from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.routing.attempts import RequestContext, RequestObserver
@@ -243,29 +244,23 @@ class ModelRouter:
             broken=self._broken(call, prefix, prompted, self._chats.see),
             features=prompted.features,
         )
-        is_isolated = bool(context.namespace or context.lora)
         response = await self._calls.respond(
             call,
             prompted,
             context,
-            begun=partial(self._begun, entry=entry, prefix=prefix, is_isolated=is_isolated),
+            begun=partial(self._begun, entry, prefix, _owner(call, context)),
             receipt=partial(self._receipt, broken=context.broken) if with_receipts else None,
         )
         return await stored(turn, response)
 
     def _begun(
-        self,
-        generation: Generation,
-        *,
-        entry: Entry | None,
-        prefix: Prefix | None,
-        is_isolated: bool,
+        self, entry: Entry | None, prefix: Prefix | None, owner: Owner | None, prompt: Generation
     ) -> None:
         """A prompt has its first token."""
-        self.prefixes.count(generation, prefix, is_isolated=is_isolated)
+        self.prefixes.count(prompt, prefix, owner)
         if entry is not None:
-            new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
-            entry.correct(generation.request_id, new_tokens, time.monotonic())
+            new_tokens = max(0, len(prompt.token_ids) - prompt.cached_tokens)
+            entry.correct(prompt.request_id, new_tokens, time.monotonic())
 
     def _broken(
         self,
@@ -434,6 +429,12 @@ class ModelRouter:
 
     def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work, name=name))
+
+
+def _owner(call: Call, context: RequestContext) -> Owner | None:
+    """Whose hot prefixes a prompt counts for. None: it has a salt of its own, or an adapter."""
+    tenant, salt = (call.caller.tenant, call.caller.salt) if call.caller else ("", "")
+    return None if context.lora or context.namespace != salt else Owner(tenant, salt)
 
 
 def _tenant(settings: RouterSettings) -> Tenant:

@@ -12,7 +12,7 @@ from kvroute.router.prefixes.auto_pin import AutoPin
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.declarations import Declarations
 from kvroute.router.prefixes.demand import Demand
-from kvroute.router.prefixes.hot import HotPrefixes
+from kvroute.router.prefixes.hot import HotPrefixes, Owner
 from kvroute.router.prefixes.hottest import Hottest
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
@@ -61,23 +61,25 @@ class PrefixService:
 
     def named_tokens(self, prefix: Prefix | None, namespace: str) -> int:
         """The prefix's tokens in whole blocks that prompts of this namespace share."""
-        if prefix is None or prefix.namespace not in ("", namespace):
+        if prefix is None or not (prefix.is_shared or prefix.namespace == namespace):
             return 0
         return prefix.full_blocks(self._block_size) * self._block_size
 
-    def count(self, generation: Generation, prefix: Prefix | None, *, is_isolated: bool) -> None:
-        """Counts the cached tokens of a prompt with a first token for its prefixes. An isolated
-        prompt, with a salt or an adapter, makes no prefix hot."""
+    def count(self, generation: Generation, prefix: Prefix | None, owner: Owner | None) -> None:
+        """Counts the cached tokens of a prompt with a first token for its prefixes. Without an
+        owner it makes no prefix hot."""
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)
             self._demand.count(prefix)
-        if not is_isolated:
+        if owner is not None:
             self._hot.see(
                 generation.token_ids,
                 generation.placement.chain,
                 generation.cached_tokens,
                 time.monotonic(),
                 generation.features,
+                owner,
+                generation.placement.shared_tokens,
             )
 
     # The API.
@@ -107,6 +109,7 @@ class PrefixService:
         """Drops all versions of that name; ApiError when there is none."""
         return await self._declarations.drop(name, caller)
 
-    def hottest(self) -> list[dict[str, Any]]:
-        """The prefixes that saved most recently, named or not, best first."""
-        return self._hottest.top()
+    def hottest(self, tenant: str = "") -> list[dict[str, Any]]:
+        """The prefixes that saved most recently, named or not, best first, as that tenant may see
+        them."""
+        return self._hottest.top(tenant)

@@ -37,7 +37,7 @@ function row(prefix, most, before) {
   const [saved, words, facts] = item.children;
   setText(saved.children[0], `${rate(prefix.tokens_saved_per_s)} tokens/s saved`);
   saved.children[1].children[0].style.width = `${(100 * prefix.tokens_saved_per_s) / (most || 1)}%`;
-  setText(words, prefix.text);
+  setText(words, prefix.text ?? `of tenant ${prefix.tenant}`);
   const held = plural(prefix.replicas.length, "replica");
   const named = prefix.prefix_id === null ? "" : ` · named ${prefix.prefix_id}`;
   setText(facts, `${count(prefix.tokens)} tokens · ${rate(prefix.requests_per_s)} requests/s · held by ${held}${named}`);
