@@ -178,7 +178,7 @@ def test_what_a_lost_message_had_told_is_told_again_within_a_second() -> None:
     tell(one, other)
     entry.leave()
     one.report(0.5)  # lost
-    tell(one, other, 0.9)
+    tell(one, other, 0.8)
     assert other.under_way(A) == (1, 0)
     tell(one, other, 1.0)
     assert other.under_way(A) == (0, 0)

@@ -15,7 +15,7 @@ from kvroute.keys.limits import TenantLimits
 
 MINUTE_S = 60.0
 AGAIN_S = 1.0  # to come again, where it is unknown when a request ends
-COMPLETE_S = 1.0  # between two reports of all tenants
+COMPLETE_S = 0.9  # between two reports of all tenants; each heartbeat (peers.ALIVE_S) is one
 BUSY_TENANTS = 10_000  # that one other router may tell of; further ones are not counted
 
 NO_LIMITS = TenantLimits()
