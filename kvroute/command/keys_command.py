@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvroute.client import fail
+from kvroute.command.keys_limit import NONE, changed, checked_tenant, shown
 from kvroute.keys.key_file import (
     ROLES,
     KeyFileError,
@@ -22,6 +23,7 @@ from kvroute.keys.key_file import (
     read,
     write,
 )
+from kvroute.keys.limits import TenantLimits
 
 COLUMNS = ("id", "tenant", "roles", "created")
 
@@ -61,13 +63,58 @@ def add(
 
 @keys.command("list")
 def list_keys(file: File) -> None:
-    """Show all keys, without their secrets."""
+    """Show all keys, without their secrets, and the tenants' limits."""
     table = Table(*(Column(name) for name in COLUMNS), box=None)
     with _usable(file):
         found = read(file)
     for key in found.keys:
         table.add_row(key.id, key.tenant, " ".join(key.roles), key.created)
     Console().print(table)
+    for tenant, limits in sorted(found.tenants.items()):
+        typer.echo(f" {tenant}: {shown(limits)}")
+
+
+@keys.command()
+def limit(
+    tenant: Annotated[
+        str, typer.Argument(help="Whose limits; '*': of all tenants without some of their own.")
+    ],
+    file: File,
+    max_requests: Annotated[
+        str | None, typer.Option(help=f"Requests under way at a time; {NONE}: no limit.")
+    ] = None,
+    max_prompt_tokens: Annotated[
+        str | None, typer.Option(help="Prompt tokens of those, cached ones too.")
+    ] = None,
+    uncached_tokens_per_minute: Annotated[
+        str | None, typer.Option(help="Prompt tokens that no replica has cached.")
+    ] = None,
+    max_prefixes: Annotated[
+        str | None, typer.Option(help="Named prefixes that it has declared, of each model.")
+    ] = None,
+    max_pinned_blocks: Annotated[
+        str | None, typer.Option(help="Whole KV blocks of its pinned prefixes, of each model.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="A LoRA adapter that it may name; several: one --adapter each."),
+    ] = None,
+) -> None:
+    """Set limits of a tenant; those that are not given stay."""
+    given = {
+        "max_requests": max_requests,
+        "max_prompt_tokens": max_prompt_tokens,
+        "uncached_tokens_per_minute": uncached_tokens_per_minute,
+        "max_prefixes": max_prefixes,
+        "max_pinned_blocks": max_pinned_blocks,
+        "adapters": adapter or None,
+    }
+    with _usable(file), locked(file):
+        found = read(file)
+        before = found.tenants.get(checked_tenant(tenant), TenantLimits())
+        tenants = found.tenants | {tenant: changed(before, given)}
+        left = {name: each for name, each in tenants.items() if each != TenantLimits()}
+        write(file, msgspec.structs.replace(found, tenants=left))
 
 
 @keys.command()

@@ -36,10 +36,22 @@ class Restarted(Struct, tag="r", array_like=True):
 Event = Sent | FirstToken | Ended | Restarted
 
 
+class TenantCounts(Struct, array_like=True):
+    """What a tenant with limits has at one router."""
+
+    tenant: Name
+    requests: Count  # under way
+    prompt_tokens: Count  # of those
+    spent: Count  # uncached prompt tokens since the router began to count them
+    debt: Count  # uncached tokens, at all routers, that the time since has not made good
+
+
 class Message(Struct, array_like=True):
     version: Annotated[int, Meta(ge=0)]
     router: Name
     events: list[Event]  # empty: a heartbeat
+    tenants: list[TenantCounts] = []  # those whose counts have changed
+    is_complete: bool = False  # other tenants have nothing at this router
 
 
 class _Versioned(Struct, array_like=True):

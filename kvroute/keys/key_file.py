@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.keys.limits import TenantLimits
 
 VERSION = 1
 PREFIX = "kvr"
@@ -34,6 +35,7 @@ TENANT = r"^[\w.@-]{1,64}\Z"
 
 Id = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * ID_BYTES}}}$")]
 Tenant = Annotated[str, Meta(pattern=TENANT)]
+Limited = Annotated[str, Meta(pattern=rf"{TENANT}|^\*\Z")]  # a tenant, or limits.ANY
 
 
 class KeyFileError(ValueError):
@@ -52,11 +54,13 @@ class Key(Struct, frozen=True):
 
 
 class KeyFile(Struct, frozen=True):
-    """tenants' salts are derived from `secret`: another one empties all their caches."""
+    """tenants' salts are derived from `secret`: another one empties all their caches. tenants: the
+    limits of those that have some."""
 
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
     keys: tuple[Key, ...] = ()
     version: int = VERSION
+    tenants: dict[Limited, TenantLimits] = {}
 
 
 def new_file() -> KeyFile:

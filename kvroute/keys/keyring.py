@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvroute.keys.key_file import PREFIX, Key, KeyFile, hash_of
+from kvroute.keys.limits import ANY, TenantLimits
 
 NOBODY = Key("", "", (), bytes(16), secrets.token_bytes(32))  # its secret is unknown
 
@@ -39,6 +40,12 @@ class Keyring:
         self._callers = {
             key.id: Caller(key.tenant, frozenset(key.roles), salts[key.tenant]) for key in file.keys
         }
+        limits = {tenant: file.tenants.get(tenant, file.tenants.get(ANY)) for tenant in tenants}
+        self._limits = {tenant: found for tenant, found in limits.items() if found is not None}
+
+    def limits(self, tenant: str) -> TenantLimits | None:
+        """Those of a tenant with a key; None: it has no limits."""
+        return self._limits.get(tenant)
 
     def caller(self, given: str) -> Caller | None:
         """Whose key it is; None if it is nobody's. It takes as long for unknown ids as for wrong

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvroute.keys.key_file import KeyFileError, read
 from kvroute.keys.keyring import Keyring
+from kvroute.keys.limits import TenantLimits
 
 log = logging.getLogger("kvroute.keys")
 
@@ -27,6 +28,10 @@ class WatchedKeys:
     def keyring(self) -> Keyring:
         """The one of now."""
         return self._keys
+
+    def limits(self, tenant: str) -> TenantLimits | None:
+        """What the tenant may take now; None: it has no limits."""
+        return self._keys.limits(tenant)
 
     async def run(self) -> None:
         """Follows the file until cancelled. A disk that hangs stops nobody else, and nobody else

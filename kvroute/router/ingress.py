@@ -29,6 +29,7 @@ from kvroute.router.endpoints import (
 )
 from kvroute.router.observability import request_spans
 from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.routing.limits import Limits
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models
 from kvroute.settings.router import RouterSettings
@@ -48,18 +49,21 @@ class Router:
         self._all = list[ModelRouter]()
         id_ = uuid.uuid4().hex[:12]
         request_spans.start(id_)
-        for given, replicas in models:
-            self._all.append(await _model_router(id_, given, replicas))
+        settings = [RouterSettings.model_validate(given) for given, _ in models]
+        self._keys = await _keys(settings[0].api_keys)
+        self._limits = Limits(self._keys.limits) if self._keys else None
+        for own, (_, replicas) in zip(settings, models, strict=True):
+            limits = None if self._all else self._limits  # the first model's channel is enough
+            self._all.append(await _model_router(id_, own, replicas, limits))
         self._models = Models(id_, self._all)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
-        self._keys = await _keys(self._models.settings.api_keys)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.start() for model in self._all))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application; Serve calls this after the constructor."""
-        return application(self._models, self._bodies, self._keys)
+        return application(self._models, self._bodies, self._keys, self._limits)
 
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
@@ -80,19 +84,27 @@ async def _keys(path: Path | None) -> WatchedKeys | None:
     return await asyncio.to_thread(WatchedKeys, path) if path else None
 
 
-async def _model_router(id_: str, given: dict[str, Any], replicas: DeploymentHandle) -> ModelRouter:
-    settings = RouterSettings.model_validate(given)
+async def _model_router(
+    id_: str, settings: RouterSettings, replicas: DeploymentHandle, limits: Limits | None
+) -> ModelRouter:
     folder = await asyncio.to_thread(resolve, settings.model)
     tokenizer = await asyncio.to_thread(Prompts, folder, settings.revision, settings.engine_args)
-    return ModelRouter(id_, settings, replicas, tokenizer)
+    return ModelRouter(id_, settings, replicas, tokenizer, limits)
 
 
-def application(models: Models, bodies: Bodies, keys: WatchedKeys | None = None) -> FastAPI:
-    """An application with all routes for these models. keys: who may ask; None: everybody."""
+def application(
+    models: Models,
+    bodies: Bodies,
+    keys: WatchedKeys | None = None,
+    limits: Limits | None = None,
+) -> FastAPI:
+    """An application with all routes for these models. keys: who may ask; None: everybody. limits:
+    of the keys' tenants."""
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
     http.state.bodies = bodies
     http.state.keys = keys
+    http.state.limits = limits
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
     if keys is not None:

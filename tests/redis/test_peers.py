@@ -11,16 +11,25 @@ import pytest
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.messages import Message, decode
-from kvroute.contract.records import Load, ReplicaRecord
+from kvroute.contract.records import VERSION, Load, ReplicaRecord
+from kvroute.keys.limits import TenantLimits
 from kvroute.router.routing.attempts import Attempt
 from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.peers import SILENCE_S, WAITING_EVENTS, PeerPublisher, PeerSubscriber
+from kvroute.router.routing.limits import Limits
+from kvroute.router.routing.peers import (
+    DEAF_S,
+    SILENCE_S,
+    WAITING_EVENTS,
+    PeerPublisher,
+    PeerSubscriber,
+)
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from tests.support.records import FACTS, LOAD
 from tests.support.waiting import until
 
 REPLICAS = ["a", "b"]
+ONE = TenantLimits(max_requests=1)
 
 
 class Router:
@@ -28,7 +37,8 @@ class Router:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.peer_publisher = PeerPublisher()
+        self.limits = Limits(lambda _: ONE)
+        self.peer_publisher = PeerPublisher(limits=self.limits)
         self.fleet = Fleet(
             model="m",
             revision="",
@@ -40,7 +50,10 @@ class Router:
         for name in REPLICAS:
             self.fleet.mirror.join(name)
         self.listener = PeerSubscriber(
-            self.fleet, own=self.peer_publisher.router, clock=lambda: self.now_s
+            self.fleet,
+            own=self.peer_publisher.router,
+            clock=lambda: self.now_s,
+            limits=self.limits,
         )
 
     def send(self, token_ids: TokenIds, request_id: str = "r") -> Attempt:
@@ -172,3 +185,49 @@ async def test_what_waits_to_be_told_is_bounded_and_a_loss_is_owned_up_to() -> N
     assert len(attempts) == WAITING_EVENTS + 5
     assert type(one.peer_publisher._events[0]).__name__ == "Restarted"
     assert other.expects(prompt(7, 8)) == set()
+
+
+async def test_a_tenants_requests_count_on_all_routers(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        entry = one.limits.enter("acme", 0.0)
+        assert entry
+        await until(lambda: other.limits.under_way("acme") == (1, 0))
+        entry.take(5)
+        await until(lambda: other.limits.under_way("acme") == (1, 5))
+        entry.leave()
+        await until(lambda: other.limits.under_way("acme") == (0, 0))
+
+
+async def test_a_router_that_fell_silent_takes_its_tenants_requests_with_it(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        one.limits.enter("acme", 0.0)
+        await until(lambda: other.limits.under_way("acme") == (1, 0))
+    other.now_s += SILENCE_S - 1
+    other.listener.receive(Message(VERSION, other.listener.own, []))  # it hears itself
+    other.now_s += 2
+    other.listener.forget_silent()
+    assert (other.limits.under_way("acme"), other.limits.shared_by) == ((0, 0), 1)
+
+
+async def test_routers_that_hear_nothing_share_the_limits_until_they_hear_again(
+    redis_url: str,
+) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        await until(lambda: len(one.limits._others) == 1)
+    one.now_s += DEAF_S + 0.1
+    one.listener.forget_silent()
+    assert one.limits.shared_by == 2
+    one.listener.forget_all()  # Redis refuses, again and again
+    one.listener.forget_all()
+    assert one.limits.shared_by == 2
+    for _ in range(10):
+        assert one.limits.shared_by == 2
+        one.now_s += SILENCE_S / 8
+        one.listener.receive(Message(VERSION, one.listener.own, []))
+        one.listener.forget_silent()
+        if one.limits.shared_by == 1:
+            break
+    assert one.limits.shared_by == 1

@@ -47,6 +47,7 @@ def router() -> CollectorRegistry:
     """All that a router tells; of one that knows nothing and runs nowhere."""
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
+    metrics.over_limit("t", "requests")
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     feed = Feed(index(), fleet)
     metrics.export(fleet, feed)

@@ -14,6 +14,7 @@ from kvroute.cli import app
 from kvroute.keys import watched
 from kvroute.keys.key_file import ROLES, KeyFile, KeyFileError, Role, new_file, new_key, read, write
 from kvroute.keys.keyring import Caller, Keyring
+from kvroute.keys.limits import ANY, TenantLimits
 from kvroute.keys.watched import WatchedKeys
 from tests.support.waiting import until
 
@@ -163,6 +164,10 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
         (("add", "--tenant", "a b"), "--tenant is 'a b'"),
         (("add", "--tenant", "a", "--role", "root"), "--role is 'root'; expected use"),
         (("revoke", "0"), "ID is '0', which is no key of"),
+        (("limit", "a b", "--max-requests", "1"), "TENANT is 'a b'; expected a tenant's name"),
+        (("limit", "a", "--max-requests", "x"), "--max-requests is 'x'; expected a whole number"),
+        (("limit", "a", "--max-requests", "0"), "--max-requests: Expected `int` >= 1"),
+        (("limit", "a"), "no limit was given; expected one of --max-requests"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path: Path, args: tuple[str, ...], why: str) -> None:
@@ -175,3 +180,57 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, args: tuple[str, ...], w
 def test_roles_are_what_they_are() -> None:
     assert ROLES == ("use", "observe", "manage")
     assert Caller("a", frozenset(), "s").salted("") == "s"
+
+
+def test_a_tenant_has_its_own_limits_or_those_of_all_others(tmp_path: Path) -> None:
+    _, file = made("acme", "b")
+    limits = {"acme": TenantLimits(max_requests=4), ANY: TenantLimits(max_prefixes=0)}
+    path = tmp_path / "keys.json"
+    write(path, msgspec.structs.replace(file, tenants=limits))
+    keyring = Keyring(read(path))
+    assert [keyring.limits(tenant) for tenant in ("acme", "b", "no-key")] == [
+        TenantLimits(max_requests=4),
+        TenantLimits(max_prefixes=0),
+        None,
+    ]
+
+
+def test_a_file_from_before_limits_has_none(tmp_path: Path) -> None:
+    _, file = made("acme")
+    fields = msgspec.to_builtins(file)
+    del fields["tenants"]
+    (tmp_path / "keys.json").write_bytes(msgspec.json.encode(fields))
+    assert Keyring(read(tmp_path / "keys.json")).limits("acme") is None
+
+
+@pytest.mark.parametrize(
+    "tenants",
+    [{"acme": {"max_request": 4}}, {"acme": {"max_requests": 0}}, {"a b": {}}, {"**": {}}],
+)
+def test_limits_that_would_limit_nothing_are_refused(tmp_path: Path, tenants: object) -> None:
+    _, file = made("acme")
+    fields = msgspec.to_builtins(file) | {"tenants": tenants}
+    (tmp_path / "keys.json").write_bytes(msgspec.json.encode(fields))
+    with pytest.raises(KeyFileError, match="no file of keys"):
+        read(tmp_path / "keys.json")
+
+
+def test_the_command_sets_limits_and_takes_them_away(tmp_path: Path) -> None:
+    path, runner = tmp_path / "keys.json", CliRunner()
+
+    def kvroute(*args: str) -> str:
+        return runner.invoke(app, ["keys", *args, "--file", str(path)]).output
+
+    kvroute("add", "--tenant", "acme")
+    kvroute("limit", "acme", "--max-requests", "4", "--adapter", "x", "--adapter", "y")
+    kvroute("limit", "acme", "--uncached-tokens-per-minute", "600")
+    kvroute("limit", "*", "--max-prefixes", "0")
+    assert read(path).tenants == {
+        "acme": TenantLimits(max_requests=4, uncached_tokens_per_minute=600, adapters=("x", "y")),
+        ANY: TenantLimits(max_prefixes=0),
+    }
+    assert "acme: --max-requests 4 --uncached-tokens-per-minute 600 --adapter x" in kvroute("list")
+    kvroute("limit", "acme", "--max-requests", "none", "--adapter", "")
+    assert read(path).tenants["acme"] == TenantLimits(uncached_tokens_per_minute=600, adapters=())
+    kvroute("limit", "acme", "--uncached-tokens-per-minute", "none", "--adapter", "none")
+    assert Keyring(read(path)).limits("acme") == TenantLimits(max_prefixes=0)

@@ -1,9 +1,9 @@
 """Errors that a client gets are in OpenAI's shape."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from redis.exceptions import RedisError
@@ -24,13 +24,15 @@ FINAL = frozenset({"replicas_died"})  # codes of errors that a retry would only 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """Ends a request with `status`. `param` is the field to change; `code` is for programs."""
+    """Ends a request with `status`. `param` is the field to change; `code` is for programs.
+    headers: of the response, besides the usual ones."""
 
     status: int
     message: str
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.message
@@ -63,6 +65,7 @@ def response(error: ApiError, *, path: str = "") -> Response:
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
     if error.code in FINAL:
         headers["x-should-retry"] = "false"
+    headers |= error.headers
     body = _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
     return Response(body, error.status, headers, media_type="application/json")
 

@@ -199,7 +199,8 @@ class Dispatcher:
         call: HttpCall,
         context: RequestContext,
     ) -> Generation:
-        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses."""
+        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
+        OverLimitError: the tenant has no room for it."""
         dispatch = dispatch_id(context.request_id)
         request = GenerateRequest(
             dispatch,
@@ -272,7 +273,7 @@ class Dispatcher:
         self, request: GenerateRequest, context: RequestContext, losses: Losses
     ) -> ReplicaStream:
         """A stream with its first chunk; replicas that die meanwhile are added to `losses`.
-        ApiError as above, and when too many replicas die."""
+        ApiError as above, and when too many replicas die. OverLimitError."""
         pause_s = FIRST_PAUSE_S
         while True:
             losses.check()
@@ -282,6 +283,9 @@ class Dispatcher:
                 request.token_ids, running, now_s, request.scope, request.features
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
+            if context.entry is not None:
+                tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
+                context.entry.admit(request.request_id, tokens, new_tokens, now_s)
             try:
                 return await self._try(request, context, placement, losses)
             except RefusedError:

@@ -1,7 +1,5 @@
 """OpenAI's HTTP routes, and one that explains where a prompt would go."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -22,6 +20,14 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.request_id import request_id
 from kvroute.router.dispatch.relay import whole_response
+from kvroute.router.endpoints.limited import (
+    add_headers,
+    counting_refusals,
+    entered,
+    leaving,
+    limits_of,
+)
+from kvroute.router.routing.limits import Entry
 from kvroute.router.serving.calls import RefusedCallError
 from kvroute.router.serving.models import Models, Served
 
@@ -40,8 +46,10 @@ class Answers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # as FastAPI's routes do, for the span's name
         request = Request(scope, receive)
-        response = await _respond(self.path, request)
-        await response(scope, receive, send)
+        entry = entered(request)
+        with leaving(entry):
+            response = await _respond(self.path, request, entry)
+            await response(scope, receive, send)
 
     def route(self) -> Route:
         return Route(self.path, self, methods=["POST"])
@@ -55,49 +63,47 @@ routes.routes += [
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Where the prompts of this body would go now, and why; nothing runs."""
-    call = (await bodies.read(parse_any, request)).asked_by(caller_of(request))
-    try:
-        receipts = await models.named(call.model).explain(call)
-    except RefusedCallError as error:
-        return whole_response(error.refusal)
-    return JSONResponse({"object": "route", "router": models.router_id, "receipts": receipts})
+    entry = entered(request)
+    with leaving(entry):
+        call = (await bodies.read(parse_any, request)).asked_by(caller_of(request))
+        try:
+            receipts = await models.named(call.model, limits_of(request)).explain(call)
+        except RefusedCallError as error:
+            return whole_response(error.refusal)
+    found = {"object": "route", "router": models.router_id, "receipts": receipts}
+    response = JSONResponse(found)
+    add_headers(request, entry, response)
+    return response
 
 
 @routes.get("/v1/models")
-async def list_models(models: Served) -> Response:
-    cards = [card for model in models.all for card in models.cards(model)]
+async def list_models(request: Request, models: Served) -> Response:
+    limits = limits_of(request)
+    cards = [card for model in models.all for card in models.cards(model, limits)]
     return JSONResponse({"object": "list", "data": cards})
 
 
 @routes.get("/v1/models/{name:path}")
-async def get_model(name: str, models: Served) -> Response:
-    model = models.named(name)
+async def get_model(name: str, request: Request, models: Served) -> Response:
+    model = models.named(name, limits_of(request))
     id_ = model.adapter(name) or model.name
     (card,) = (each for each in models.cards(model) if each["id"] == id_)
     return JSONResponse(card)
 
 
-async def _respond(path: str, request: Request) -> Response:
+async def _respond(path: str, request: Request, entry: Entry | None) -> Response:
     models: Models = request.app.state.models
     bodies: Bodies = request.app.state.bodies
-    with _counting_refusals(request, models):
+    with counting_refusals(request, models):
         call = await bodies.read(partial(parse_call, path), request)
         call = call.asked_by(caller_of(request))
-        request.state.model = model = models.named(call.model)
-        return await model.answer(
+        request.state.model = model = models.named(call.model, limits_of(request))
+        response = await model.answer(
             call,
             request_id=request_id(request),
             with_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
             prefix_name=request.headers.get(PREFIX),
+            entry=entry,
         )
-
-
-@contextmanager
-def _counting_refusals(request: Request, models: Models) -> Iterator[None]:
-    """Counts an error that leaves the block, since the client gets it. An error that is raised
-    before the model is known counts for the first model."""
-    try:
-        yield
-    except Exception as error:
-        getattr(request.state, "model", models.first).refused(error)
-        raise
+    add_headers(request, entry, response)
+    return response

@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 from kvroute.router.api.access import caller_of
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.declaration import PrefixDeclaration
+from kvroute.router.endpoints.limited import limits_of
 from kvroute.router.serving.models import Served, together
 
 routes = APIRouter()
@@ -17,9 +18,11 @@ routes = APIRouter()
 async def declare(request: Request, models: Served, bodies: BodyReader) -> Response:
     declaration = await bodies.parsed(PrefixDeclaration, request)
     model = models.named(declaration.model)
-    limit = model.max_model_len
     prefix, is_new = await model.prefixes.declare(
-        declaration, caller_of(request), max_model_len=limit
+        declaration,
+        caller_of(request),
+        max_model_len=model.max_model_len,
+        limits=limits_of(request),
     )
     return JSONResponse({**prefix, "model": model.name}, 201 if is_new else 200)
 

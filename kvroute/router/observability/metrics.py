@@ -1,7 +1,8 @@
 """A router's Prometheus metrics: latencies, tokens by cause, and the accuracy of its predictions.
 
 No series has a label for a replica, a router or a client: Prometheus adds the scraped process as a
-label (targets.py). So the number of series is fixed, except for two for each declared prefix.
+label (targets.py). So the number of series is fixed, except for two for each declared prefix, and
+those of tenants that were refused.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,10 @@ REFUSALS = (
     *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
     *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
+    "rate_limit_exceeded",
 )
+TENANTS = 100  # with series of their own; all others are OTHERS
+OTHERS = "other"
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
@@ -170,6 +174,25 @@ class Counts(RequestObserver):
             self._spilled.inc()
 
 
+class OverLimit:
+    """Counts of requests that a tenant's limits refused."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counter = Counter(
+            "kvroute_tenant_refused_requests",
+            "Requests refused for a limit of their tenant: requests, prompt_tokens, "
+            f"uncached_tokens. Tenants after the first {TENANTS} are `{OTHERS}`.",
+            ("tenant", "limit"),
+            registry=registry,
+        )
+        self._tenants = set[str]()
+
+    def count(self, tenant: str, limit: str) -> None:
+        if len(self._tenants) < TENANTS:
+            self._tenants.add(tenant)
+        self._counter.labels(tenant if tenant in self._tenants else OTHERS, limit).inc()
+
+
 class RouterMetrics(RequestObservers):
     """One router's metrics of one model."""
 
@@ -177,6 +200,7 @@ class RouterMetrics(RequestObservers):
         counts = Counts(registry)
         super().__init__(Waits(registry), counts)
         self.refused = counts.refused
+        self.over_limit = OverLimit(registry).count
         self._readings = Readings(registry)
 
     def export(self, fleet: Fleet, feed: Feed) -> None:

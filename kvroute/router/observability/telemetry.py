@@ -80,6 +80,11 @@ class Telemetry:
         if self._metrics:
             self._metrics.refused(error)
 
+    def over_limit(self, tenant: str, limit: str) -> None:
+        """A client was refused for that limit of its tenant."""
+        if self._metrics:
+            self._metrics.over_limit(tenant, limit)
+
     async def close(self) -> None:
         if self._log:
             await self._log.flush()

@@ -9,9 +9,11 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller
+from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.prefixes.catalogue import Catalogue, is_visible, is_warm, keepers
+from kvroute.router.prefixes.tenant_limits import check_limits
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.store.prefixes import OtherTenantError, Prefix, is_same, own_id
 
@@ -41,9 +43,14 @@ class Declarations:
         self._block_size = block_size
 
     async def declare(
-        self, declaration: PrefixDeclaration, caller: Caller | None = None, *, max_model_len: int
+        self,
+        declaration: PrefixDeclaration,
+        caller: Caller | None = None,
+        *,
+        max_model_len: int,
+        limits: TenantLimits | None = None,
     ) -> tuple[dict[str, Any], bool]:
-        """The prefix, and whether this call made a new version of it."""
+        """The prefix, and whether this call made a new version of it. limits: the caller's."""
         tenant = caller.tenant if caller else ""
         is_own = caller is not None and not declaration.shared
         source = declaration.source()
@@ -61,7 +68,7 @@ class Declarations:
             is_shared=declaration.shared,
         )
         with needing_redis():
-            return await self._declare(wanted)
+            return await self._declare(wanted, limits)
 
     async def list(self, caller: Caller | None = None) -> list[dict[str, Any]]:
         """The latest version of each name that the caller can use, in the order of their
@@ -95,11 +102,14 @@ class Declarations:
             raise self._catalogue.unknown("id", name, caller)
         return prefix
 
-    async def _declare(self, wanted: Prefix) -> tuple[dict[str, Any], bool]:
+    async def _declare(
+        self, wanted: Prefix, limits: TenantLimits | None
+    ) -> tuple[dict[str, Any], bool]:
         await self._catalogue.refresh()
         before = self._catalogue.latest(wanted.id)
         if before is None or not is_same(before, wanted):
             self._check_number(wanted.label)
+            check_limits(wanted, self._catalogue.all(), limits, block_size=self._block_size)
             self._check_budget(wanted, await self._read_records())
         try:
             prefix = await self._catalogue.store.declare(

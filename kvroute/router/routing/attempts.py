@@ -10,6 +10,7 @@ from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.ledger import NOTHING, Ledger, account
+from kvroute.router.routing.limits import Entry
 from kvroute.router.routing.load import ReplicaLoad
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
@@ -46,6 +47,11 @@ class Placement:
         return self.best_hit_blocks * self.block_size
 
     @property
+    def new_tokens(self) -> int:
+        """Those that even the best replica has to compute."""
+        return self.prompt_tokens - self.reusable_tokens
+
+    @property
     def known_tokens(self) -> int:
         return self.known_blocks * self.block_size
 
@@ -67,6 +73,7 @@ class RequestContext:
     prompts: int = 1  # of the call
     namespace: str = ""  # its cache_salt; empty: it shares cached blocks with all others
     tenant: str = ""  # whose API key it came with; empty: no keys are needed
+    entry: Entry | None = None  # into the tenant's limits; None: it has none
     lora: str = ""  # LoRA adapter to use; empty: the model itself
     named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with
     broken: Break | None = None  # it does not continue its chat's earlier prompt

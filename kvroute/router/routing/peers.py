@@ -30,6 +30,7 @@ from kvroute.contract.records import VERSION
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.routing.attempts import Attempt, Dispatch, RequestObserver
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.limits import Limits
 from kvroute.store.index import Index, pack, unpack
 from kvroute.store.outage import Outage
 
@@ -39,16 +40,21 @@ WAITING_EVENTS = 10_000  # not yet published; beyond it all are dropped and Rest
 BATCH_S = 0.002  # between two messages of one router
 ALIVE_S = 1.0  # between a router's heartbeats
 SILENCE_S = 4.0  # without a message; then a router's requests count as ended
+DEAF_S = 2.0  # without any message, even our own heartbeats; then we are cut off from all
 RETRY_S = 0.5  # between attempts while Redis is away
 
 
 class PeerPublisher(RequestObserver):
-    """Publishes this router's requests to the others; `router`: its id, else a new one."""
+    """Publishes this router's requests to the others, and its counts for tenants' limits if there
+    are any; `router`: its id, else a new one."""
 
-    def __init__(self, router: str | None = None) -> None:
+    def __init__(self, router: str | None = None, *, limits: Limits | None = None) -> None:
         self.router = router or uuid.uuid4().hex[:12]
+        self._limits = limits
         self._events: list[Event] = [Restarted()]
         self._has_events = asyncio.Event()
+        if limits is not None:
+            limits.on_change = self._has_events.set
 
     def sent(self, attempt: Attempt) -> None:
         dispatch = attempt.dispatch
@@ -75,7 +81,9 @@ class PeerPublisher(RequestObserver):
     def take(self) -> Message:
         """The events since the last call, in order."""
         events, self._events = self._events, []
-        return Message(VERSION, self.router, events)
+        if self._limits is None:
+            return Message(VERSION, self.router, events)
+        return Message(VERSION, self.router, events, *self._limits.report(time.monotonic()))
 
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
         """Publishes the events, soon and in order, until cancelled. Without other routers, only
@@ -96,6 +104,8 @@ class PeerPublisher(RequestObserver):
                 await asyncio.sleep(BATCH_S)
             except (RedisError, OSError):
                 self._events = [Restarted()]
+                if self._limits is not None:
+                    self._limits.unsent()
                 due_s = -math.inf
                 await asyncio.sleep(RETRY_S)
 
@@ -107,13 +117,21 @@ class PeerPublisher(RequestObserver):
 
 
 class PeerSubscriber:
-    """Counts the other routers' requests as load of the replicas."""
+    """Counts the other routers' requests as load of the replicas, and for tenants' limits."""
 
     def __init__(
-        self, fleet: Fleet, *, own: str, clock: Callable[[], float] = time.monotonic
+        self,
+        fleet: Fleet,
+        *,
+        own: str,
+        clock: Callable[[], float] = time.monotonic,
+        limits: Limits | None = None,
     ) -> None:
         self.own = own
         self._fleet = fleet
+        self._limits = limits
+        self._heard_s = -math.inf  # when any message came, our own too
+        self._hearing_s = 0.0  # since when they come
         self._clock = clock
         self._attempts: dict[str, dict[str, Attempt]] = {}  # router -> request id -> attempt
         self._outage = Outage(log, "the requests of other routers are unknown")
@@ -148,9 +166,14 @@ class PeerSubscriber:
         self.receive(message)
 
     def receive(self, message: Message) -> None:
+        self._hear()
         if message.router == self.own:
             return
-        self._last_message_s[message.router] = self._clock()
+        self._last_message_s[message.router] = now_s = self._clock()
+        if self._limits is not None:
+            self._limits.receive(
+                message.router, message.tenants, is_complete=message.is_complete, now_s=now_s
+            )
         attempts = self._attempts.setdefault(message.router, {})
         for event in message.events:
             match event:
@@ -169,16 +192,37 @@ class PeerSubscriber:
 
     def forget_silent(self) -> None:
         """Ends the requests of routers without a heartbeat: they died, or we are disconnected."""
+        self._share_limits()
         limit_s = self._clock() - SILENCE_S
         for router in [router for router, at_s in self._last_message_s.items() if at_s < limit_s]:
             self._forget(router)
 
     def forget_all(self) -> None:
+        self._heard_s = -math.inf
+        self._share_limits()
         for router in list(self._last_message_s):
             self._forget(router)
 
+    def _hear(self) -> None:
+        now_s = self._clock()
+        if now_s - self._heard_s > DEAF_S:
+            self._hearing_s = now_s
+        self._heard_s = now_s
+
+    def _share_limits(self) -> None:
+        """Limits hold for all routers together while these hear each other."""
+        if self._limits is None:
+            return
+        now_s = self._clock()
+        if now_s - self._heard_s > DEAF_S:
+            self._limits.cut_off(now_s)
+        elif now_s - self._hearing_s >= SILENCE_S:
+            self._limits.rejoin(now_s)
+
     def _forget(self, router: str) -> None:
         del self._last_message_s[router]
+        if self._limits is not None:
+            self._limits.forget(router)
         _end(self._attempts.pop(router, {}))
 
 

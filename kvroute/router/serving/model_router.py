@@ -47,6 +47,7 @@ from kvroute.router.routing.chats import Chats
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.handshake import Handshake
+from kvroute.router.routing.limits import Entry, Limits
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.receipts import receipt
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
@@ -84,7 +85,9 @@ class ModelRouter:
         settings: RouterSettings,
         replicas: DeploymentHandle,
         tokenizer: Prompts,
+        limits: Limits | None = None,
     ) -> None:
+        """limits: of tenants, if this model's channel tells the other routers of them."""
         redis = connect(settings.redis_url)
         self.name = settings.served_model_name
         self.settings = settings
@@ -95,13 +98,13 @@ class ModelRouter:
         self._unreadable = unreadable = Unreadable()
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
-        self._publisher = PeerPublisher(router_id)
+        self._publisher = PeerPublisher(router_id, limits=limits)
         self._telemetry = Telemetry(router_id, settings, also=self._publisher)
         running = partial(serves.running_replicas, self._deployment)
         self._chats = Chats()
         self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
         self._feed = Feed(self._index, self._fleet)
-        self._subscriber = PeerSubscriber(self._fleet, own=router_id)
+        self._subscriber = PeerSubscriber(self._fleet, own=router_id, limits=limits)
         known = partial(serves.replicas, self._deployment)
         self._links = Links(known)
         self._liveness = Liveness(
@@ -180,24 +183,43 @@ class ModelRouter:
         return name if name in self._adapters else None
 
     async def answer(
-        self, call: Call, *, request_id: str, with_receipts: bool, prefix_name: str | None
+        self,
+        call: Call,
+        *,
+        request_id: str,
+        with_receipts: bool,
+        prefix_name: str | None,
+        entry: Entry | None = None,
     ) -> Response:
-        """The response to a call that a replica's HTTP application answers. ApiError.
+        """The response to a call that a replica's HTTP application answers. ApiError,
+        OverLimitError.
 
-        prefix_name: of the header, if there is one.
+        prefix_name: of the header, if there is one. entry: into the tenant's limits.
         """
         try:
             response = await self._answer(
-                call, request_id=request_id, with_receipts=with_receipts, prefix_name=prefix_name
+                call,
+                request_id=request_id,
+                with_receipts=with_receipts,
+                prefix_name=prefix_name,
+                entry=entry,
             )
         except RefusedCallError as error:
             response = whole_response(error.refusal)
         if response.status_code >= 400:
+            if entry is not None:
+                entry.give_back(time.monotonic())
             self.refused(ApiError(response.status_code, "", code="refused_by_engine"))
         return response
 
     async def _answer(
-        self, call: Call, *, request_id: str, with_receipts: bool, prefix_name: str | None
+        self,
+        call: Call,
+        *,
+        request_id: str,
+        with_receipts: bool,
+        prefix_name: str | None,
+        entry: Entry | None,
     ) -> Response:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
@@ -207,6 +229,8 @@ class ModelRouter:
         prefix = await self._prefix_of(call, prefix_name)
         with request_spans.step("tokenise"):
             prompted = await self._calls.prompts(call, prefix)
+        if entry is not None:
+            entry.take(sum(map(len, prompted.token_ids)))
         context = RequestContext(
             time.monotonic(),
             request_id,
@@ -214,6 +238,7 @@ class ModelRouter:
             prompts=len(prompted.token_ids),
             namespace=call.cache_salt,
             tenant=call.caller.tenant if call.caller else "",
+            entry=entry,
             lora=self.adapter(call.model) or "",
             named_tokens=self.prefixes.named_tokens(prefix, call.cache_salt),
             broken=self._broken(call, prefix, prompted, self._chats.see),
@@ -223,10 +248,19 @@ class ModelRouter:
             call,
             prompted,
             context,
-            begun=partial(self.prefixes.count, prefix=prefix, owner=_owner(call, context)),
+            begun=partial(self._begun, entry, prefix, _owner(call, context)),
             receipt=partial(self._receipt, broken=context.broken) if with_receipts else None,
         )
         return await stored(turn, response)
+
+    def _begun(
+        self, entry: Entry | None, prefix: Prefix | None, owner: Owner | None, prompt: Generation
+    ) -> None:
+        """A prompt has its first token."""
+        self.prefixes.count(prompt, prefix, owner)
+        if entry is not None:
+            new_tokens = max(0, len(prompt.token_ids) - prompt.cached_tokens)
+            entry.correct(prompt.request_id, new_tokens, time.monotonic())
 
     def _broken(
         self,
@@ -268,6 +302,10 @@ class ModelRouter:
     def refused(self, error: Exception) -> None:
         """A client got this error instead of a response."""
         self._telemetry.refused(error)
+
+    def over_limit(self, tenant: str, limit: str) -> None:
+        """A client was refused for that limit of its tenant."""
+        self._telemetry.over_limit(tenant, limit)
 
     # Status.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from kvroute.contract.adapters import Adapter
+from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.serving.diagnosis import Diagnosis
 from kvroute.router.serving.model_router import ModelRouter
@@ -31,30 +32,32 @@ class Models:
         """The name of the model if there is only one."""
         return self.first.name if len(self.all) == 1 else None
 
-    def named(self, model: str | None) -> ModelRouter:
+    def named(self, model: str | None, limits: TenantLimits | None = None) -> ModelRouter:
         """The router of the model that a request names, or whose adapter it names. With only one
-        model the name is optional. ApiError for a model that is not served."""
+        model the name is optional. ApiError for a model that is not served, or not to a tenant with
+        these limits."""
         if model is None and len(self.all) == 1:
             return self.first
         if model is None:
-            raise invalid("model", f"model is missing; this server has {self._served()}")
+            raise invalid("model", f"model is missing; this server has {self._served(limits)}")
         for each in self.all:
-            if each.adapter(model) is not None:
+            adapter = each.adapter(model)
+            if adapter is not None and _may_name(adapter, limits):
                 return each
         name = model if len(model) <= MOST_SHOWN else model[:MOST_SHOWN] + "…"
         raise ApiError(
             404,
-            f"The model '{name}' does not exist; this server has {self._served()}.",
+            f"The model '{name}' does not exist; this server has {self._served(limits)}.",
             param="model",
             code="model_not_found",
         )
 
-    def _served(self) -> str:
-        names = [card["id"] for each in self.all for card in self.cards(each)]
+    def _served(self, limits: TenantLimits | None) -> str:
+        names = [card["id"] for each in self.all for card in self.cards(each, limits)]
         return " and ".join(map(repr, names))
 
-    def cards(self, model: ModelRouter) -> list[dict[str, Any]]:
-        """A model and its adapters in OpenAI's shape."""
+    def cards(self, model: ModelRouter, limits: TenantLimits | None = None) -> list[dict[str, Any]]:
+        """A model and those of its adapters that the limits allow, in OpenAI's shape."""
         card = {
             "id": model.name,
             "object": "model",
@@ -62,8 +65,13 @@ class Models:
             "owned_by": "kvroute",
             "max_model_len": model.known_max_model_len,
         }
-        adapters = model.settings.adapters
+        adapters = [each for each in model.settings.adapters if _may_name(each.name, limits)]
         return [card, *(card | _adapter(each, parent=model.name) for each in adapters)]
+
+
+def _may_name(adapter: str, limits: TenantLimits | None) -> bool:
+    """Empty: the model itself."""
+    return not adapter or limits is None or limits.allows(adapter)
 
 
 def together(

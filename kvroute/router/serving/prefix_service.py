@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from kvroute.keys.keyring import Caller
+from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.prefixes.auto_pin import AutoPin
@@ -84,10 +85,17 @@ class PrefixService:
     # The API.
 
     async def declare(
-        self, declaration: PrefixDeclaration, caller: Caller | None, *, max_model_len: int
+        self,
+        declaration: PrefixDeclaration,
+        caller: Caller | None,
+        *,
+        max_model_len: int,
+        limits: TenantLimits | None,
     ) -> tuple[dict[str, Any], bool]:
         """The prefix as GET returns it, and whether this call made a new version of it."""
-        return await self._declarations.declare(declaration, caller, max_model_len=max_model_len)
+        return await self._declarations.declare(
+            declaration, caller, max_model_len=max_model_len, limits=limits
+        )
 
     async def all(self, caller: Caller | None) -> list[dict[str, Any]]:
         """The latest version of each name, in the order of their declarations."""

@@ -1,0 +1,77 @@
+"""Tenants' limits as clients see them: OpenAI's headers, and why a request is refused."""
+
+import math
+
+from kvroute.router.api.errors import ApiError
+from kvroute.router.routing.limits import MINUTE_S, Limit, OverLimitError, Room
+
+CODE = "rate_limit_exceeded"
+KINDS: dict[Limit, str] = {
+    "requests": "requests under way",
+    "prompt_tokens": "prompt tokens of requests under way",
+    "uncached_tokens": "uncached prompt tokens a minute",
+}
+
+
+def rate_headers(room: Room) -> dict[str, str]:
+    """Of each response to a tenant with limits."""
+    headers = dict[str, str]()
+    if room.requests is not None:
+        headers |= _three("requests", room.requests, room.requests_left, room.requests_reset_s)
+    if room.tokens is not None:
+        headers |= _three("tokens", room.tokens, room.tokens_left, room.tokens_reset_s)
+    return headers
+
+
+def over_limit(error: OverLimitError, room: Room) -> ApiError:
+    """A 429 that says which limit it is, and when to come again."""
+    headers = rate_headers(room)
+    if math.isinf(error.wait_s):
+        headers["x-should-retry"] = "false"
+        then = f"this request alone has {error.asked}; send fewer tokens at a time"
+    else:
+        wait_s = max(1, math.ceil(error.wait_s))
+        headers["retry-after"] = str(wait_s)
+        then = f"come again in {wait_s} s"
+    return ApiError(
+        429,
+        f"tenant {error.tenant} has reached its limit of {error.most} {KINDS[error.limit]}"
+        f"{_shared(error)}{_counted(error)}; {then}",
+        type="rate_limit_error",
+        code=CODE,
+        headers=headers,
+    )
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it: 120ms, 1s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms" if seconds > 0 else "0s"
+    whole = math.ceil(seconds)
+    minutes, rest = divmod(whole, int(MINUTE_S))
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{rest}s"
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+def _three(name: str, limit: int, left: int, reset_s: float) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{name}": str(limit),
+        f"x-ratelimit-remaining-{name}": str(left),
+        f"x-ratelimit-reset-{name}": duration(reset_s),
+    }
+
+
+def _shared(error: OverLimitError) -> str:
+    if error.shared_by == 1:
+        return ""
+    return f" (Redis is away: each of {error.shared_by} routers lets in its share)"
+
+
+def _counted(error: OverLimitError) -> str:
+    if error.limit != "uncached_tokens":
+        return ""
+    return (
+        f". This request has {error.asked} of them; tokens that a replica has cached do not count"
+    )

@@ -1,0 +1,77 @@
+"""A request enters its tenant's limits, and leaves them however it ends."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from fastapi import Request, Response
+
+from kvroute.keys.limits import TenantLimits
+from kvroute.router.api.access import caller_of
+from kvroute.router.api.errors import FINAL, ApiError
+from kvroute.router.api.limit_headers import over_limit, rate_headers
+from kvroute.router.routing.limits import Entry, Limits, OverLimitError
+from kvroute.router.serving.models import Models
+
+NOTHING = nullcontext()
+UNDONE = (429, 503)  # statuses of what was not computed
+
+
+def limits_of(request: Request) -> TenantLimits | None:
+    """What the request's tenant may take; None: all."""
+    caller = caller_of(request)
+    keys = request.app.state.keys
+    return keys.limits(caller.tenant) if caller and keys else None
+
+
+def entered(request: Request) -> Entry | None:
+    """The request is under way until `leave`; None where nothing is counted. ApiError."""
+    limits: Limits | None = request.app.state.limits
+    caller = caller_of(request) if limits else None
+    if limits is None or caller is None:
+        return None
+    with counting_refusals(request, request.app.state.models):
+        return limits.enter(caller.tenant, time.monotonic())
+
+
+def add_headers(request: Request, entry: Entry | None, response: Response) -> None:
+    """The response says what is left of the limits."""
+    if entry is not None:
+        limits: Limits = request.app.state.limits
+        response.headers.update(rate_headers(limits.room(entry.tenant, time.monotonic())))
+
+
+def leaving(entry: Entry | None) -> AbstractContextManager[None]:
+    """The request has left at the end of the block. What was refused unanswered costs nothing; who
+    goes away does not get back what may have been computed for him."""
+    return _leaving(entry) if entry else NOTHING
+
+
+@contextmanager
+def _leaving(entry: Entry) -> Iterator[None]:
+    try:
+        yield
+    except ApiError as error:
+        if error.status in UNDONE and error.code not in FINAL:
+            entry.give_back(time.monotonic())
+        raise
+    finally:
+        entry.leave()
+
+
+@contextmanager
+def counting_refusals(request: Request, models: Models) -> Iterator[None]:
+    """Counts an error that leaves the block, since the client gets it. An error that is raised
+    before the model is known counts for the first model."""
+    try:
+        yield
+    except OverLimitError as over:
+        model = getattr(request.state, "model", models.first)
+        model.over_limit(over.tenant, over.limit)
+        limits: Limits = request.app.state.limits
+        error = over_limit(over, limits.room(over.tenant, time.monotonic()))
+        model.refused(error)
+        raise error from None
+    except Exception as error:
+        getattr(request.state, "model", models.first).refused(error)
+        raise

@@ -1,0 +1,51 @@
+"""A tenant declares as many prefixes, and pins as many blocks, as its limits allow."""
+
+from collections.abc import Iterable
+
+from kvroute.keys.limits import TenantLimits
+from kvroute.router.api.errors import ApiError
+from kvroute.router.prefixes.auto_pin import AUTO
+from kvroute.store.prefixes import Prefix
+
+
+def check_limits(
+    wanted: Prefix, declared: Iterable[Prefix], limits: TenantLimits | None, *, block_size: int
+) -> None:
+    """ApiError if the prefix would be too many of its tenant's. Its older versions do not count:
+    it takes their place. Nor do automatic ones, unless it is named like them."""
+    if limits is None:
+        return
+    own = {each.id: each for each in declared if _counts(each, wanted)}
+    own[wanted.id] = wanted
+    _check_number(wanted, len(own), limits.max_prefixes)
+    blocks = sum(each.full_blocks(block_size) for each in own.values() if each.is_pinned)
+    _check_blocks(wanted, blocks, limits.max_pinned_blocks)
+
+
+def _counts(declared: Prefix, wanted: Prefix) -> bool:
+    is_automatic = declared.label.startswith(AUTO) and not wanted.label.startswith(AUTO)
+    return declared.tenant == wanted.tenant and not is_automatic
+
+
+def _check_number(wanted: Prefix, number: int, most: int | None) -> None:
+    if most is None or number <= most:
+        return
+    raise ApiError(
+        409,
+        f"prefix {wanted.label!r} would be number {number} of tenant {wanted.tenant}, which may "
+        f"declare {most}; drop one: DELETE /v1/prefixes/ID",
+        param="id",
+        code="tenant_prefixes_exceeded",
+    )
+
+
+def _check_blocks(wanted: Prefix, blocks: int, most: int | None) -> None:
+    if most is None or not wanted.is_pinned or blocks <= most:
+        return
+    raise ApiError(
+        409,
+        f"with prefix {wanted.label!r}, tenant {wanted.tenant} would pin {blocks} KV blocks, and "
+        f'may pin {most}; drop a prefix, or send "pinned": false for one that may be evicted',
+        param="pinned",
+        code="tenant_pins_exceeded",
+    )

@@ -1,0 +1,312 @@
+"""What tenants have under way on all routers, and whether their limits let in more.
+
+Arithmetic: no clocks, no sockets. A router knows its own requests at once. Of the others it knows
+what they last told, so all together go over a limit by what the others let in since then. While it
+is cut off from them, each enforces its share of a limit. Times are of a monotonic clock.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvroute.contract.messages import TenantCounts
+from kvroute.keys.limits import TenantLimits
+
+MINUTE_S = 60.0
+AGAIN_S = 1.0  # to come again, where it is unknown when a request ends
+COMPLETE_S = 0.9  # between two reports of all tenants; each heartbeat (peers.ALIVE_S) is one
+BUSY_TENANTS = 10_000  # that one other router may tell of; further ones are not counted
+
+NO_LIMITS = TenantLimits()
+
+Limit = Literal["requests", "prompt_tokens", "uncached_tokens"]
+
+
+@dataclass(eq=False)
+class OverLimitError(Exception):
+    """The tenant may have no more now; `wait_s` seconds later it may. inf: never, of that size."""
+
+    tenant: str
+    limit: Limit
+    most: int  # as the key file has it
+    asked: int  # what the request would add to it
+    wait_s: float
+    shared_by: int = 1  # routers that cannot hear each other; each has its share of `most`
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is left of a tenant's limits. None: there is no such limit."""
+
+    requests: int | None
+    requests_left: int
+    requests_reset_s: float
+    tokens: int | None  # uncached ones a minute; without that limit, those under way
+    tokens_left: int
+    tokens_reset_s: float
+
+
+@dataclass(slots=True)
+class Usage:
+    """One tenant's in this router; of `debt`, also the other routers'."""
+
+    requests: int = 0  # under way
+    prompt_tokens: int = 0  # of those
+    spent: int = 0  # uncached tokens, ever
+    debt: float = 0.0  # uncached tokens that the time since has not made good
+    at_s: float = 0.0  # when `debt` was that
+
+
+class Limits:
+    """One router's, for all its models. limits_of: a tenant's limits now."""
+
+    def __init__(self, limits_of: Callable[[str], TenantLimits | None]) -> None:
+        self.on_change: Callable[[], object] = lambda: None
+        self._limits_of = limits_of
+        self._usages: dict[str, Usage] = {}  # of tenants with limits, while there is something
+        self._others: dict[str, dict[str, TenantCounts]] = {}  # router -> tenant -> what it told
+        self._changed = set[str]()  # tenants, since the last report
+        self._complete_s = -math.inf  # when all were last reported
+        self._shared_by = 1
+
+    # This router's requests.
+
+    def enter(self, tenant: str, now_s: float) -> "Entry | None":
+        """A request of the tenant is under way from now until `leave`. None: nothing of this tenant
+        is counted. OverLimitError."""
+        limits = self._limits_of(tenant)
+        if limits is None or not limits.are_counted:
+            return None
+        under_way, _ = self.under_way(tenant)
+        if limits.max_requests is not None and under_way >= self._share(limits.max_requests):
+            raise self._refusal(tenant, "requests", limits.max_requests, 1, AGAIN_S)
+        usage = self._usage(tenant, now_s)
+        usage.requests += 1
+        self.note(tenant)
+        return Entry(self, tenant, usage)
+
+    def check_prompt(self, tenant: str, prompt_tokens: int) -> None:
+        """OverLimitError if they would be too many under way."""
+        limits = self._limits_of(tenant) or NO_LIMITS
+        most = limits.max_prompt_tokens
+        if most is None:
+            return
+        _, under_way = self.under_way(tenant)
+        is_alone = under_way == 0 and prompt_tokens <= most  # more than a share, if need be
+        if under_way + prompt_tokens > self._share(most) and not is_alone:
+            wait_s = AGAIN_S if prompt_tokens <= most else math.inf
+            raise self._refusal(tenant, "prompt_tokens", most, prompt_tokens, wait_s)
+
+    def check_minute(self, tenant: str, uncached_tokens: int, now_s: float) -> None:
+        """OverLimitError if the minute has no room for them. Of more than half of a minute's, half
+        is enough: else they would never come in beside a tenant's small ones. They are paid for
+        afterwards, when others wait."""
+        limits = self._limits_of(tenant) or NO_LIMITS
+        most = limits.uncached_tokens_per_minute
+        if most is None:
+            return
+        share = self._share(most)
+        missing = min(uncached_tokens, share / 2) - (share - self._debt(tenant, now_s))
+        if missing > 0:
+            wait_s = missing * MINUTE_S / share
+            raise self._refusal(tenant, "uncached_tokens", most, uncached_tokens, wait_s)
+
+    def charge(self, tenant: str, uncached_tokens: int, now_s: float) -> None:
+        """So many were spent; negative: they were not, after all."""
+        usage = self._usage(tenant, now_s)
+        usage.debt = max(0.0, usage.debt + uncached_tokens)
+        usage.spent = max(0, usage.spent + uncached_tokens)
+        self.note(tenant)
+
+    def note(self, tenant: str) -> None:
+        """The others are to be told of it."""
+        self._changed.add(tenant)
+        self.on_change()
+
+    def under_way(self, tenant: str) -> tuple[int, int]:
+        """Requests, and their prompt tokens, on all routers that this one hears."""
+        usage = self._usages.get(tenant)
+        requests, tokens = (usage.requests, usage.prompt_tokens) if usage else (0, 0)
+        if self._shared_by > 1:
+            return requests, tokens
+        for told in self._others.values():
+            if there := told.get(tenant):
+                requests, tokens = requests + there.requests, tokens + there.prompt_tokens
+        return requests, tokens
+
+    def room(self, tenant: str, now_s: float) -> Room:
+        limits = self._limits_of(tenant) or NO_LIMITS
+        requests, tokens = self.under_way(tenant)
+        most = self._share(limits.max_requests or 0)
+        each_minute, under_way = limits.uncached_tokens_per_minute, limits.max_prompt_tokens
+        if each_minute is None:
+            left, reset_s = self._share(under_way or 0) - tokens, AGAIN_S if tokens else 0.0
+        else:
+            debt = self._debt(tenant, now_s)
+            left = int(self._share(each_minute) - debt)
+            reset_s = debt * MINUTE_S / self._share(each_minute)
+        return Room(
+            limits.max_requests,
+            max(0, most - requests),
+            AGAIN_S if requests else 0.0,
+            each_minute or under_way,
+            max(0, left),
+            reset_s,
+        )
+
+    # The other routers.
+
+    @property
+    def shared_by(self) -> int:
+        """Among how many routers the limits are divided now; 1: all know all."""
+        return self._shared_by
+
+    def report(self, now_s: float) -> tuple[list[TenantCounts], bool]:
+        """What the others should know, and whether it is complete: then whoever is not in it has
+        nothing under way."""
+        is_complete = now_s - self._complete_s >= COMPLETE_S
+        if is_complete:
+            self._complete_s = now_s
+            self._forget_idle(now_s)
+            self._changed = set(self._usages)
+        tenants, self._changed = self._changed, set()
+        return [self._counts(tenant, now_s) for tenant in tenants], is_complete
+
+    def unsent(self) -> None:
+        """A report was lost; the next one is complete."""
+        self._complete_s = -math.inf
+
+    def receive(
+        self, router: str, counts: Iterable[TenantCounts], *, is_complete: bool, now_s: float
+    ) -> None:
+        """Another router's report. Nothing is taken from it before a complete one."""
+        before = self._others.get(router)
+        if before is None and not is_complete:
+            return
+        told = {each.tenant: each for each in counts}
+        for tenant, each in told.items():
+            last = before.get(tenant) if before else None
+            self._charge_other(each, last, before is None, now_s)
+        if before is None or is_complete:
+            self._others[router] = dict(list(told.items())[:BUSY_TENANTS])
+        elif len(before) + len(told) <= BUSY_TENANTS or told.keys() <= before.keys():
+            before.update(told)
+
+    def forget(self, router: str) -> None:
+        """It is gone, and its requests with it."""
+        self._others.pop(router, None)
+
+    def cut_off(self, now_s: float) -> None:
+        """No router can be heard. Until `rejoin`, this one lets in its share of each limit."""
+        self._divide(max(self._shared_by, 1 + len(self._others)), now_s)
+
+    def rejoin(self, now_s: float) -> None:
+        """All routers have been heard again."""
+        self._divide(1, now_s)
+
+    def _divide(self, routers: int, now_s: float) -> None:
+        if routers == self._shared_by:
+            return
+        for tenant, usage in self._usages.items():
+            usage.debt = self._debt(tenant, now_s) * self._shared_by / routers
+            usage.at_s = now_s
+        self._shared_by = routers
+        self.unsent()
+
+    def _charge_other(
+        self, told: TenantCounts, before: TenantCounts | None, is_first: bool, now_s: float
+    ) -> None:
+        if self._shared_by > 1 or self._limits_of(told.tenant) is None:
+            return
+        spent = told.spent - (before.spent if before else 0)
+        if not (spent or is_first):
+            return
+        usage = self._usage(told.tenant, now_s)
+        usage.debt = max(usage.debt, told.debt) if is_first else max(0.0, usage.debt + spent)
+
+    def _counts(self, tenant: str, now_s: float) -> TenantCounts:
+        usage = self._usages.get(tenant) or Usage()
+        debt = int(self._debt(tenant, now_s))
+        return TenantCounts(tenant, usage.requests, usage.prompt_tokens, usage.spent, debt)
+
+    def _forget_idle(self, now_s: float) -> None:
+        for tenant in [*self._usages]:
+            if not self._usages[tenant].requests and not self._debt(tenant, now_s):
+                del self._usages[tenant]
+
+    # One tenant.
+
+    def _usage(self, tenant: str, now_s: float) -> Usage:
+        """With its debt of now."""
+        usage = self._usages.setdefault(tenant, Usage())
+        usage.debt, usage.at_s = self._debt(tenant, now_s), now_s
+        return usage
+
+    def _debt(self, tenant: str, now_s: float) -> float:
+        """Uncached tokens that are still to be made good, at the rate of the limit."""
+        usage, limits = self._usages.get(tenant), self._limits_of(tenant)
+        if not usage or not limits or limits.uncached_tokens_per_minute is None:
+            return 0.0
+        per_s = self._share(limits.uncached_tokens_per_minute) / MINUTE_S
+        return max(0.0, usage.debt - per_s * max(0.0, now_s - usage.at_s))
+
+    def _share(self, most: int) -> int:
+        return max(1, most // self._shared_by)
+
+    def _refusal(
+        self, tenant: str, limit: Limit, most: int, asked: int, wait_s: float
+    ) -> OverLimitError:
+        return OverLimitError(tenant, limit, most, asked, wait_s, self._shared_by)
+
+
+class Entry:
+    """One request of a tenant with limits, while it is under way. Its prompts may go to several
+    replicas, one after the other if some are lost, and count once."""
+
+    def __init__(self, limits: Limits, tenant: str, usage: Usage) -> None:
+        self.tenant = tenant
+        self._limits = limits
+        self._usage = usage
+        self._prompt_tokens = 0
+        self._charges: dict[str, int] = {}  # a prompt's id -> its uncached tokens
+        self._is_over = False
+
+    def take(self, prompt_tokens: int) -> None:
+        """It has so many, in all its prompts. OverLimitError."""
+        self._limits.check_prompt(self.tenant, prompt_tokens)
+        self._prompt_tokens += prompt_tokens
+        self._usage.prompt_tokens += prompt_tokens
+        self._limits.note(self.tenant)
+
+    def admit(self, id_: str, prompt_tokens: int, uncached_tokens: int, now_s: float) -> None:
+        """One of its prompts is about to go to a replica. The first one decides for all, as they
+        mostly begin alike. OverLimitError."""
+        if id_ in self._charges:
+            return
+        if not self._charges:
+            in_all = max(1, self._prompt_tokens / max(1, prompt_tokens))
+            self._limits.check_minute(self.tenant, math.ceil(uncached_tokens * in_all), now_s)
+        self._charges[id_] = 0
+        self.correct(id_, uncached_tokens, now_s)
+
+    def correct(self, id_: str, uncached_tokens: int, now_s: float) -> None:
+        """So many of that prompt's tokens were not cached, as the engine says."""
+        if (before := self._charges.get(id_)) is None:
+            return
+        self._charges[id_] = uncached_tokens
+        self._limits.charge(self.tenant, uncached_tokens - before, now_s)
+
+    def give_back(self, now_s: float) -> None:
+        """No prompt was computed."""
+        for id_ in self._charges:
+            self.correct(id_, 0, now_s)
+
+    def leave(self) -> None:
+        """The request has ended; a second call does nothing."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._usage.requests -= 1
+        self._usage.prompt_tokens -= self._prompt_tokens
+        self._limits.note(self.tenant)

@@ -1,0 +1,60 @@
+"""A tenant declares as many prefixes, and pins as many blocks, as its limits allow."""
+
+import numpy as np
+import pytest
+
+from kvroute.keys.limits import TenantLimits
+from kvroute.router.api.errors import ApiError
+from kvroute.router.prefixes.auto_pin import AUTO
+from kvroute.router.prefixes.tenant_limits import check_limits
+from kvroute.store.prefixes import Prefix
+
+BLOCK = 4
+
+
+def prefix(id_: str, blocks: int, *, tenant: str = "acme", version: int = 1) -> Prefix:
+    tokens = np.zeros(blocks * BLOCK + 1, np.uint32)
+    return Prefix(id_, version, tokens, {"prompt": "x"}, tenant=tenant)
+
+
+DECLARED = (
+    prefix("law", 3),
+    prefix("law", 4, version=2),
+    prefix("tax", 5),
+    prefix("big", 90, tenant="other"),
+    prefix("old", 90, tenant=""),
+)
+
+
+def check(wanted: Prefix, limits: TenantLimits | None) -> None:
+    check_limits(wanted, DECLARED, limits, block_size=BLOCK)
+
+
+def test_a_tenant_may_declare_so_many_names_and_change_them() -> None:
+    two = TenantLimits(max_prefixes=2)
+    check(prefix("law", 900), two)
+    with pytest.raises(ApiError, match=r"number 3 of tenant acme, which may declare 2") as refused:
+        check(prefix("new", 1), two)
+    assert (refused.value.status, refused.value.param) == (409, "id")
+    check(prefix("new", 1), TenantLimits(max_prefixes=3))
+    check(prefix("new", 1, tenant="other"), two)
+    check(prefix("new", 1), None)
+
+
+def test_a_tenant_may_pin_so_many_blocks_and_keep_more_unpinned() -> None:
+    ten = TenantLimits(max_pinned_blocks=10)
+    check(prefix("new", 1), ten)
+    check(prefix("law", 5), ten)
+    with pytest.raises(ApiError, match=r"would pin 11 KV blocks, and may pin 10") as refused:
+        check(prefix("new", 2), ten)
+    assert (refused.value.status, refused.value.param) == (409, "pinned")
+    unpinned = Prefix("new", 1, np.zeros(400, np.uint32), {}, is_pinned=False, tenant="acme")
+    check(unpinned, ten)
+
+
+def test_what_routers_pin_by_themselves_takes_nothing_from_a_tenant() -> None:
+    automatic = [prefix(f"{AUTO}{number}", 50) for number in range(3)]
+    limits = TenantLimits(max_prefixes=1, max_pinned_blocks=5)
+    check_limits(prefix("law", 5), automatic, limits, block_size=BLOCK)
+    with pytest.raises(ApiError, match="number 4"):  # nor does a tenant get more by such names
+        check_limits(prefix(f"{AUTO}mine", 1), automatic, limits, block_size=BLOCK)
