@@ -19,6 +19,7 @@ from kvroute.router.api.access import Access
 from kvroute.router.api.admission import Admission
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.api.origins import guard
 from kvroute.router.api.request_id import request_id
 from kvroute.router.endpoints import (
     cluster_routes,
@@ -97,6 +98,12 @@ def application(models: Models, bodies: Bodies, keys: WatchedKeys | None = None)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
     if keys is not None:
         http.add_middleware(Access, keys=keys.keyring, refused=models.first.refused)
+    guard(
+        http,
+        allowed=models.settings.allow_origin,
+        local_only=models.settings.local_only,
+        refused=models.first.refused,
+    )
     for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
         http.include_router(kind.routes)
     http.exception_handler(ApiError)(_refuse)

@@ -241,6 +241,19 @@ class RouterOptions(CommonOptions):
             default="no keys are needed",
         ),
     ] = None
+    allow_origin: Annotated[
+        list[str],
+        BeforeValidator(parsers.listed),
+        AfterValidator(parsers.origins),
+        Option(
+            CLUSTER,
+            "Origin whose web pages may use the cluster from a browser; once per origin, or "
+            "comma-separated. *: every page that anybody opens who reaches the cluster; have API "
+            "keys then.",
+            example="https://chat.example.com",
+            default="none but its own",
+        ),
+    ] = []
     response_store_mb: Annotated[
         int,
         NotNegative,
@@ -388,8 +401,8 @@ class Options(ModelOptions):
         bool,
         Option(
             CLUSTER,
-            "Listen on other addresses than this machine's own without API keys: everybody who "
-            "reaches them can use, watch and change the cluster.",
+            "Listen on other addresses than this machine's own without API keys, and answer to any "
+            "name: everybody who reaches them can use, watch and change the cluster.",
             example="1 or 0",
             flags=("--insecure",),
         ),

@@ -7,3 +7,4 @@ from kvroute.settings.options import RouterOptions
 
 class RouterSettings(Decided, RouterOptions):
     tasks: tuple[Task, ...] = ()  # named prefixes to start with
+    local_only: bool = False  # only this computer reaches the cluster, and needs no keys
