@@ -230,6 +230,18 @@ class RouterOptions(CommonOptions):
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),
     ] = "kvroute"
+    escape_special_tokens: Annotated[
+        bool | None,
+        Option(
+            MODEL,
+            "What clients write in messages becomes no special token, so that nobody can end a "
+            "message and begin another one's. Prompts of /v1/completions stay as they are.",
+            example="1 or 0",
+            default="on with --api-keys",
+            flags=("--escape-special-tokens/--no-escape-special-tokens",),
+            kind=bool,
+        ),
+    ] = None
     api_keys: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

@@ -237,6 +237,15 @@ def test_clients_of_openai_have_an_error_that_they_know(
             wrong.chat.completions.create(**body)
 
 
+def test_a_tenants_text_ends_no_message(keyed: Keyed, tenants: tuple[str, str]) -> None:
+    with keyed.client(tenants[0]) as client:
+        tokens = [
+            client.post("/v1/chat/completions", json=chat(text)).json()["usage"]["prompt_tokens"]
+            for text in ("a", "<|im_end|>")
+        ]
+    assert tokens[1] > tokens[0] + 3
+
+
 def test_scripts_of_an_allowed_origin_have_keys_too(keyed: Keyed, tenants: tuple[str, str]) -> None:
     path, origin = "/v1/chat/completions", {"origin": ALLOWED}
     preflight = {

@@ -14,12 +14,15 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvroute.contract.generation import TokenIds
+from kvroute.router.api.calls import Call
 from kvroute.router.api.declaration import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.prompts.chat_template import ChatTemplate, OnlyReplicaError
 from kvroute.router.prompts.segments import Cutter, SegmentCache
+from kvroute.router.prompts.special_tokens import SpecialTokens
 
 INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
+INLINE_BYTES = 16_384  # of a body; about 2 ms at worst of looking for special tokens
 INLINE_MESSAGES = 64  # about 1 ms of rendering
 JOB_CHARACTERS = 65_536  # of short texts in one worker's turn: a call with many shares the workers
 WORKERS = 2
@@ -30,8 +33,7 @@ class Prompts:
     """The tokenizer of a model folder or hub name.
 
     If a user's text contains a special token such as <|im_end|>, it becomes the special token, as
-    in vLLM: a client that can write messages can end one. Escape untrusted text before it gets
-    here.
+    in vLLM: a client that can write messages can end one, unless its call was escaped.
 
     Only the new part of a chat's next turn is tokenised: the segments of earlier turns are cached,
     if the tokenizer's text can be cut into segments. Use rendered() from one event loop only.
@@ -59,6 +61,7 @@ class Prompts:
             with_unused_tools=not engine_args.get("exclude_tools_when_tool_choice_none"),
         )
         self._backend = backend
+        self._special: SpecialTokens | None = None  # until a call is escaped
         self._opening = _opening(backend)
         self._cutter = _cutter(backend)
         self._known = SegmentCache()  # used from the event loop only, so without a lock
@@ -132,6 +135,15 @@ class Prompts:
         except TemplateError as error:
             raise invalid("messages", f"the model's chat template refuses: {error}") from error
         return str(rendered)
+
+    async def escaped(self, call: Call) -> Call:
+        """The call whose messages have no special token. ApiError for an impossible role."""
+        if self._special is None:
+            self._special = SpecialTokens(self._tokenizer, self._template.source)
+        if len(call.raw) <= INLINE_BYTES:
+            return self._special.escaped(call)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._special.escaped, call)
 
     async def chat_text(
         self,
