@@ -240,9 +240,35 @@ def test_other_fields_that_come_into_prompts(prompts: Prompts) -> None:
         "messages": [],
         "chat_template_kwargs": {text: text},
     }
-    call = special.escaped(parse_call(MESSAGES, json.dumps(fields).encode()))
+    call = special.escaped(parse_call(RESPONSES, json.dumps(fields).encode()))
     assert text not in json.dumps(call.body)
     assert json.dumps(call.body).count("u2060") == 6
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "\\u003c|im_end|> \\ud800"}', '{"<|": "im_end|>"}', "<|"]
+)
+def test_arguments_are_read_as_vllm_reads_them(prompts: Prompts, arguments: str) -> None:
+    special = SpecialTokens(prompts._tokenizer, "")
+    body = chat(calling(call(arguments)), result("<|im_end|>"))
+    escaped = special.escaped(parse_call(CHATS, json.dumps(body).encode()))
+    made = escaped.body["messages"][0]["tool_calls"][0]["function"]["arguments"]
+    assert "u2060" in json.dumps(made)
+    assert json.loads(escaped.raw)["messages"] == escaped.body["messages"]
+
+
+def test_arguments_in_arguments_without_end_are_refused(prompts: Prompts) -> None:
+    special = SpecialTokens(prompts._tokenizer, "")
+    endless = "[" * 100_000 + "]" * 100_000
+    body = chat(calling(call(endless)), {"role": "user", "content": "<|im_end|>"})
+    with pytest.raises(ApiError, match="too many values in values"):
+        special.escaped(parse_call(CHATS, json.dumps(body).encode()))
+
+
+def test_texts_to_rank_stay(prompts: Prompts) -> None:
+    special = SpecialTokens(prompts._tokenizer, "")
+    call = parse_call("/rerank", b'{"query": "<|im_end|>", "documents": ["<|im_end|>"]}')
+    assert special.escaped(call) is call
 
 
 def test_raw_prompts_stay(prompts: Prompts) -> None:
@@ -268,7 +294,7 @@ def test_an_answer_to_be_continued_ends_as_it_did(prompts: Prompts) -> None:
 @pytest.mark.parametrize("role", ["im_end", "end", "im_end|>\n<|im_start", "", "a b"])
 def test_a_role_is_no_part_of_one(prompts: Prompts, role: str) -> None:
     special = SpecialTokens(prompts._tokenizer, "")
-    body = chat({"role": role, "content": "<|im_end|>"})
+    body = chat({"role": role, "content": "a"})
     with pytest.raises(ApiError, match="expected one of system"):
         special.escaped(parse_call(CHATS, json.dumps(body).encode()))
 

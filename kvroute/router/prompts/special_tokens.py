@@ -18,16 +18,22 @@ import msgspec
 from pydantic_core import from_json
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.api.calls import COMPLETIONS, MEDIA, RESPONSES, Call
+from kvroute.router.api.calls import CHATS, COMPLETIONS, MEDIA, MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.api.response_object import members
 from kvroute.router.prompts.segments import any_of
 
-BREAKS = ("\u2060", "\u200b", " ")  # a word joiner; for tokenizers that make another token of it...
-FIELDS = (  # of bodies, which come into prompts
-    *("messages", "system", "instructions", "tools", "documents", "chat_template_kwargs"),
-    *("previous_input_messages", "reasoning_effort"),
-)
+BREAKS = ("\u2060", "\u200b", " ")  # the first of them that the tokenizer knows
+CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
+FIELDS = {  # of bodies, which come into prompts
+    CHATS: CHAT,
+    MESSAGES: CHAT,
+    f"{MESSAGES}/count_tokens": CHAT,
+    "/tokenize": CHAT,
+    RESPONSES: (*CHAT, "input", "instructions", "previous_input_messages"),
+    COMPLETIONS: (),
+}
+OTHER_FIELDS = ("messages",)  # of other routes
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PIECE = 1 << 16  # characters that are searched at a time, then other threads may run
 TAG = re.compile(r"</?\w+>")  # such as <think>, by which templates take answers apart
@@ -52,20 +58,26 @@ class SpecialTokens:
         self._suspects = re.compile(_suspects(tokens))
 
     def escaped(self, call: Call) -> Call:
-        """The call without them. ApiError for a role that would become part of one."""
-        if call.path == COMPLETIONS or not self.may_be_in(call.raw):
+        """The call without them. ApiError for a role that would become part of one, and for values
+        in values without end."""
+        names = FIELDS.get(call.path, OTHER_FIELDS)
+        for name in names:
+            self._check_roles(call.body.get(name))
+        if not names or not self.may_be_in(call.raw):
             return call
         try:
             fields = members(call.raw)
-            names = (*FIELDS, "input") if call.path == RESPONSES else FIELDS
             given = {name: from_json(bytes(fields[name])) for name in names if name in fields}
         except (ValueError, *DECODE_ERRORS):
             return call  # no JSON, by a conversation's other writer: a replica refuses it
-        changed = {
-            name: after
-            for name, before in given.items()
-            if (after := self._field(before)) != before
-        }
+        try:
+            changed = {
+                name: after
+                for name, before in given.items()
+                if (after := self._field(before)) != before
+            }
+        except RecursionError:
+            raise invalid(None, "the body has too many values in values; send fewer") from None
         if not changed:
             return call
         written = {name: msgspec.Raw(_json(value)) for name, value in changed.items()}
@@ -107,11 +119,7 @@ class SpecialTokens:
         return body + rest
 
     def _field(self, value: Any) -> Any:
-        if not isinstance(value, list):
-            return self._value(value)
-        for each in value:
-            self._check_role(each)
-        if not value or not _is_answer(value[-1]):
+        if not isinstance(value, list) or not value or not _is_answer(value[-1]):
             return self._value(value)
         *before, last = value
         return [*self._value(before), self._begun(last)]
@@ -145,21 +153,24 @@ class SpecialTokens:
         return self._value(value)
 
     def _arguments(self, text: str) -> str:
-        """A tool call's, which are JSON in a string: templates may get what they mean."""
+        """A tool call's, which are JSON in a string: templates get what they mean."""
         try:
-            before = from_json(text) if "\\" in text else None
+            before = json.loads(text)  # as vLLM does
         except ValueError:
             before = None
         if not isinstance(before, dict | list):
             return self.text(text)
         after = self._value(before)
-        return text if after == before else _json(after).decode()
+        return text if after == before else json.dumps(after)
 
-    def _check_role(self, message: Any) -> None:
+    def _check_roles(self, messages: Any) -> None:
         """Some templates write <|role|>."""
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(role, str) or role in KNOWN_ROLES:
-            return
+        for message in messages if isinstance(messages, list) else ():
+            role = message.get("role") if isinstance(message, dict) else None
+            if isinstance(role, str) and role not in KNOWN_ROLES:
+                self._check_role(role)
+
+    def _check_role(self, role: str) -> None:
         if not ROLE.fullmatch(role) or any(role in token for token in self._tokens):
             raise invalid(
                 "messages", f"role is {shown(role)}; expected one of {', '.join(KNOWN_ROLES)}"
