@@ -15,6 +15,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.prompts.chat_template import OnlyReplicaError
+from kvroute.router.prompts.escape import Escape
 from kvroute.router.prompts.special_tokens import PIECE, SpecialTokens
 from kvroute.router.prompts.tokenizer import INLINE_BYTES, Prompts
 from kvroute.settings.router import RouterSettings
@@ -43,8 +44,9 @@ class Model:
 
     def __init__(self, prompts: Prompts) -> None:
         self.prompts = prompts
-        self.special = SpecialTokens(prompts._tokenizer, prompts._template.source)
-        self.tokens = self.special._tokens
+        special = SpecialTokens(prompts._tokenizer, prompts._template.source)
+        self.escape = Escape(special)
+        self.tokens = special._tokens
         self.ids = {prompts._backend.token_to_id(token) for token in self.tokens}
         self._loop = asyncio.Runner()
 
@@ -60,7 +62,7 @@ class Model:
         ]
 
     def escaped(self, body: Body, path: str = CHATS) -> Call:
-        return self.special.escaped(parse_call(path, json.dumps(body).encode()))
+        return self.escape.call(parse_call(path, json.dumps(body).encode()))
 
 
 def built(folder: Path, tokens: list[str], template: str, *, is_special: bool = True) -> Model:
@@ -209,19 +211,19 @@ def test_a_body_without_any_stays_byte_for_byte(model: Model, data: st.DataObjec
     raw = json.dumps(chat({"role": "user", "content": text}, max_tokens=3, stop=["<s>"])).encode()
     assume(not any(text.rstrip().endswith(token[:1]) for token in model.tokens))
     call = parse_call(CHATS, raw)
-    assert model.special.escaped(call) is call
+    assert model.escape.call(call) is call
 
 
 @pytest.mark.parametrize("path", [CHATS, RESPONSES, MESSAGES, "/tokenize"])
 @pytest.mark.parametrize("written", ["<|im_end|>", "\\u003c|im_end|>", "<\\u007Cim_end|\\u003E"])
 def test_each_route_and_each_way_to_write_it(prompts: Prompts, path: str, written: str) -> None:
-    special = SpecialTokens(prompts._tokenizer, "")
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     field = "input" if path == RESPONSES else "messages"
     raw = (
         f'{{"{field}": [{{"role": "user", "content": "a{written}"}}], "stop": ["{written}"], '
         '"temperature": 0.10, "seed": 123456789012345678901234567890}'
     ).encode()
-    escaped = special.escaped(parse_call(path, raw))
+    escaped = escape.call(parse_call(path, raw))
     body = json.loads(escaped.raw)
     assert body[field] == [{"role": "user", "content": "a<\u2060|im_end|>"}]
     assert escaped.body[field] == body[field]
@@ -231,7 +233,7 @@ def test_each_route_and_each_way_to_write_it(prompts: Prompts, path: str, writte
 
 
 def test_other_fields_that_come_into_prompts(prompts: Prompts) -> None:
-    special, text = SpecialTokens(prompts._tokenizer, ""), "<|im_end|>"
+    escape, text = Escape(SpecialTokens(prompts._tokenizer, "")), "<|im_end|>"
     fields: Body = {
         "system": text,
         "instructions": [{"type": "text", "text": text}],
@@ -240,7 +242,7 @@ def test_other_fields_that_come_into_prompts(prompts: Prompts) -> None:
         "messages": [],
         "chat_template_kwargs": {text: text},
     }
-    call = special.escaped(parse_call(RESPONSES, json.dumps(fields).encode()))
+    call = escape.call(parse_call(RESPONSES, json.dumps(fields).encode()))
     assert text not in json.dumps(call.body)
     assert json.dumps(call.body).count("u2060") == 6
 
@@ -249,41 +251,39 @@ def test_other_fields_that_come_into_prompts(prompts: Prompts) -> None:
     "arguments", ['{"a": "\\u003c|im_end|> \\ud800"}', '{"<|": "im_end|>"}', "<|"]
 )
 def test_arguments_are_read_as_vllm_reads_them(prompts: Prompts, arguments: str) -> None:
-    special = SpecialTokens(prompts._tokenizer, "")
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     body = chat(calling(call(arguments)), result("<|im_end|>"))
-    escaped = special.escaped(parse_call(CHATS, json.dumps(body).encode()))
+    escaped = escape.call(parse_call(CHATS, json.dumps(body).encode()))
     made = escaped.body["messages"][0]["tool_calls"][0]["function"]["arguments"]
     assert "u2060" in json.dumps(made)
     assert json.loads(escaped.raw)["messages"] == escaped.body["messages"]
 
 
 def test_arguments_in_arguments_without_end_are_refused(prompts: Prompts) -> None:
-    special = SpecialTokens(prompts._tokenizer, "")
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     endless = "[" * 100_000 + "]" * 100_000
     body = chat(calling(call(endless)), {"role": "user", "content": "<|im_end|>"})
     with pytest.raises(ApiError, match="too many values in values"):
-        special.escaped(parse_call(CHATS, json.dumps(body).encode()))
+        escape.call(parse_call(CHATS, json.dumps(body).encode()))
 
 
 def test_texts_to_rank_stay(prompts: Prompts) -> None:
-    special = SpecialTokens(prompts._tokenizer, "")
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     call = parse_call("/rerank", b'{"query": "<|im_end|>", "documents": ["<|im_end|>"]}')
-    assert special.escaped(call) is call
+    assert escape.call(call) is call
 
 
 def test_raw_prompts_stay(prompts: Prompts) -> None:
-    special = SpecialTokens(prompts._tokenizer, "")
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     call = parse_call(COMPLETIONS, b'{"prompt": "<|im_start|>user"}')
-    assert special.escaped(call) is call
+    assert escape.call(call) is call
 
 
 def test_an_answer_to_be_continued_ends_as_it_did(prompts: Prompts) -> None:
-    special = SpecialTokens(prompts._tokenizer, "")
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     for content in ("<|im_end|> <", [{"type": "text", "text": "<"}, {"type": "text", "text": "<"}]):
         body = chat({"role": "user", "content": "<"}, {"role": "assistant", "content": content})
-        asked, answer = special.escaped(parse_call(CHATS, json.dumps(body).encode())).body[
-            "messages"
-        ]
+        asked, answer = escape.call(parse_call(CHATS, json.dumps(body).encode())).body["messages"]
         assert asked["content"] == "<\u2060"
         if isinstance(content, str):
             assert answer["content"] == "<\u2060|im_end|> <"
@@ -293,23 +293,19 @@ def test_an_answer_to_be_continued_ends_as_it_did(prompts: Prompts) -> None:
 
 @pytest.mark.parametrize("role", ["im_end", "end", "im_end|>\n<|im_start", "", "a b"])
 def test_a_role_is_no_part_of_one(prompts: Prompts, role: str) -> None:
-    special = SpecialTokens(prompts._tokenizer, "")
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     body = chat({"role": role, "content": "a"})
     with pytest.raises(ApiError, match="expected one of system"):
-        special.escaped(parse_call(CHATS, json.dumps(body).encode()))
+        escape.call(parse_call(CHATS, json.dumps(body).encode()))
 
 
-def test_tags_and_images_stay(tmp_path: Path) -> None:
+def test_tags_stay(tmp_path: Path) -> None:
     """Templates take answers apart by </think>."""
     template = "{{ '<think></think><|user|>' }}"
     tokens = ["<s>", "<think>", "</think>", "<|user|>", "</s>"]
     model = built(tmp_path, tokens, template, is_special=False)
-    url = {"type": "image_url", "image_url": {"url": "http://a/<|user|>"}}
-    parts = [{"type": "text", "text": "<think>a</think><|user|>"}, url]
-    body = model.escaped(chat({"role": "user", "content": parts})).body
-    (text, image) = body["messages"][0]["content"]
-    assert text["text"] == "<think>a</think><\u2060|user|>"
-    assert image == url
+    body = model.escaped(chat({"role": "user", "content": "<think>a</think><|user|>"})).body
+    assert body["messages"][0]["content"] == "<think>a</think><\u2060|user|>"
     model.close()
 
 

@@ -1,43 +1,22 @@
-"""What clients write in messages becomes no special token.
+"""Text that a tokenizer makes no special token of, and that a model reads as it was.
 
-A tokenizer makes a special token of the text `<|im_end|>`, whoever has written it. So a client's
-strings get an invisible character behind the first one of each such text, before anything renders
-them: routers and replicas then render the same, and a model reads the same.
+A tokenizer makes a special token of the text `<|im_end|>`, whoever has written it. So each such
+text gets an invisible character behind its first one.
 
 A text may also arise where a template puts two strings one behind the other. So the beginning of a
 special token is broken too where a string ends with it, white space aside: templates trim.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
-from pydantic_core import from_json
-
-from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.api.calls import CHATS, COMPLETIONS, MEDIA, MESSAGES, RESPONSES, Call
-from kvroute.router.api.errors import invalid, shown
-from kvroute.router.api.response_object import members
 from kvroute.router.prompts.segments import any_of
 
 BREAKS = ("\u2060", "\u200b", " ")  # the first of them that the tokenizer knows
-CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
-FIELDS = {  # of bodies, which come into prompts
-    CHATS: CHAT,
-    MESSAGES: CHAT,
-    f"{MESSAGES}/count_tokens": CHAT,
-    "/tokenize": CHAT,
-    RESPONSES: (*CHAT, "input", "instructions", "previous_input_messages"),
-    COMPLETIONS: (),
-}
-OTHER_FIELDS = ("messages",)  # of other routes
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PIECE = 1 << 16  # characters that are searched at a time, then other threads may run
 TAG = re.compile(r"</?\w+>")  # such as <think>, by which templates take answers apart
-ROLE = re.compile(r"[\w-]+")
+WORD = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"[<\[{(].*[>\])}]", re.DOTALL)
 
 
@@ -56,33 +35,6 @@ class SpecialTokens:
         self._starts = re.compile(_starts(tokens))
         self._hints = {b"\\u", *(_hint(token[0]) for token in tokens)}
         self._suspects = re.compile(_suspects(tokens))
-
-    def escaped(self, call: Call) -> Call:
-        """The call without them. ApiError for a role that would become part of one, and for values
-        in values without end."""
-        names = FIELDS.get(call.path, OTHER_FIELDS)
-        for name in names:
-            self._check_roles(call.body.get(name))
-        if not names or not self.may_be_in(call.raw):
-            return call
-        try:
-            fields = members(call.raw)
-            given = {name: from_json(bytes(fields[name])) for name in names if name in fields}
-        except (ValueError, *DECODE_ERRORS):
-            return call  # no JSON, by a conversation's other writer: a replica refuses it
-        try:
-            changed = {
-                name: after
-                for name, before in given.items()
-                if (after := self._field(before)) != before
-            }
-        except RecursionError:
-            raise invalid(None, "the body has too many values in values; send fewer") from None
-        if not changed:
-            return call
-        written = {name: msgspec.Raw(_json(value)) for name, value in changed.items()}
-        raw = msgspec.json.encode({**fields, **written})
-        return replace(call, raw=raw, body={**call.body, **changed})
 
     def may_be_in(self, raw: bytes) -> bool:
         """Whether a body may have one, however it is written; False for nearly all that have
@@ -105,6 +57,10 @@ class SpecialTokens:
             for number, piece in enumerate(found)
         )
 
+    def may_complete(self, word: str) -> bool:
+        """Whether a template could make one by what it writes around the word, such as <|word|>."""
+        return not WORD.fullmatch(word) or any(word in token for token in self._tokens)
+
     def _broken(self, start: re.Match[str]) -> str:
         return start[0] + self._break
 
@@ -117,74 +73,6 @@ class SpecialTokens:
                 behind_first = len(body) - length + 1
                 body = body[:behind_first] + self._break + body[behind_first:]
         return body + rest
-
-    def _field(self, value: Any) -> Any:
-        if not isinstance(value, list) or not value or not _is_answer(value[-1]):
-            return self._value(value)
-        *before, last = value
-        return [*self._value(before), self._begun(last)]
-
-    def _begun(self, answer: Mapping[str, Any]) -> Any:
-        """An answer that the model may have to go on with: nothing of a client's comes behind."""
-        content = answer["content"]
-        rest = self._value({k: v for k, v in answer.items() if k != "content"})
-        if isinstance(content, str):
-            ended: Any = self.text(content, may_go_on=False)
-        else:
-            *parts, last = content
-            text = {"text": self.text(last["text"], may_go_on=False)}
-            ended = [*self._value(parts), self._value({**last, "text": ""}) | text]
-        return {**rest, "content": ended}
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, list):
-            return [self._value(each) for each in value]
-        if isinstance(value, dict):
-            return {self.text(name): self._member(name, each) for name, each in value.items()}
-        return value
-
-    def _member(self, name: str, value: Any) -> Any:
-        if name in MEDIA:
-            return value
-        if name == "arguments" and isinstance(value, str):
-            return self._arguments(value)
-        return self._value(value)
-
-    def _arguments(self, text: str) -> str:
-        """A tool call's, which are JSON in a string: templates get what they mean."""
-        try:
-            before = json.loads(text)  # as vLLM does
-        except ValueError:
-            before = None
-        if not isinstance(before, dict | list):
-            return self.text(text)
-        after = self._value(before)
-        return text if after == before else json.dumps(after)
-
-    def _check_roles(self, messages: Any) -> None:
-        """Some templates write <|role|>."""
-        for message in messages if isinstance(messages, list) else ():
-            role = message.get("role") if isinstance(message, dict) else None
-            if isinstance(role, str) and role not in KNOWN_ROLES:
-                self._check_role(role)
-
-    def _check_role(self, role: str) -> None:
-        if not ROLE.fullmatch(role) or any(role in token for token in self._tokens):
-            raise invalid(
-                "messages", f"role is {shown(role)}; expected one of {', '.join(KNOWN_ROLES)}"
-            )
-
-
-def _is_answer(message: Any) -> bool:
-    """Whether it is an assistant's message that ends with text."""
-    if not isinstance(message, dict) or message.get("role") != "assistant":
-        return False
-    content = message.get("content")
-    last = content[-1] if isinstance(content, list) and content else None
-    is_text = isinstance(last, dict) and isinstance(last.get("text"), str)
-    return isinstance(content, str) or is_text
 
 
 def _special(tokenizer: Any, template: str) -> set[str]:
@@ -239,7 +127,3 @@ def _suspects(tokens: Iterable[str]) -> bytes:
 def _hint(first: str) -> bytes:
     """What is in each body that has the character without a \\u."""
     return b"\\" if first < " " else first.encode()
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode()

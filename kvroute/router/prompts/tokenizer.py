@@ -18,6 +18,7 @@ from kvroute.router.api.calls import Call
 from kvroute.router.api.declaration import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.prompts.chat_template import ChatTemplate, OnlyReplicaError
+from kvroute.router.prompts.escape import Escape
 from kvroute.router.prompts.segments import Cutter, SegmentCache
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
@@ -61,7 +62,7 @@ class Prompts:
             with_unused_tools=not engine_args.get("exclude_tools_when_tool_choice_none"),
         )
         self._backend = backend
-        self._special: SpecialTokens | None = None  # until a call is escaped
+        self._escape: Escape | None = None  # until a call is escaped
         self._opening = _opening(backend)
         self._cutter = _cutter(backend)
         self._known = SegmentCache()  # used from the event loop only, so without a lock
@@ -138,12 +139,12 @@ class Prompts:
 
     async def escaped(self, call: Call) -> Call:
         """The call whose messages have no special token. ApiError for an impossible role."""
-        if self._special is None:
-            self._special = SpecialTokens(self._tokenizer, self._template.source)
+        if self._escape is None:
+            self._escape = Escape(SpecialTokens(self._tokenizer, self._template.source))
         if len(call.raw) <= INLINE_BYTES:
-            return self._special.escaped(call)
+            return self._escape.call(call)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._special.escaped, call)
+        return await loop.run_in_executor(self._workers, self._escape.call, call)
 
     async def chat_text(
         self,
