@@ -254,9 +254,21 @@ def test_arguments_are_read_as_vllm_reads_them(prompts: Prompts, arguments: str)
     escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     body = chat(calling(call(arguments)), result("<|im_end|>"))
     escaped = escape.call(parse_call(CHATS, json.dumps(body).encode()))
-    made = escaped.body["messages"][0]["tool_calls"][0]["function"]["arguments"]
-    assert "u2060" in json.dumps(made)
+    assert "u2060" in json.dumps(_arguments(escaped))
     assert json.loads(escaped.raw)["messages"] == escaped.body["messages"]
+
+
+@pytest.mark.parametrize("backslash", ["\\\\", "\\u005c", "\\u005C"])
+def test_json_in_a_string_may_be_escaped_twice(prompts: Prompts, backslash: str) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    raw = json.dumps(chat(calling(call('{"a": "@u003c|im_end|>"}')), result("a")))
+    called = parse_call(CHATS, raw.replace("@", backslash).encode())
+    assert json.loads(_arguments(called)) == {"a": "<|im_end|>"}
+    assert json.loads(_arguments(escape.call(called))) == {"a": "<\u2060|im_end|>"}
+
+
+def _arguments(made: Call) -> str:
+    return str(made.body["messages"][0]["tool_calls"][0]["function"]["arguments"])
 
 
 def test_arguments_in_arguments_without_end_are_refused(prompts: Prompts) -> None:

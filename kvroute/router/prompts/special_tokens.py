@@ -111,8 +111,9 @@ def _starts(tokens: Iterable[str]) -> str:
 
 def _suspects(tokens: Iterable[str]) -> bytes:
     """A pattern of what a body has that has a token, or a string that ends with a token's
-    beginning: two characters, of which either may be escaped."""
-    patterns = []
+    beginning: two characters, of which either may be escaped. Where JSON is in a string, a
+    backslash may be escaped too."""
+    patterns = [rb"\\u(?i:005c)"]
     for first, rest in _by_start(tokens):
         seconds = {re.escape(each.encode()[:1]) for each in rest}
         behind = b"(?:" + b"|".join(sorted(seconds | {rb'["\\\s]', rb"[\xc2\xe1-\xe3]"})) + b")"
@@ -121,7 +122,7 @@ def _suspects(tokens: Iterable[str]) -> bytes:
         patterns += [re.escape(first.encode()) + behind, escape]
         if first in '"\\/' or first < " ":
             patterns.append(rb"\\[\"\\/bfnrt]")
-    return b"|".join(patterns) or rb"(?!)"
+    return b"|".join(patterns)
 
 
 def _hint(first: str) -> bytes:
