@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ async def _keys(path: Path | None) -> WatchedKeys | None:
 async def _model_router(id_: str, given: dict[str, Any], replicas: DeploymentHandle) -> ModelRouter:
     settings = RouterSettings.model_validate(given)
     folder = await asyncio.to_thread(resolve, settings.model)
-    tokenizer = await asyncio.to_thread(Prompts, folder, settings.revision, settings.engine_args)
+    load = partial(Prompts, escapes=settings.escapes)
+    tokenizer = await asyncio.to_thread(load, folder, settings.revision, settings.engine_args)
     return ModelRouter(id_, settings, replicas, tokenizer)
 
 

@@ -322,9 +322,13 @@ def test_tags_stay(tmp_path: Path) -> None:
 
 
 async def test_long_texts_are_searched_in_pieces(prompts: Prompts) -> None:
+    escaping = Prompts(prompts.model, escapes=True)
     cut = "a" * (PIECE - 3) + "<|im_end|>"
     body = chat({"role": "user", "content": cut + "<|im_end|>" * INLINE_BYTES})
-    call = await prompts.escaped(parse_call(CHATS, json.dumps(body).encode()))
+    given_ = parse_call(CHATS, json.dumps(body).encode())
+    assert await prompts.escaped(given_) is given_
+    call = await escaping.escaped(given_)
+    escaping.close()
     content = call.body["messages"][0]["content"]
     assert "<|im_end|>" not in content
     assert content.replace("\u2060", "") == body["messages"][0]["content"]

@@ -41,9 +41,15 @@ class Prompts:
     """
 
     def __init__(
-        self, model: str | Path, revision: str = "", engine_args: Mapping[str, Any] = NO_ARGS
+        self,
+        model: str | Path,
+        revision: str = "",
+        engine_args: Mapping[str, Any] = NO_ARGS,
+        *,
+        escapes: bool = False,
     ) -> None:
-        """engine_args: vLLM's, some of which are about the chat template."""
+        """engine_args: vLLM's, some of which are about the chat template. escapes: what clients
+        write in messages becomes no special token."""
         self.model = str(model)
         tokenizer = _load(model, revision)
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -62,7 +68,8 @@ class Prompts:
             with_unused_tools=not engine_args.get("exclude_tools_when_tool_choice_none"),
         )
         self._backend = backend
-        self._escape: Escape | None = None  # until a call is escaped
+        special = SpecialTokens(tokenizer, self._template.source) if escapes else None
+        self._escape = Escape(special) if special else None
         self._opening = _opening(backend)
         self._cutter = _cutter(backend)
         self._known = SegmentCache()  # used from the event loop only, so without a lock
@@ -138,9 +145,10 @@ class Prompts:
         return str(rendered)
 
     async def escaped(self, call: Call) -> Call:
-        """The call whose messages have no special token. ApiError for an impossible role."""
+        """The call whose messages have no special token, if that is wanted. ApiError for an
+        impossible role."""
         if self._escape is None:
-            self._escape = Escape(SpecialTokens(self._tokenizer, self._template.source))
+            return call
         if len(call.raw) <= INLINE_BYTES:
             return self._escape.call(call)
         loop = asyncio.get_running_loop()
