@@ -101,6 +101,7 @@ def _start(
         [Found(model, count) for model, count in zip(models, gpus, strict=True)],
         redis_url=redis_url,
         cluster=cluster_id(socket.gethostname(), settings.port),
+        local_only=is_local_only(settings),
     )
     deploy(_application(settings, each), progress, signals, deadline)
     if settings.api_keys is None and not is_local(settings.host):
@@ -137,6 +138,12 @@ def refuse_strangers(host: str, api_keys: Path | None, *, insecure: bool) -> Non
         raise StartError(f"--api-keys: {error}; kvroute keys add makes one") from None
     if not file.keys:
         raise StartError(f"--api-keys: {api_keys} has no key; add one with kvroute keys add")
+
+
+def is_local_only(settings: ServeSettings) -> bool:
+    """Whether only this computer is to reach the cluster, and needs no keys."""
+    has_guard = settings.api_keys is not None or settings.insecure
+    return is_local(settings.host) and not has_guard
 
 
 def refuse_bad_tls(cert: Path | None, key: Path | None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvroute.router.api.access import Access
 from kvroute.router.api.admission import Admission
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.api.origins import guard
 from kvroute.router.api.request_id import request_id
 from kvroute.router.endpoints import (
     cluster_routes,
@@ -88,7 +90,8 @@ async def _model_router(
     id_: str, settings: RouterSettings, replicas: DeploymentHandle, limits: Limits | None
 ) -> ModelRouter:
     folder = await asyncio.to_thread(resolve, settings.model)
-    tokenizer = await asyncio.to_thread(Prompts, folder, settings.revision, settings.engine_args)
+    load = partial(Prompts, escapes=settings.escapes)
+    tokenizer = await asyncio.to_thread(load, folder, settings.revision, settings.engine_args)
     return ModelRouter(id_, settings, replicas, tokenizer, limits)
 
 
@@ -109,6 +112,12 @@ def application(
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
     if keys is not None:
         http.add_middleware(Access, keys=keys.keyring, refused=models.first.refused)
+    guard(
+        http,
+        allowed=models.settings.allow_origin,
+        local_only=models.settings.local_only,
+        refused=models.first.refused,
+    )
     for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
         http.include_router(kind.routes)
     http.exception_handler(ApiError)(_refuse)

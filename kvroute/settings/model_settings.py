@@ -39,9 +39,16 @@ class ModelSettings(ReplicaSettings, RouterSettings, DeploymentOptions):
 
 
 def decide(
-    options: CheckedOptions, found: Found, *, redis_url: str, cluster: str, other_replicas: int
+    options: CheckedOptions,
+    found: Found,
+    *,
+    redis_url: str,
+    cluster: str,
+    other_replicas: int,
+    local_only: bool = False,
 ) -> ModelSettings:
-    """Completes the user's options. other_replicas: of other models on the same machines."""
+    """Completes the user's options. other_replicas: of other models on the same machines.
+    local_only: see RouterSettings."""
     gpus, replicas = found.gpus_per_replica, options.replicas + other_replicas
     given = {
         name: getattr(options, name)
@@ -53,6 +60,7 @@ def decide(
         "served_model_name": options.name,
         "redis_url": redis_url,
         "cluster": cluster,
+        "local_only": local_only,
         "block_size": options.block_size or (GPU_BLOCK_SIZE if gpus else CPU_BLOCK_SIZE),
         "gpus_per_replica": gpus,
         "tensor_parallel_size": max(1, gpus // options.data_parallel_size),

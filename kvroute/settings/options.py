@@ -230,6 +230,18 @@ class RouterOptions(CommonOptions):
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),
     ] = "kvroute"
+    escape_special_tokens: Annotated[
+        bool | None,
+        Option(
+            MODEL,
+            "What clients write in messages becomes no special token, so that nobody can end a "
+            "message and begin another one's. Prompts of /v1/completions stay as they are.",
+            example="1 or 0",
+            default="on with --api-keys",
+            flags=("--escape-special-tokens/--no-escape-special-tokens",),
+            kind=bool,
+        ),
+    ] = None
     api_keys: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
@@ -241,6 +253,19 @@ class RouterOptions(CommonOptions):
             default="no keys are needed",
         ),
     ] = None
+    allow_origin: Annotated[
+        list[str],
+        BeforeValidator(parsers.listed),
+        AfterValidator(parsers.origins),
+        Option(
+            CLUSTER,
+            "Origin whose web pages may use the cluster from a browser; once per origin, or "
+            "comma-separated. *: every page that anybody opens who reaches the cluster; have API "
+            "keys then.",
+            example="https://chat.example.com",
+            default="none but its own",
+        ),
+    ] = []
     response_store_mb: Annotated[
         int,
         NotNegative,
@@ -388,8 +413,8 @@ class Options(ModelOptions):
         bool,
         Option(
             CLUSTER,
-            "Listen on other addresses than this machine's own without API keys: everybody who "
-            "reaches them can use, watch and change the cluster.",
+            "Listen on other addresses than this machine's own without API keys, and answer to any "
+            "name: everybody who reaches them can use, watch and change the cluster.",
             example="1 or 0",
             flags=("--insecure",),
         ),

@@ -1,10 +1,13 @@
 """Parsers turn what a user writes for an option into its value."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import PydanticCustomError
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 
 
 def absolute(path: Path | None) -> Path | None:
@@ -15,6 +18,20 @@ def absolute(path: Path | None) -> Path | None:
 def listed(given: object) -> object:
     """Splits the comma-separated string of an environment variable."""
     return given.split(",") if isinstance(given, str) else given
+
+
+def origins(given: list[str]) -> list[str]:
+    """Origins as browsers write them, or `*`."""
+    found = [each.strip().lower().removesuffix("/") for each in given]
+    for each in found:
+        if each != "*" and not ORIGIN.fullmatch(each):
+            raise PydanticCustomError("origin", "expected SCHEME://HOST or SCHEME://HOST:PORT")
+    return [_without_default_port(each) for each in found]
+
+
+def _without_default_port(origin: str) -> str:
+    scheme, _, _ = origin.partition("://")
+    return origin.removesuffix({"http": ":80", "https": ":443"}.get(scheme, ""))
 
 
 def absolute_folders(adapters: list[str]) -> list[str]:

@@ -7,3 +7,10 @@ from kvroute.settings.options import RouterOptions
 
 class RouterSettings(Decided, RouterOptions):
     tasks: tuple[Task, ...] = ()  # named prefixes to start with
+    local_only: bool = False  # only this computer reaches the cluster, and needs no keys
+
+    @property
+    def escapes(self) -> bool:
+        """Whether what clients write in messages becomes no special token."""
+        given = self.escape_special_tokens
+        return self.api_keys is not None if given is None else given

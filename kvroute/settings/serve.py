@@ -57,10 +57,12 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         *,
         redis_url: str | None = None,
         cluster: str = DEFAULT_CLUSTER,
+        local_only: bool = False,
     ) -> tuple[ModelSettings, ...]:
         """The settings of each model, completed with the facts of the machine.
 
-        redis_url and cluster are defaults. Raises SettingsError without any redis_url.
+        redis_url and cluster are defaults. local_only: see RouterSettings. Raises SettingsError
+        without any redis_url.
         """
         redis_url = self.redis_url or redis_url
         if redis_url is None:
@@ -73,6 +75,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
                 about,
                 redis_url=redis_url,
                 cluster=self.cluster or cluster,
+                local_only=local_only,
                 other_replicas=replicas - one.replicas,
             )
             for one, about in zip(self.each, found, strict=True)

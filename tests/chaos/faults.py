@@ -178,7 +178,9 @@ async def slow_bodies(victim: Victim) -> AsyncIterator[None]:
 
 async def _half_a_request(victim: Victim) -> asyncio.StreamWriter:
     _, writer = await asyncio.open_connection(*victim.address)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n{")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n{"
+    )
     await writer.drain()
     return writer
 

@@ -246,7 +246,7 @@ def test_so_does_one_that_waits_for_a_whole_answer(simulated_cluster: Cluster) -
     host, port = simulated_cluster.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
         client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: kvroute\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
         )
         time.sleep(0.05)

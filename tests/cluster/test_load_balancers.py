@@ -199,7 +199,7 @@ async def test_haproxy_refuses_at_once_what_is_larger_by_far(node: Cluster) -> N
             *balancer.url.removeprefix("http://").split(":")
         )
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n"
         )
         answer = await reader.read()
         writer.close()

@@ -25,6 +25,7 @@ from tests.support.untested import obstacle
 pytestmark = pytest.mark.timeout(240)
 
 MODEL = "SmolLM2-135M-Instruct"
+ALLOWED = "https://chat.example"
 ROUTES = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/route"),
@@ -72,8 +73,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         [*KVROUTE, "keys", "add", "--tenant", "first", "--file", str(path)], check=True
     )
     assert first.returncode == 0
-    options = ("--engine", "simulated", "--replicas", "1", "--api-keys", str(path))
-    with start_cluster(*options) as cluster:
+    options = ("--replicas", "1", "--api-keys", str(path), "--allow-origin", ALLOWED)
+    with start_cluster("--engine", "simulated", *options) as cluster:
         yield Keyed(cluster, path)
 
 
@@ -297,6 +298,35 @@ def test_clients_of_openai_have_an_error_that_they_know(
         wrong = client.with_options(api_key="sk-1")
         with pytest.raises(openai.AuthenticationError):
             wrong.chat.completions.create(**body)
+
+
+def test_a_tenants_text_ends_no_message(keyed: Keyed, tenants: tuple[str, str]) -> None:
+    with keyed.client(tenants[0]) as client:
+        tokens = [
+            client.post("/v1/chat/completions", json=chat(text)).json()["usage"]["prompt_tokens"]
+            for text in ("a", "<|im_end|>")
+        ]
+    assert tokens[1] > tokens[0] + 3
+
+
+def test_scripts_of_an_allowed_origin_have_keys_too(keyed: Keyed, tenants: tuple[str, str]) -> None:
+    path, origin = "/v1/chat/completions", {"origin": ALLOWED}
+    preflight = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    with keyed.client("") as page, keyed.client(tenants[0]) as own:
+        asked = page.options(path, headers=origin | preflight)
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, ALLOWED)
+        refused = page.post(path, json=chat("Hi"), headers=origin)
+        answered = own.post(path, json=chat("Hi"), headers=origin)
+        assert (refused.status_code, answered.status_code) == (401, 200)
+        for answer in (refused, answered):
+            assert answer.headers["access-control-allow-origin"] == ALLOWED
+        foreign = {"origin": "https://elsewhere.example"}
+        assert own.post(path, json=chat("Hi"), headers=foreign).status_code == 403
+        assert page.options(path, headers=foreign | preflight).status_code == 403
+        assert own.get("/v1/models", headers={"host": "kvroute.example"}).status_code == 200
 
 
 def test_no_process_shows_a_key(keyed: Keyed, tenants: tuple[str, str]) -> None:

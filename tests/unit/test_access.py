@@ -1,6 +1,5 @@
 """Every route needs a role, and who has no key for it gets nothing of it."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,7 @@ from kvroute.keys.key_file import ROLES, Role, new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.router.api import access
 from kvroute.router.api.access import Access, Failures, roles_for
-from kvroute.router.endpoints import (
-    cluster_routes,
-    openai_routes,
-    prefix_routes,
-    response_routes,
-    ui_routes,
-)
+from tests.support.routes import routes
 
 EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
     "none": ["GET /health", "GET /ui", "GET /ui/{name}"],
@@ -64,13 +57,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "POST /v1/prefixes",
     ],
 }
-
-
-def routes() -> Iterator[tuple[str, str]]:
-    for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
-        for route in kind.routes.routes:
-            for method in route.methods:
-                yield method, route.path
 
 
 def test_each_route_has_its_role() -> None:

@@ -16,6 +16,7 @@ ANTHROPIC_TYPES = {  # by status
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }

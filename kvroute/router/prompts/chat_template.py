@@ -47,6 +47,12 @@ class ChatTemplate:
         self._with_unused_tools = with_unused_tools
         self._facts: dict[bool, _Facts] = {}  # by whether there are tools
 
+    @property
+    def source(self) -> str:
+        """All templates that it may use."""
+        own = self._template or self._tokenizer.chat_template or ""
+        return "".join(own.values()) if isinstance(own, dict) else own
+
     def text(
         self,
         body: Mapping[str, Any],

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby, pairwise
 from operator import itemgetter
 from os.path import commonprefix
@@ -68,7 +68,7 @@ class Cutter:
         if any(token.lstrip and token.content[0] in WHITE_SPACE for token in tokens):
             raise ValueError("an added token can be swallowed by the one before it (lstrip)")
         _require_piecewise(tokenizer)
-        self._tokens = re.compile(_any_of([token.content for token in verbatim]))
+        self._tokens = re.compile(any_of([token.content for token in verbatim]))
         self._lstrip = {token.content for token in verbatim if token.lstrip}
         self._probe(tokenizer, [token.content for token in tokens])
 
@@ -162,7 +162,7 @@ def _nested(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from _nested(part)
 
 
-def _any_of(words: list[str]) -> str:
+def any_of(words: Collection[str]) -> str:
     """A pattern that matches the longest of the words at a position.
 
     Common beginnings are tried only once: some tokenizers add thousands of tokens, and a plain list
@@ -172,7 +172,7 @@ def _any_of(words: list[str]) -> str:
     for _, group in groupby(sorted(filter(None, words)), key=itemgetter(0)):
         alike = list(group)
         stem = commonprefix(alike)  # noqa: RUF071 (by character is what we want)
-        branches.append(re.escape(stem) + _any_of([word[len(stem) :] for word in alike]))
+        branches.append(re.escape(stem) + any_of([word[len(stem) :] for word in alike]))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in words else "")

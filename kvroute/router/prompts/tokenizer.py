@@ -14,12 +14,16 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvroute.contract.generation import TokenIds
+from kvroute.router.api.calls import Call
 from kvroute.router.api.declaration import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.prompts.chat_template import ChatTemplate, OnlyReplicaError
+from kvroute.router.prompts.escape import Escape
 from kvroute.router.prompts.segments import Cutter, SegmentCache
+from kvroute.router.prompts.special_tokens import SpecialTokens
 
 INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
+INLINE_BYTES = 16_384  # of a body; about 2 ms at worst of looking for special tokens
 INLINE_MESSAGES = 64  # about 1 ms of rendering
 JOB_CHARACTERS = 65_536  # of short texts in one worker's turn: a call with many shares the workers
 WORKERS = 2
@@ -30,17 +34,22 @@ class Prompts:
     """The tokenizer of a model folder or hub name.
 
     If a user's text contains a special token such as <|im_end|>, it becomes the special token, as
-    in vLLM: a client that can write messages can end one. Escape untrusted text before it gets
-    here.
+    in vLLM: a client that can write messages can end one, unless its call was escaped.
 
     Only the new part of a chat's next turn is tokenised: the segments of earlier turns are cached,
     if the tokenizer's text can be cut into segments. Use rendered() from one event loop only.
     """
 
     def __init__(
-        self, model: str | Path, revision: str = "", engine_args: Mapping[str, Any] = NO_ARGS
+        self,
+        model: str | Path,
+        revision: str = "",
+        engine_args: Mapping[str, Any] = NO_ARGS,
+        *,
+        escapes: bool = False,
     ) -> None:
-        """engine_args: vLLM's, some of which are about the chat template."""
+        """engine_args: vLLM's, some of which are about the chat template. escapes: what clients
+        write in messages becomes no special token."""
         self.model = str(model)
         tokenizer = _load(model, revision)
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -59,6 +68,8 @@ class Prompts:
             with_unused_tools=not engine_args.get("exclude_tools_when_tool_choice_none"),
         )
         self._backend = backend
+        special = SpecialTokens(tokenizer, self._template.source) if escapes else None
+        self._escape = Escape(special) if special else None
         self._opening = _opening(backend)
         self._cutter = _cutter(backend)
         self._known = SegmentCache()  # used from the event loop only, so without a lock
@@ -132,6 +143,16 @@ class Prompts:
         except TemplateError as error:
             raise invalid("messages", f"the model's chat template refuses: {error}") from error
         return str(rendered)
+
+    async def escaped(self, call: Call) -> Call:
+        """The call whose messages have no special token, if that is wanted. ApiError for an
+        impossible role."""
+        if self._escape is None:
+            return call
+        if len(call.raw) <= INLINE_BYTES:
+            return self._escape.call(call)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._escape.call, call)
 
     async def chat_text(
         self,

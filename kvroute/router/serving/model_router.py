@@ -223,9 +223,10 @@ class ModelRouter:
     ) -> Response:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
+            call = await self._tokenizer.escaped(call)
             return await self._calls.passed_on(call, request_id)
         turn = await asked(call, self.conversations)
-        call = turn.call
+        call = await self._tokenizer.escaped(turn.call)
         prefix = await self._prefix_of(call, prefix_name)
         with request_spans.step("tokenise"):
             prompted = await self._calls.prompts(call, prefix)
@@ -285,7 +286,7 @@ class ModelRouter:
     async def explain(self, call: Call) -> list[dict[str, Any]]:
         """Where each prompt of a call would go now, and why; nothing is generated.
         RefusedCallError."""
-        call = (await asked(call, self.conversations)).call
+        call = await self._tokenizer.escaped((await asked(call, self.conversations)).call)
         prefix = await self._prefix_of(call, None)
         prompted = await self._calls.prompts(call, prefix)
         broken = self._broken(call, prefix, prompted, self._chats.look)

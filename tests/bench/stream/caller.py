@@ -123,5 +123,5 @@ def request(model: str, tokens: int, streamed: bool) -> bytes:
     message = {"role": "user", "content": f"It is {time.time_ns()}. What can I do?"}
     body = {"model": model, "messages": [message], "max_tokens": tokens}
     payload = json.dumps(body | {"stream": streamed, "ignore_eos": True}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
     return f"{head}\r\ncontent-length: {len(payload)}\r\n\r\n".encode() + payload

@@ -1,0 +1,136 @@
+"""The messages of a call have no special token that its client has written.
+
+The body is changed once, before anything renders it: routers and replicas then render the same.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from pydantic_core import from_json
+
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call
+from kvroute.router.api.errors import invalid, shown
+from kvroute.router.api.response_object import members
+from kvroute.router.prompts.special_tokens import SpecialTokens
+
+CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
+FIELDS = {  # of bodies, which come into prompts
+    CHATS: CHAT,
+    MESSAGES: CHAT,
+    f"{MESSAGES}/count_tokens": CHAT,
+    "/tokenize": CHAT,
+    RESPONSES: (*CHAT, "input", "instructions", "previous_input_messages"),
+    COMPLETIONS: (),
+}
+OTHER_FIELDS = ("messages",)  # of other routes
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class Escape:
+    """tokens: of the model's tokenizer and template."""
+
+    def __init__(self, tokens: SpecialTokens) -> None:
+        self._tokens = tokens
+
+    def call(self, call: Call) -> Call:
+        """The call without them. ApiError for a role that would become part of one, and for values
+        in values without end."""
+        names = FIELDS.get(call.path, OTHER_FIELDS)
+        for name in names:
+            self._check_roles(call.body.get(name))
+        if not names or not self._tokens.may_be_in(call.raw):
+            return call
+        try:
+            fields = members(call.raw)
+            given = {name: from_json(bytes(fields[name])) for name in names if name in fields}
+        except (ValueError, *DECODE_ERRORS):
+            return call  # no JSON, by a conversation's other writer: a replica refuses it
+        if not (changed := self._changed(given)):
+            return call
+        written = {name: msgspec.Raw(_json(value)) for name, value in changed.items()}
+        raw = msgspec.json.encode({**fields, **written})
+        return replace(call, raw=raw, body={**call.body, **changed})
+
+    def _changed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that have any, without."""
+        try:
+            after = {name: self._field(value) for name, value in fields.items()}
+        except RecursionError:
+            raise invalid(None, "the body has too many values in values; send fewer") from None
+        return {name: value for name, value in after.items() if value != fields[name]}
+
+    def _field(self, value: Any) -> Any:
+        if not isinstance(value, list) or not value or not _is_answer(value[-1]):
+            return self._value(value)
+        *before, last = value
+        return [*self._value(before), self._begun(last)]
+
+    def _begun(self, answer: Mapping[str, Any]) -> Any:
+        """An answer that the model may have to go on with: nothing of a client's comes behind."""
+        content = answer["content"]
+        rest = self._value({k: v for k, v in answer.items() if k != "content"})
+        if isinstance(content, str):
+            ended: Any = self._tokens.text(content, may_go_on=False)
+        else:
+            *parts, last = content
+            text = {"text": self._tokens.text(last["text"], may_go_on=False)}
+            ended = [*self._value(parts), self._value({**last, "text": ""}) | text]
+        return {**rest, "content": ended}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._tokens.text(value)
+        if isinstance(value, list):
+            return [self._value(each) for each in value]
+        if isinstance(value, dict):
+            return {
+                self._tokens.text(name): self._member(name, each) for name, each in value.items()
+            }
+        return value
+
+    def _member(self, name: str, value: Any) -> Any:
+        if name == "arguments" and isinstance(value, str):
+            return self._arguments(value)
+        return self._value(value)
+
+    def _arguments(self, text: str) -> str:
+        """A tool call's, which are JSON in a string: templates get what they mean."""
+        try:
+            before = json.loads(text)  # as vLLM does
+        except ValueError:
+            before = None
+        if not isinstance(before, dict | list):
+            return self._tokens.text(text)
+        after = self._value(before)
+        return text if after == before else json.dumps(after)
+
+    def _check_roles(self, messages: Any) -> None:
+        """Some templates write <|role|>."""
+        for message in messages if isinstance(messages, list) else ():
+            role = message.get("role") if isinstance(message, dict) else None
+            if isinstance(role, str) and role not in KNOWN_ROLES:
+                self._check_role(role)
+
+    def _check_role(self, role: str) -> None:
+        if self._tokens.may_complete(role):
+            raise invalid(
+                "messages", f"role is {shown(role)}; expected one of {', '.join(KNOWN_ROLES)}"
+            )
+
+
+def _is_answer(message: Any) -> bool:
+    """Whether it is an assistant's message that ends with text."""
+    if not isinstance(message, dict) or message.get("role") != "assistant":
+        return False
+    content = message.get("content")
+    last = content[-1] if isinstance(content, list) and content else None
+    is_text = isinstance(last, dict) and isinstance(last.get("text"), str)
+    return isinstance(content, str) or is_text
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()

@@ -1,0 +1,19 @@
+"""All routes of a router."""
+
+from collections.abc import Iterator
+
+from kvroute.router.endpoints import (
+    cluster_routes,
+    openai_routes,
+    prefix_routes,
+    response_routes,
+    ui_routes,
+)
+
+
+def routes() -> Iterator[tuple[str, str]]:
+    """Method and path."""
+    for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
+        for route in kind.routes.routes:
+            for method in route.methods:
+                yield method, route.path

@@ -1,0 +1,346 @@
+"""Whatever clients write, only the template makes special tokens."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call, parse_call
+from kvroute.router.api.errors import ApiError
+from kvroute.router.prompts.chat_template import OnlyReplicaError
+from kvroute.router.prompts.escape import Escape
+from kvroute.router.prompts.special_tokens import PIECE, SpecialTokens
+from kvroute.router.prompts.tokenizer import INLINE_BYTES, Prompts
+from kvroute.settings.router import RouterSettings
+from kvroute.settings.serve import load
+from tests.support.chat_bodies import TOOL, Body, call, calling, chat, result, text
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+OF_TEMPLATES = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?[A-Z_]+\]|<｜[^｜]+｜>|</?s>")  # noqa: RUF001
+FAMILIES = {  # tokens that a template does not write itself
+    "llama3_1": ["<|begin_of_text|>", "<|reserved_special_token_0|>"],
+    "gemma3": ["<bos>", "<eos>", "<image_soft_token>"],
+    "mistral_small_3_2": ["<s>", "[SYSTEM_PROMPT]", "[IMG]"],
+    "phi3_5": ["<|endoftext|>"],
+    "deepseek_v3_1": ["<｜begin▁of▁sentence｜>"],  # noqa: RUF001
+    "qwen3": ["<|endoftext|>", "<|image_pad|>"],
+}
+JOINS = """{% for m in messages %}[INST]
+{%- for part in m.content %}{{ part.text | trim }}{% endfor %}
+{%- for each in m.tool_calls %}{{ each.id | trim }}{{ each.function.name }}
+{%- for k, v in each.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}{% endfor %}
+{{- m.name }}[/INST]{% endfor %}"""  # one string directly behind the other
+
+
+class Model:
+    """A tokenizer of bytes and special tokens, with a template."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts = prompts
+        special = SpecialTokens(prompts._tokenizer, prompts._template.source)
+        self.escape = Escape(special)
+        self.tokens = special._tokens
+        self.ids = {prompts._backend.token_to_id(token) for token in self.tokens}
+        self._loop = asyncio.Runner()
+
+    def close(self) -> None:
+        self.prompts.close()
+        self._loop.close()
+
+    def made(self, body: Mapping[str, Any], content_format: str = "string") -> list[int]:
+        """The special tokens of its prompt."""
+        text = self._loop.run(self.prompts.chat_text(body, content_format))
+        return [
+            id_ for id_ in self._loop.run(self.prompts.rendered(text)).tolist() if id_ in self.ids
+        ]
+
+    def escaped(self, body: Body, path: str = CHATS) -> Call:
+        return self.escape.call(parse_call(path, json.dumps(body).encode()))
+
+
+def built(folder: Path, tokens: list[str], template: str, *, is_special: bool = True) -> Model:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({each: n for n, each in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(each, special=is_special, normalized=False) for each in tokens])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=tokens[0], eos_token=tokens[-1]
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return Model(Prompts(folder))
+
+
+@pytest.fixture(scope="module", params=[BUILTIN_MODEL, *FAMILIES])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    if request.param == BUILTIN_MODEL:
+        model = Model(Prompts(resolve(BUILTIN_MODEL)))
+    else:
+        template = (TEMPLATES / f"{request.param}.jinja").read_text()
+        tokens = [*FAMILIES[request.param], *sorted({*OF_TEMPLATES.findall(template)})]
+        model = built(tmp_path_factory.mktemp(request.param), tokens, template)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    folder = tmp_path_factory.mktemp("joining")
+    model = built(folder, ["<s>", "<<s>", "[INST]", "[/INST]", "<|a b|>", "</s>"], JOINS)
+    yield model
+    model.close()
+
+
+def evil(tokens: list[str]) -> st.SearchStrategy[str]:
+    """Text of tokens, of their parts, and of what may stand between."""
+    slices = st.tuples(st.sampled_from(tokens), st.integers(0, 20), st.integers(0, 20))
+    parts = slices.map(lambda cut: cut[0][cut[1] : cut[1] + cut[2]])
+    others = st.sampled_from(["", " ", "\n", "a", "\u2060", "\u00a0", "é", "\\", '"', "\u2028"])
+    whole = st.sampled_from(tokens)
+    return st.lists(whole | parts | others, max_size=6).map("".join)
+
+
+def harmless(value: Any) -> Any:
+    """The same with other texts; blank ones stay, since templates ask for them."""
+    if isinstance(value, str):
+        return "a" if value.strip() else value
+    if isinstance(value, list):
+        return [harmless(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = ("role", "type")
+    return {k: v if k in kept else harmless(v) for k, v in value.items()}
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_no_text_of_a_message_makes_one(model: Model, data: st.DataObject) -> None:
+    texts = evil(model.tokens)
+    content = texts | st.lists(texts.map(lambda text: {"type": "text", "text": text}), min_size=1)
+    body = chat(
+        {"role": "user", "content": data.draw(content)},
+        {"role": "assistant", "content": data.draw(content)},
+        {"role": "user", "content": data.draw(content)},
+    )
+    if data.draw(st.booleans()):
+        body["messages"].insert(0, {"role": "system", "content": data.draw(content)})
+    try:
+        expected = model.made(harmless(body))
+    except OnlyReplicaError:  # the template takes no such chat
+        return
+    assert model.made(model.escaped(body).body) == expected
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_no_tool_makes_one(model: Model, data: st.DataObject) -> None:
+    texts = evil(model.tokens)
+    arguments = {"city": data.draw(texts), "more": [data.draw(texts)]}
+    quoted = data.draw(st.sampled_from([json.dumps(arguments), _as_codes(arguments)]))
+    made_call = call(quoted) | {"id": "call_0123"}
+    tool = {"type": "function", "function": {"name": "f", "description": data.draw(texts)}}
+    body = chat(
+        {"role": "user", "content": "a"}, calling(made_call), result(data.draw(texts)), tools=[tool]
+    )
+    same = harmless(body)
+    same["messages"][1] = calling(call(json.dumps(harmless(arguments))))
+    same["messages"][2]["tool_call_id"] = "call_0123"
+    same["tools"][0]["function"]["name"] = "f"
+    try:
+        expected = model.made(same)
+    except OnlyReplicaError:  # the template takes no tools
+        return
+    assert model.made(model.escaped(body).body) == expected
+
+
+def _as_codes(value: Any) -> str:
+    """JSON that has no token as it is."""
+    return re.sub(r"[<>|/A-Z]", lambda found: f"\\u{ord(found[0]):04X}", json.dumps(value))
+
+
+@given(data=st.data())
+def test_strings_side_by_side_make_none(joining: Model, data: st.DataObject) -> None:
+    texts = evil(joining.tokens)
+    parts = st.lists(texts.map(lambda text: {"type": "text", "text": text}), min_size=1)
+    arguments = {data.draw(texts): data.draw(texts) for _ in range(2)}
+    named = {"name": data.draw(texts), "arguments": json.dumps(arguments)}
+    answer = {
+        "role": "assistant",
+        "content": data.draw(parts),
+        "name": data.draw(texts),
+        "tool_calls": [{"id": data.draw(texts), "type": "function", "function": named}],
+    }
+    body = chat(answer, {"role": "user", "content": data.draw(parts)})
+    calm = chat(*({"role": each["role"], "content": []} for each in body["messages"]))
+    assert joining.made(joining.escaped(body).body, "openai") == joining.made(calm, "openai")
+
+
+@pytest.mark.parametrize("between", ["", " ", "\n\u3000"])
+def test_a_token_in_two_parts_stays_in_two(joining: Model, between: str) -> None:
+    """The template trims each."""
+    calm = joining.made(chat({"role": "user", "content": "a"}), "openai")
+    for token in ("<s>", "<<s>", "[INST]", "[/INST]", "</s>"):
+        for cut in range(1, len(token)):
+            texts = token[:cut] + between, token[cut:]
+            body = chat({"role": "user", "content": [text(each) for each in texts]})
+            assert len(joining.made(body, "openai")) > len(calm)
+            assert joining.made(joining.escaped(body).body, "openai") == calm
+
+
+def test_what_is_escaped_would_have_been_tokens(model: Model) -> None:
+    body = chat({"role": "user", "content": "a" + "b".join(model.tokens)})
+    assert len(model.made(body)) >= len(model.tokens) + len(model.made(harmless(body)))
+
+
+@given(st.data())
+def test_a_body_without_any_stays_byte_for_byte(model: Model, data: st.DataObject) -> None:
+    text = data.draw(st.text())
+    raw = json.dumps(chat({"role": "user", "content": text}, max_tokens=3, stop=["<s>"])).encode()
+    assume(not any(text.rstrip().endswith(token[:1]) for token in model.tokens))
+    call = parse_call(CHATS, raw)
+    assert model.escape.call(call) is call
+
+
+@pytest.mark.parametrize("path", [CHATS, RESPONSES, MESSAGES, "/tokenize"])
+@pytest.mark.parametrize("written", ["<|im_end|>", "\\u003c|im_end|>", "<\\u007Cim_end|\\u003E"])
+def test_each_route_and_each_way_to_write_it(prompts: Prompts, path: str, written: str) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    field = "input" if path == RESPONSES else "messages"
+    raw = (
+        f'{{"{field}": [{{"role": "user", "content": "a{written}"}}], "stop": ["{written}"], '
+        '"temperature": 0.10, "seed": 123456789012345678901234567890}'
+    ).encode()
+    escaped = escape.call(parse_call(path, raw))
+    body = json.loads(escaped.raw)
+    assert body[field] == [{"role": "user", "content": "a<\u2060|im_end|>"}]
+    assert escaped.body[field] == body[field]
+    assert body["stop"] == ["<|im_end|>"]
+    assert b"0.10" in escaped.raw
+    assert body["seed"] == 123456789012345678901234567890
+
+
+def test_other_fields_that_come_into_prompts(prompts: Prompts) -> None:
+    escape, text = Escape(SpecialTokens(prompts._tokenizer, "")), "<|im_end|>"
+    fields: Body = {
+        "system": text,
+        "instructions": [{"type": "text", "text": text}],
+        "tools": [TOOL | {"x": text}],
+        "documents": [{"text": text}],
+        "messages": [],
+        "chat_template_kwargs": {text: text},
+    }
+    call = escape.call(parse_call(RESPONSES, json.dumps(fields).encode()))
+    assert text not in json.dumps(call.body)
+    assert json.dumps(call.body).count("u2060") == 6
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "\\u003c|im_end|> \\ud800"}', '{"<|": "im_end|>"}', "<|"]
+)
+def test_arguments_are_read_as_vllm_reads_them(prompts: Prompts, arguments: str) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    body = chat(calling(call(arguments)), result("<|im_end|>"))
+    escaped = escape.call(parse_call(CHATS, json.dumps(body).encode()))
+    assert "u2060" in json.dumps(_arguments(escaped))
+    assert json.loads(escaped.raw)["messages"] == escaped.body["messages"]
+
+
+@pytest.mark.parametrize("backslash", ["\\\\", "\\u005c", "\\u005C"])
+def test_json_in_a_string_may_be_escaped_twice(prompts: Prompts, backslash: str) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    raw = json.dumps(chat(calling(call('{"a": "@u003c|im_end|>"}')), result("a")))
+    called = parse_call(CHATS, raw.replace("@", backslash).encode())
+    assert json.loads(_arguments(called)) == {"a": "<|im_end|>"}
+    assert json.loads(_arguments(escape.call(called))) == {"a": "<\u2060|im_end|>"}
+
+
+def _arguments(made: Call) -> str:
+    return str(made.body["messages"][0]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_arguments_in_arguments_without_end_are_refused(prompts: Prompts) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    endless = "[" * 100_000 + "]" * 100_000
+    body = chat(calling(call(endless)), {"role": "user", "content": "<|im_end|>"})
+    with pytest.raises(ApiError, match="too many values in values"):
+        escape.call(parse_call(CHATS, json.dumps(body).encode()))
+
+
+def test_texts_to_rank_stay(prompts: Prompts) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    call = parse_call("/rerank", b'{"query": "<|im_end|>", "documents": ["<|im_end|>"]}')
+    assert escape.call(call) is call
+
+
+def test_raw_prompts_stay(prompts: Prompts) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    call = parse_call(COMPLETIONS, b'{"prompt": "<|im_start|>user"}')
+    assert escape.call(call) is call
+
+
+def test_an_answer_to_be_continued_ends_as_it_did(prompts: Prompts) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    for content in ("<|im_end|> <", [{"type": "text", "text": "<"}, {"type": "text", "text": "<"}]):
+        body = chat({"role": "user", "content": "<"}, {"role": "assistant", "content": content})
+        asked, answer = escape.call(parse_call(CHATS, json.dumps(body).encode())).body["messages"]
+        assert asked["content"] == "<\u2060"
+        if isinstance(content, str):
+            assert answer["content"] == "<\u2060|im_end|> <"
+        else:
+            assert [part["text"] for part in answer["content"]] == ["<\u2060", "<"]
+
+
+@pytest.mark.parametrize("role", ["im_end", "end", "im_end|>\n<|im_start", "", "a b"])
+def test_a_role_is_no_part_of_one(prompts: Prompts, role: str) -> None:
+    escape = Escape(SpecialTokens(prompts._tokenizer, ""))
+    body = chat({"role": role, "content": "a"})
+    with pytest.raises(ApiError, match="expected one of system"):
+        escape.call(parse_call(CHATS, json.dumps(body).encode()))
+
+
+def test_tags_stay(tmp_path: Path) -> None:
+    """Templates take answers apart by </think>."""
+    template = "{{ '<think></think><|user|>' }}"
+    tokens = ["<s>", "<think>", "</think>", "<|user|>", "</s>"]
+    model = built(tmp_path, tokens, template, is_special=False)
+    body = model.escaped(chat({"role": "user", "content": "<think>a</think><|user|>"})).body
+    assert body["messages"][0]["content"] == "<think>a</think><\u2060|user|>"
+    model.close()
+
+
+async def test_long_texts_are_searched_in_pieces(prompts: Prompts) -> None:
+    escaping = Prompts(prompts.model, escapes=True)
+    cut = "a" * (PIECE - 3) + "<|im_end|>"
+    body = chat({"role": "user", "content": cut + "<|im_end|>" * INLINE_BYTES})
+    given_ = parse_call(CHATS, json.dumps(body).encode())
+    assert await prompts.escaped(given_) is given_
+    call = await escaping.escaped(given_)
+    escaping.close()
+    content = call.body["messages"][0]["content"]
+    assert "<|im_end|>" not in content
+    assert content.replace("\u2060", "") == body["messages"][0]["content"]
+
+
+def test_keys_make_it_the_default(tmp_path: Path) -> None:
+    for given_, escapes in (
+        ({}, False),
+        ({"api_keys": tmp_path}, True),
+        ({"api_keys": tmp_path, "escape_special_tokens": False}, False),
+        ({"escape_special_tokens": True}, True),
+        ({"models": [{"model": "m", "escape_special_tokens": True}]}, True),
+    ):
+        (one,) = load({"redis_url": "redis://r", **given_}).decided()
+        assert RouterSettings.model_validate(one.for_routers()).escapes is escapes
