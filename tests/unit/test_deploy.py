@@ -45,8 +45,7 @@ def in_node_script(commands: str, home: Path) -> subprocess.CompletedProcess[str
         ["bash", "-c", script],
         cwd=checkout,
         env={**os.environ, "HOME": str(home)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
     )
 

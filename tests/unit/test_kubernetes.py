@@ -6,6 +6,7 @@ are Kubernetes' own are checked like the rest, and the other fields against the 
 
 import json
 import subprocess
+from base64 import b64decode
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from dashboards.build import files
+from tests.support.documents import DEPLOYMENT, blocks
 from tests.support.repository import ROOT, load
 from tests.support.untested import needs
 
@@ -86,7 +88,8 @@ def test_the_ray_service_has_fields_that_kuberay_knows() -> None:
     spec = one("RayService")["spec"]
     head, *workers = pod_groups()
     assert spec.keys() == {"serveConfigV2", "rayClusterConfig", "upgradeStrategy"}
-    assert spec["rayClusterConfig"].keys() == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    cluster = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    assert spec["rayClusterConfig"].keys() == cluster
     assert head.keys() == POD_GROUP
     assert all(worker.keys() == WORKER_GROUP for worker in workers)
     assert all(isinstance(each, str) for each in head["rayStartParams"].values())
@@ -105,10 +108,12 @@ def test_the_ray_service_has_the_ray_that_is_installed() -> None:
 
 def test_every_pod_is_of_one_image_and_has_a_redis_that_exists() -> None:
     service = one("Service")
-    url = f"redis://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    at = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     for container in containers():
-        told = {each["name"]: each["value"] for each in container["env"]}
-        assert told == {"KVROUTE_REDIS_URL": url}
+        secret, url = container["env"]
+        assert secret["valueFrom"] == {"secretKeyRef": {"name": "kvroute-redis", "key": "password"}}
+        told = {"name": "KVROUTE_REDIS_URL", "value": f"redis://:$({secret['name']})@{at}"}
+        assert url == told
     assert len({container["image"] for container in containers()}) == 1
 
 
@@ -123,6 +128,45 @@ def test_the_index_is_the_same_as_in_the_compose_file() -> None:
     (redis,) = one("Deployment")["spec"]["template"]["spec"]["containers"]
     assert redis["image"] == SERVICES["redis"]["image"]
     assert redis["args"] == SERVICES["redis"]["command"]
+
+
+def test_redis_has_the_password_of_the_secret() -> None:
+    """Documents make it: password, and redis.conf, which is not on a command line."""
+    pod = one("Deployment")["spec"]["template"]["spec"]
+    (redis,), (volume,) = pod["containers"], pod["volumes"]
+    (asks,) = redis["env"]
+    (mount,) = redis["volumeMounts"]
+    assert asks["name"] == "REDISCLI_AUTH", "what redis-cli reads in the probe"
+    assert asks["valueFrom"]["secretKeyRef"] == {"name": "kvroute-redis", "key": "password"}
+    assert mount["name"] == volume["name"]
+    assert f"{mount['mountPath']}/{volume['secret']['items'][0]['path']}" == redis["args"][1]
+    made = shell_with("--from-file=password=")
+    assert all(f"--from-file={key}=" in made for key in ("password", "redis.conf"))
+    assert volume["secret"]["secretName"] in made
+
+
+@needs_kubectl
+def test_the_documented_command_makes_that_secret() -> None:
+    making = f"{shell_with('--from-file=password=')} --dry-run=client --output json"
+    done = subprocess.run(["bash", "-c", making], check=True, capture_output=True, text=True)
+    data = json.loads(done.stdout)["data"]
+    held = {name: b64decode(value).decode() for name, value in data.items()}
+    assert len(held["password"]) == 64
+    assert held == {
+        "password": held["password"],
+        "redis.conf": f"requirepass {held['password']}\n",
+    }
+
+
+def shell_with(text: str) -> str:
+    """deployment.md's shell commands from the password on, up to the one with this text."""
+    (found,) = [block.text for block in blocks(DEPLOYMENT) if text in block.text]
+    making = found[found.index("password=$(") :]
+    return making[: making.index("\nkubectl apply")]
+
+
+def test_ray_asks_for_its_token() -> None:
+    assert one("RayService")["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 def test_prometheus_is_told_where_to_find_everyone() -> None:
