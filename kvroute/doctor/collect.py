@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.client import error_message, key_headers
+from kvroute.client import error_message, key_headers, metrics_headers
 from kvroute.doctor import checks, clocks, load_checks, metrics_ports
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
@@ -99,7 +99,8 @@ class _Collection:
         self._step("asking each process for its metrics")
         probes = list[metrics_ports.Probe]()
         try:
-            probes = metrics_ports.probes(self._ask("GET", "/v1/metrics/targets"))
+            targets = self._ask("GET", "/v1/metrics/targets")
+            probes = metrics_ports.probes(targets, metrics_headers())
             yield from metrics_ports.judge(probes)
             yield from metrics_ports.judge_logs(probes)
         except _RefusedError as error:

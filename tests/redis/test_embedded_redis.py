@@ -91,7 +91,9 @@ def test_its_password_is_on_no_command_line() -> None:
 def test_a_wrong_password_is_said_with_the_remedy_and_without_the_password() -> None:
     with embedded_redis() as url:
         wrong = url.replace("redis://:", "redis://:not")
-        with pytest.raises(StartError, match="refuses the password.*write the right one") as failed:
+        with pytest.raises(
+            StartError, match=r"refuses the password.*write the right one"
+        ) as failed:
             check_redis(wrong)
     assert str(urlsplit(wrong).password) not in str(failed.value)
 
