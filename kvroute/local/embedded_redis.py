@@ -68,15 +68,17 @@ def check_redis(url: str) -> str:
         ) from None
     except (redis.RedisError, OSError) as error:
         raise StartError(
-            f"redis_url is {shown!r}, which does not answer ({error}); {_remedy(error)}"
+            f"redis_url is {shown!r}, which does not answer ({error}); {_remedy(url, error)}"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
         raise StartError(f"redis_url is {shown!r}, a Redis {version}; expected 6.2 or newer")
     return version
 
 
-def _remedy(error: Exception) -> str:
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+def _remedy(url: str, error: Exception) -> str:
+    if url.startswith("rediss:") and re.search(
+        "CERTIFICATE_VERIFY_FAILED|No such file", str(error)
+    ):
         return (
             "name the authority that signed its certificate, as in "
             "rediss://HOST:PORT?ssl_ca_certs=/path/ca.pem"

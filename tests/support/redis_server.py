@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import ssl
 import threading
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from kvroute.local.embedded_redis import _start, _wait_for_ping
+from kvroute.local.embedded_redis import _start, _wait_for_ping, embedded_redis
+from kvroute.local.ports import free_port
 from tests.support.serving import Cluster
 
 
@@ -26,11 +29,13 @@ def redis_server(port: int, folder: Path) -> Iterator[str]:
 
 
 class Wire:
-    """A TCP proxy: what goes either way arrives `delay_s` later."""
+    """A TCP proxy: what goes either way arrives `delay_s` later. tls: what the proxy's clients
+    find, as at a Redis with TLS, which ours cannot do."""
 
-    def __init__(self, from_port: int, to_port: int) -> None:
+    def __init__(self, from_port: int, to_port: int, tls: ssl.SSLContext | None = None) -> None:
         self.delay_s = 0.0
-        self.url = f"redis://127.0.0.1:{from_port}"
+        self.url = f"{'rediss' if tls else 'redis'}://127.0.0.1:{from_port}"
+        self._tls = tls
         self._from_port = from_port
         self._to_port = to_port
 
@@ -48,7 +53,9 @@ class Wire:
                 thread.join()
 
     async def _serve(self, ends: asyncio.Event) -> None:
-        server = await asyncio.start_server(self._connect, "127.0.0.1", self._from_port)
+        server = await asyncio.start_server(
+            self._connect, "127.0.0.1", self._from_port, ssl=self._tls
+        )
         async with server:
             await ends.wait()
         # The connections end with the loop, which cancels what is left.
@@ -76,6 +83,19 @@ class Wire:
             raise ConnectionResetError  # the other way ends as well
         finally:
             delivering.cancel()
+
+
+@contextlib.contextmanager
+def redis_with_tls(certificate: tuple[Path, Path]) -> Iterator[str]:
+    """The URL of one with a password, behind a proxy with this certificate and key; clients say in
+    `ssl_ca_certs` whom they trust."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*certificate)
+    with embedded_redis() as url:
+        at = urlsplit(url)
+        assert at.port is not None
+        with Wire(free_port(), at.port, tls).running() as wire:
+            yield wire.url.replace("://", f"://:{at.password}@")
 
 
 @dataclass

@@ -16,6 +16,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from dashboards.build import files
+from kvroute.settings import parsers
 from tests.support.documents import DEPLOYMENT, blocks
 from tests.support.repository import ROOT, load
 from tests.support.untested import needs
@@ -23,7 +24,7 @@ from tests.support.untested import needs
 SERVICES = load("deploy/compose.yaml")["services"]
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSION = "1.34"
-BUILTIN = {"v1", "apps/v1"}
+BUILTIN = {"v1", "apps/v1", "networking.k8s.io/v1"}
 POD_GROUP = {"rayStartParams", "template"}
 WORKER_GROUP = POD_GROUP | {"groupName", "replicas", "minReplicas", "maxReplicas"}
 
@@ -59,7 +60,8 @@ def check(document: dict[str, Any]) -> None:
 
 def test_every_object_of_kubernetes_own_fits_its_schema() -> None:
     own = [document for document in documents() if document["apiVersion"] in BUILTIN]
-    assert {document["kind"] for document in own} == {"Namespace", "Deployment", "Service"}
+    kinds = {"Namespace", "Deployment", "Service", "NetworkPolicy"}
+    assert {document["kind"] for document in own} == kinds
     for document in own:
         check(document)
 
@@ -163,6 +165,92 @@ def shell_with(text: str) -> str:
     (found,) = [block.text for block in blocks(DEPLOYMENT) if text in block.text]
     making = found[found.index("password=$(") :]
     return making[: making.index("\nkubectl apply")]
+
+
+HEAD = {"ray.io/is-ray-node": "yes", "ray.io/node-type": "head"}  # as KubeRay labels its pods
+WORKER = {"ray.io/is-ray-node": "yes", "ray.io/node-type": "worker"}
+REDIS = {"app": "kvroute-redis"}
+OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
+STRANGER = {"app": "anything"}
+HERE, MONITORING, ELSEWHERE = (
+    {"kubernetes.io/metadata.name": name} for name in ("kvroute", "monitoring", "elsewhere")
+)
+
+
+def reached(pod: dict[str, str], port: int, *, by: dict[str, str], at: dict[str, str]) -> bool:
+    """Whether the policies let that pod of that namespace in, as Kubernetes' documents say. Without
+    any that names the pod everybody would be."""
+    policies = [each["spec"] for each in documents() if each["kind"] == "NetworkPolicy"]
+    about = [spec for spec in policies if selects(spec["podSelector"], pod)]
+    assert about
+    return any(lets(rule, port, by, at) for spec in about for rule in spec.get("ingress", []))
+
+
+def lets(rule: dict[str, Any], port: int, by: dict[str, str], at: dict[str, str]) -> bool:
+    """A rule without ports is for all of them, and one without peers for everybody."""
+    ports, peers = rule.get("ports", [{"port": 1, "endPort": 65535}]), rule.get("from")
+    is_port = any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports)
+    return is_port and (peers is None or any(is_peer(each, by, at) for each in peers))
+
+
+def is_peer(peer: dict[str, Any], by: dict[str, str], at: dict[str, str]) -> bool:
+    """One without a namespace is of the policy's own."""
+    there = selects(peer["namespaceSelector"], at) if "namespaceSelector" in peer else at == HERE
+    return there and selects(peer.get("podSelector", {}), by)
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    assert selector.keys() <= {"matchLabels"}
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items()
+
+
+def container_port(name: str) -> int:
+    (port,) = (each["containerPort"] for each in containers()[0]["ports"] if each["name"] == name)
+    return int(port)
+
+
+def test_everybody_reaches_the_endpoint_and_nothing_else() -> None:
+    config = yaml.safe_load(one("RayService")["spec"]["serveConfigV2"])
+    endpoint = config["http_options"]["port"]
+    assert endpoint == container_port("serve")
+    for at in (HERE, ELSEWHERE):
+        assert reached(HEAD, endpoint, by=STRANGER, at=at)
+        for port in (endpoint, 8265, 6379, 10001, 20000, 9400):
+            assert not reached(WORKER, port, by=STRANGER, at=at)
+            assert not reached(REDIS, port, by=STRANGER, at=at)
+            assert not reached(STRANGER, port, by=STRANGER, at=at)
+            assert port == endpoint or not reached(HEAD, port, by=STRANGER, at=at)
+
+
+def test_rays_nodes_reach_all_of_each_other_and_nobody_with_their_labels_elsewhere_does() -> None:
+    for port in (1, container_port("gcs-server"), 20000, 65535):
+        assert reached(HEAD, port, by=WORKER, at=HERE)
+        assert reached(WORKER, port, by=HEAD, at=HERE)
+        assert not reached(WORKER, port, by=HEAD, at=ELSEWHERE)
+
+
+def test_redis_is_for_rays_nodes() -> None:
+    (port,) = (each["port"] for each in one("Service")["spec"]["ports"])
+    pod = one("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert pod == REDIS
+    for node in (HEAD, WORKER):
+        assert reached(pod, port, by=node, at=HERE)
+        assert not reached(pod, port, by=node, at=ELSEWHERE)
+    assert not reached(pod, port, by=STRANGER, at=MONITORING)
+
+
+def test_prometheus_reaches_the_metrics_and_kuberay_the_dashboard() -> None:
+    config = yaml.safe_load(one("RayService")["spec"]["serveConfigV2"])
+    ports = parsers.ports(config["applications"][0]["args"]["metrics_port_range"])
+    for pod in (HEAD, WORKER):
+        for port in (ports[0], ports[-1]):
+            assert reached(pod, port, by=STRANGER, at=MONITORING)
+            assert not reached(pod, port, by=STRANGER, at=ELSEWHERE)
+        for port in (ports[0] - 1, ports[-1] + 1):
+            assert not reached(pod, port, by=STRANGER, at=MONITORING)
+    assert reached(HEAD, container_port("dashboard"), by=OPERATOR, at=ELSEWHERE)
+    assert not reached(HEAD, container_port("dashboard"), by=STRANGER, at=ELSEWHERE)
 
 
 def test_ray_asks_for_its_token() -> None:
