@@ -2,7 +2,7 @@
 whether its log can be written."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.client import TOKEN_FILE
+from kvroute.contract.ranks import replicas_of
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset, dated
 
@@ -62,6 +63,17 @@ def judge(found: Sequence[Probe]) -> Iterator[Check]:
         for probe in silent:
             finding = f"{probe.who} at {probe.address}: {probe.trouble}"
             yield Check("ports", "wrong", finding, "let nodes reach all of each other's ports")
+
+
+def judge_missing(replicas: Iterable[str], targets: Sequence[dict[str, Any]]) -> Iterator[Check]:
+    """Whether some replicas of the index have no metrics, though other processes have."""
+    exposed = {target["labels"].get("replica") for target in targets}
+    known = replicas_of(replicas)
+    missing = sorted(known - exposed)
+    if targets and missing:
+        finding = f"{len(missing)} of {len(known)} replicas have no metrics: {missing[0]}"
+        remedy = "their logs say why; perhaps --metrics-port-range has too few ports"
+        yield Check("ports", "warning", finding, remedy)
 
 
 def judge_logs(found: Sequence[Probe]) -> Iterator[Check]:

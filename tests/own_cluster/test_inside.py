@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from kvroute.doctor.checks import Check
 from kvroute.local.ports import free_port, why_not
 from tests.support.certificates import certificate
 from tests.support.redis_server import redis_with_tls
@@ -17,7 +18,7 @@ from tests.support.serving import Cluster, doctor, findings, start_cluster
 pytestmark = pytest.mark.timeout(240)
 
 TOKEN = "se-cret"
-PORTS = 2  # for a router and two replicas
+PORTS = 1  # for a router and two replicas
 
 
 @contextmanager
@@ -96,6 +97,12 @@ def test_metrics_are_on_the_ports_of_the_range_and_a_full_one_costs_only_metrics
 ) -> None:
     wait_until(lambda: targets(cluster) == [f"127.0.0.1:{port}" for port in ports])
     assert httpx.get(f"{cluster.url}/health", timeout=10).json()["replicas"] == 2
+    _, missing = ports_checks(cluster)
+    assert "of 2 replicas have no metrics" in missing.finding
+
+
+def ports_checks(cluster: Cluster) -> list[Check]:
+    return [check for check in findings(doctor(cluster, "--json")) if check.name == "ports"]
 
 
 def test_only_who_sends_the_token_reads_them(cluster: Cluster, token_file: Path) -> None:
@@ -104,9 +111,9 @@ def test_only_who_sends_the_token_reads_them(cluster: Cluster, token_file: Path)
         assert httpx.get(url).status_code == 401
         assert httpx.get(url, headers={"authorization": "Bearer no"}).status_code == 401
         assert "kvroute_" in httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}).text
-    (check,) = (one for one in findings(doctor(cluster, "--json")) if one.name == "ports")
+    check, _ = ports_checks(cluster)
     assert check.grade == "warning"
     assert "KVROUTE_METRICS_TOKEN_FILE" in check.remedy
     with environment(KVROUTE_METRICS_TOKEN_FILE=str(token_file)):
-        (check,) = (one for one in findings(doctor(cluster, "--json")) if one.name == "ports")
-    assert check.grade == "ok"
+        check, _ = ports_checks(cluster)
+    assert (check.grade, check.finding[:21]) == ("ok", "the metrics of 1 proc")

@@ -310,6 +310,16 @@ def test_a_process_that_asks_for_the_token_is_no_closed_port(tmp_path: Path) -> 
         assert "KVROUTE_METRICS_TOKEN_FILE" in check.remedy
 
 
+def test_a_replica_without_metrics_is_named_unless_nobody_has_them() -> None:
+    router = {"targets": ["h:1"], "labels": {"role": "router", "router": "r"}}
+    replica = {"targets": ["h:2"], "labels": {"role": "replica", "replica": "a"}}
+    assert not [*metrics_ports.judge_missing(["a.0", "a.1"], [router, replica])]
+    (check,) = metrics_ports.judge_missing(["a", "b"], [router, replica])
+    assert (check.grade, check.finding) == ("warning", "1 of 2 replicas have no metrics: b")
+    assert "--metrics-port-range" in check.remedy
+    assert not [*metrics_ports.judge_missing(["a", "b"], [])]
+
+
 def test_where_no_cluster_answers_the_doctor_says_so() -> None:
     for url in (f"http://127.0.0.1:{free_port()}", "127.0.0.1", "http://["):
         (check,) = collect_checks(url, audit=True)
