@@ -112,10 +112,12 @@ def _listening(host: str, ports: Sequence[int], application: Application) -> WSG
             return make_server(host, port, application, server_class, _Handler)
         except OSError as error:
             last = error
-    where = f"port {ports[0]}" if len(ports) == 1 else f"none of {len(ports)} ports"
+    if not ports[0]:
+        raise NoMetricsError(f"no port can be had on {host} ({last.strerror}); see {METRICS_HOST}")
     raise NoMetricsError(
-        f"{where} of metrics_port_range can be had on {host} ({last.strerror}); give a wider range "
-        "than one port for each process of a node, and for each model of a router"
+        f"none of {len(ports)} ports of metrics_port_range, {ports[0]}-{ports[-1]}, can be had on "
+        f"{host} ({last.strerror}); give a wider range: one port for each process of a node, and "
+        "for each model of a router"
     )
 
 

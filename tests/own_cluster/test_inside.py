@@ -7,10 +7,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import redis
 
 from kvroute.doctor.checks import Check
 from kvroute.local.ports import free_port, why_not
 from tests.support.certificates import certificate
+from tests.support.documents import SECURITY, blocks
 from tests.support.redis_server import redis_with_tls
 from tests.support.scraping import wait_until
 from tests.support.serving import Cluster, doctor, findings, start_cluster
@@ -18,6 +20,7 @@ from tests.support.serving import Cluster, doctor, findings, start_cluster
 pytestmark = pytest.mark.timeout(240)
 
 TOKEN = "se-cret"
+PASSWORD = "0123456789abcdef" * 2
 PORTS = 1  # for a router and two replicas
 
 
@@ -38,9 +41,15 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """With TLS, for a user who may what security.md says."""
     pair = certificate(tmp_path_factory.mktemp("tls"))
+    (block,) = (block.text for block in blocks(SECURITY) if "ACL SETUSER" in block.text)
+    trusting = f"?ssl_ca_certs={pair[0]}"
     with redis_with_tls(pair) as url:
-        yield f"{url}?ssl_ca_certs={pair[0]}"
+        with redis.Redis.from_url(url + trusting) as administrator:
+            administrator.execute_command(*block.replace("PASSWORD", PASSWORD).split())
+        at = urlsplit(url)
+        yield f"rediss://kvroute:{PASSWORD}@127.0.0.1:{at.port}{trusting}"
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +86,15 @@ def test_the_index_is_in_the_redis_with_tls(cluster: Cluster) -> None:
     assert (examined["redis"], examined["canary"]) == ("ok", "ok")
 
 
+def test_more_than_its_own_keys_its_user_may_not_touch(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        for forbidden in (("SET", "another", 1), ("FLUSHALL",), ("CONFIG", "SET", "save", "")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*forbidden)
+
+
 def test_its_password_is_shown_to_nobody(cluster: Cluster, redis_url: str) -> None:
-    password = urlsplit(redis_url).password
-    assert password is not None
+    assert PASSWORD in redis_url
     shown = [cluster.output(), doctor(cluster, "--json").stdout]
     for path in ("/health", "/v1/cluster", "/v1/cluster/diagnosis", "/v1/metrics/targets"):
         shown.append(httpx.get(f"{cluster.url}{path}", timeout=30).text)
@@ -89,7 +104,7 @@ def test_its_password_is_shown_to_nobody(cluster: Cluster, redis_url: str) -> No
     assert len(files) > 5
     shown += [file.read_text(errors="replace") for file in files]
     shown += [" ".join(process.cmdline()) for process in cluster.processes()]
-    assert not [text for text in shown if password in text]
+    assert not [text for text in shown if PASSWORD in text]
 
 
 def test_metrics_are_on_the_ports_of_the_range_and_a_full_one_costs_only_metrics(

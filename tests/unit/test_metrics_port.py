@@ -82,6 +82,15 @@ def test_a_full_range_is_a_warning_with_the_count_and_the_remedy(
     assert "give a wider range" in line
 
 
+def test_an_address_that_is_not_this_computers_is_a_warning_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert exposed("192.0.2.1", CollectorRegistry(), ports=(0,), token_file=None) is None
+    (line,) = caplog.messages
+    assert "no port can be had on 192.0.2.1" in line
+    assert "see KVROUTE_METRICS_HOST" in line
+
+
 def test_without_a_range_the_system_picks_a_port() -> None:
     with serving() as one, serving() as other:
         assert one.address != other.address
