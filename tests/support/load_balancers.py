@@ -62,7 +62,7 @@ def with_tls(name: str, port: int, certificate: tuple[Path, Path]) -> dict[str, 
         "/etc/ssl/kvroute.crt": str(cert),
         "/etc/ssl/kvroute.key": str(key),
     }
-    lines = re.findall(r"^ +# ((?:bind|listen|http2|ssl_)\b.*\n)", shipped(name), re.MULTILINE)
+    lines = re.findall(r"^ +# ((?:bind |listen |http2 |ssl_).*\n)", shipped(name), re.MULTILINE)
     changes = {f"# {line}": line for line in lines}
     for shown, real in filled_in.items():
         changes = {old: new.replace(shown, real) for old, new in changes.items()}

@@ -41,22 +41,24 @@ class Wire:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Wire"]:
-        """In a thread of its own."""
-        loop, ends = asyncio.new_event_loop(), asyncio.Event()
+        """In a thread of its own, once it listens."""
+        loop, ends, listens = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            thread = threading.Thread(target=runner.run, args=[self._serve(ends)])
+            thread = threading.Thread(target=runner.run, args=[self._serve(ends, listens)])
             thread.start()
             try:
+                assert listens.wait(10), f"nothing listens at {self.url}"
                 yield self
             finally:
                 loop.call_soon_threadsafe(ends.set)
                 thread.join()
 
-    async def _serve(self, ends: asyncio.Event) -> None:
+    async def _serve(self, ends: asyncio.Event, listens: threading.Event) -> None:
         server = await asyncio.start_server(
             self._connect, "127.0.0.1", self._from_port, ssl=self._tls
         )
         async with server:
+            listens.set()
             await ends.wait()
         # The connections end with the loop, which cancels what is left.
 
