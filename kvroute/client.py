@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -9,6 +10,7 @@ import typer
 
 WAIT_S = 60.0
 LOCAL = "http://127.0.0.1:8000"
+TOKEN_FILE = "KVROUTE_METRICS_TOKEN_FILE"  # the setting --metrics-token-file
 KEY = "KVROUTE_API_KEY"  # an environment variable: arguments can be seen by other users
 
 Url = Annotated[str, typer.Option(help="The cluster's URL.")]
@@ -40,6 +42,18 @@ def key_headers() -> dict[str, str]:
     if not key.isascii():
         fail(f"{KEY} has characters that no API key has; it is what `kvroute keys add` printed")
     return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def metrics_headers() -> dict[str, str]:
+    """The token of the cluster's metrics, if TOKEN_FILE names its file."""
+    if not (file := os.environ.get(TOKEN_FILE)):
+        return {}
+    from kvroute.process.metrics_port import NoMetricsError, read_token
+
+    try:
+        return {"authorization": f"Bearer {read_token(Path(file)).decode()}"}
+    except NoMetricsError as error:
+        return dict(fail(str(error)))
 
 
 def no_cluster(url: str, error: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.client import error_message, key_headers
+from kvroute.client import error_message, key_headers, metrics_headers
 from kvroute.doctor import checks, clocks, load_checks, metrics_ports
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
@@ -93,14 +93,18 @@ class _Collection:
         yield checks.haproxy(found["serve"])
         yield checks.access(found["access"])
         yield checks.versions(found["versions"], ours, found["nodes"])
-        yield from self._processes(router, found["redis"])
+        yield from self._processes(router, found["redis"], replicas["leases_s"] or ())
 
-    def _processes(self, router: Offset, redis: checks.Facts) -> Iterator[Check]:
+    def _processes(
+        self, router: Offset, redis: checks.Facts, replicas: Iterable[str]
+    ) -> Iterator[Check]:
         self._step("asking each process for its metrics")
         probes = list[metrics_ports.Probe]()
         try:
-            probes = metrics_ports.probes(self._ask("GET", "/v1/metrics/targets"))
+            targets = self._ask("GET", "/v1/metrics/targets")
+            probes = metrics_ports.probes(targets, metrics_headers())
             yield from metrics_ports.judge(probes)
+            yield from metrics_ports.judge_missing(replicas, targets)
             yield from metrics_ports.judge_logs(probes)
         except _RefusedError as error:
             yield Check("ports", "warning", f"not known: {error}", "see to that, and ask again")

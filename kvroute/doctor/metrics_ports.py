@@ -2,20 +2,24 @@
 whether its log can be written."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvroute.client import TOKEN_FILE
+from kvroute.contract.ranks import replicas_of
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset, dated
 
 AT_ONCE = 32
 CONNECT_S = 1.0
 ANSWER_S = 5.0  # long, since a busy process is reachable
+ASKS_FOR_TOKEN = "it asks for the token of metrics, or for another one"
 LITTLE_BYTES = 50_000_000  # of free space for logs: Ray rotates files of 100 MB
 
 
@@ -32,10 +36,11 @@ class Probe:
     free_bytes: int = 0  # on the log's disk
 
 
-def probes(targets: Sequence[dict[str, Any]]) -> list[Probe]:
-    """Reads all targets, AT_ONCE at a time. targets: the response of GET /v1/metrics/targets."""
+def probes(targets: Sequence[dict[str, Any]], headers: Mapping[str, str]) -> list[Probe]:
+    """Reads all targets, AT_ONCE at a time. targets: the response of GET /v1/metrics/targets;
+    headers: those of each request."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(_probe, targets))
+        return list(pool.map(partial(_probe, headers), targets))
 
 
 def judge(found: Sequence[Probe]) -> Iterator[Check]:
@@ -44,6 +49,10 @@ def judge(found: Sequence[Probe]) -> Iterator[Check]:
         yield Check("ports", "ok", "no process has metrics (--no-metrics)")
     elif not silent:
         yield Check("ports", "ok", f"the metrics of {len(found)} processes can be read from here")
+    elif asking := [probe for probe in silent if probe.trouble == ASKS_FOR_TOKEN]:
+        finding = f"{len(asking)} of {len(found)} processes ask for a token: {asking[0].who}"
+        remedy = f"write the file of --metrics-token-file into {TOKEN_FILE}"
+        yield Check("ports", "warning", finding, remedy)
     elif len(silent) == len(found):
         finding = (
             f"none of {len(found)} metrics ports can be reached from here: {silent[0].trouble}"
@@ -54,6 +63,17 @@ def judge(found: Sequence[Probe]) -> Iterator[Check]:
         for probe in silent:
             finding = f"{probe.who} at {probe.address}: {probe.trouble}"
             yield Check("ports", "wrong", finding, "let nodes reach all of each other's ports")
+
+
+def judge_missing(replicas: Iterable[str], targets: Sequence[dict[str, Any]]) -> Iterator[Check]:
+    """Whether some replicas of the index have no metrics, though other processes have."""
+    exposed = {target["labels"].get("replica") for target in targets}
+    known = replicas_of(replicas)
+    missing = sorted(known - exposed)
+    if targets and missing:
+        finding = f"{len(missing)} of {len(known)} replicas have no metrics: {missing[0]}"
+        remedy = "their logs say why; perhaps --metrics-port-range has too few ports"
+        yield Check("ports", "warning", finding, remedy)
 
 
 def judge_logs(found: Sequence[Probe]) -> Iterator[Check]:
@@ -73,12 +93,16 @@ def judge_logs(found: Sequence[Probe]) -> Iterator[Check]:
         yield Check("logs", "ok", "no process has dropped a line of its log")
 
 
-def _probe(target: dict[str, Any]) -> Probe:
+def _probe(headers: Mapping[str, str], target: dict[str, Any]) -> Probe:
     (address,), labels = target["targets"], target["labels"]
     who, sent_s = f"{labels['role']} {labels[labels['role']]}", time.time()
     timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
     try:
-        answer = httpx.get(f"http://{address}/metrics", timeout=timeout, trust_env=False)
+        answer = httpx.get(
+            f"http://{address}/metrics", headers=headers, timeout=timeout, trust_env=False
+        )
+        if answer.status_code == 401:
+            return Probe(who, address, ASKS_FOR_TOKEN)
         answer.raise_for_status()
     except httpx.HTTPError as error:
         return Probe(who, address, str(error) or type(error).__name__)

@@ -19,6 +19,7 @@ from kvroute.store.connection import OLDEST_REDIS
 
 START_S = 10.0
 SECRET = "secret.conf"  # in the server's folder
+SECRET_OPTION = re.compile("(username|password)=")  # of a URL
 REDIS_SERVER = "redis-server"
 
 
@@ -42,8 +43,10 @@ def embedded_redis() -> Iterator[str]:
 
 
 def without_password(url: str) -> str:
-    """The URL as people may read it."""
-    return re.sub(r"(?<=://)[^@/]*@", "", url)
+    """The URL as people may read it. A password that should be quoted, and is not, goes too."""
+    address, _, options = re.sub(r"(?<=://).*@", "", url).partition("?")
+    kept = [each for each in options.split("&") if each and not SECRET_OPTION.match(each)]
+    return "?".join([address, "&".join(kept)]) if kept else address
 
 
 def check_redis(url: str) -> str:
@@ -52,14 +55,38 @@ def check_redis(url: str) -> str:
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
             version: str = client.info("server")["redis_version"]
-    except (redis.RedisError, ValueError) as error:
+    except ValueError:  # its words may have a part of the password
         raise StartError(
-            f"redis_url is {shown!r}, which does not answer ({error}); start that Redis, or leave "
-            "--redis-url and KVROUTE_REDIS_URL out and one is started for you"
+            f"redis_url is {shown!r}, which is no URL of a Redis; expected redis://HOST:PORT, "
+            "redis://:PASSWORD@HOST:PORT with the password in URL quoting, or rediss:// for TLS; "
+            "without --redis-url and KVROUTE_REDIS_URL one is started for you"
+        ) from None
+    except redis.AuthenticationError as error:
+        raise StartError(
+            f"redis_url is {shown!r}, which refuses the password ({error}); write the right one: "
+            "redis://:PASSWORD@HOST:PORT, or redis://USER:PASSWORD@HOST:PORT"
+        ) from None
+    except (redis.RedisError, OSError) as error:
+        raise StartError(
+            f"redis_url is {shown!r}, which does not answer ({error}); {_remedy(url, error)}"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
         raise StartError(f"redis_url is {shown!r}, a Redis {version}; expected 6.2 or newer")
     return version
+
+
+def _remedy(url: str, error: Exception) -> str:
+    if url.startswith("rediss:") and re.search(
+        "CERTIFICATE_VERIFY_FAILED|No such file", str(error)
+    ):
+        return (
+            "name the authority that signed its certificate, as in "
+            "rediss://HOST:PORT?ssl_ca_certs=/path/ca.pem"
+        )
+    return (
+        "start that Redis, or leave --redis-url and KVROUTE_REDIS_URL out and one is started for "
+        "you"
+    )
 
 
 def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[bytes]:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from kvroute.local import haproxy_standin
-from kvroute.process.exposition import METRICS_HOST
+from kvroute.process.metrics_port import METRICS_HOST
 
 TLS_CERT = "KVROUTE_TLS_CERT"  # settings: PEM files of the endpoint's certificate chain ...
 TLS_KEY = "KVROUTE_TLS_KEY"  # ... and its key

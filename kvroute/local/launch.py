@@ -28,6 +28,7 @@ from kvroute.local.ray_cluster import EVERY_ADDRESS, deploy, gpu_count, local_ra
 from kvroute.local.signals import StopSignals
 from kvroute.local.vllm_check import complaints_of_vllm
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
+from kvroute.process.metrics_port import NoMetricsError, read_token
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Found, ModelSettings
 from kvroute.settings.serve import ServeSettings
@@ -87,6 +88,7 @@ def _start(
     refuse_taken_port(settings.host, settings.port)
     refuse_strangers(settings.host, settings.api_keys, insecure=settings.insecure)
     refuse_bad_tls(settings.tls_cert, settings.tls_key)
+    refuse_bad_token(settings.metrics_token_file)
     refuse_closed_folder(settings.request_log)
     refuse_missing_engine(settings.each)
     refuse_engine_args(settings.each, progress)
@@ -160,6 +162,14 @@ def refuse_bad_tls(cert: Path | None, key: Path | None) -> None:
             f"--tls-cert {cert} and --tls-key {key} cannot be used ({why}); expected the PEM files "
             "of a certificate and of its key"
         ) from None
+
+
+def refuse_bad_token(file: Path | None) -> None:
+    """Raises StartError when there is no token in the file."""
+    try:
+        _ = file and read_token(file)
+    except NoMetricsError as error:
+        raise StartError(str(error)) from None
 
 
 def refuse_closed_folder(request_log: Path | None) -> None:

@@ -18,7 +18,7 @@ from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.signals import StopSignals
-from kvroute.process.exposition import METRICS_HOST
+from kvroute.process.metrics_port import METRICS_HOST
 from kvroute.settings.owned_engine_args import options_for
 from kvroute.settings.serve import ServeSettings
 from kvroute.settings.serve_environment import serve_environment

@@ -1,11 +1,10 @@
-"""Each process serves its Prometheus metrics on its own port."""
+"""What a process measures, as Prometheus metrics."""
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,7 +14,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-METRICS_HOST = "KVROUTE_METRICS_HOST"  # an environment variable: where metrics are served
 Read = Callable[[], float]
 ReadEach = Callable[[], Mapping[str, float]]
 
@@ -91,23 +89,3 @@ class Process(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return REGISTRY.collect()
-
-
-class Exposition:
-    """Serves the metrics of one registry at `address`, until it is closed.
-
-    It listens only on the node's address in the cluster, where those who can reach Ray can read
-    the metrics too, or on METRICS_HOST.
-    """
-
-    def __init__(self, node: str, registry: CollectorRegistry = REGISTRY) -> None:
-        host = os.environ.get(METRICS_HOST) or node
-        self._server, self._thread = start_http_server(0, host, registry)
-        host = f"[{host}]" if ":" in host else host
-        self.address = f"{host}:{self._server.server_port}"
-
-    def close(self) -> None:
-        """Stops the server."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

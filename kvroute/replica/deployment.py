@@ -21,8 +21,8 @@ from kvroute.contract.ranks import rank_ids
 from kvroute.contract.records import Description, Whereabouts
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
-from kvroute.process.exposition import Exposition
 from kvroute.process.logs import log_to_serve
+from kvroute.process.metrics_port import Exposition, exposed
 from kvroute.process.tracing import start_tracing
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
@@ -144,8 +144,13 @@ class Replica:
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
 
-    async def _expose(self) -> Exposition:
-        return await asyncio.to_thread(Exposition, ray.util.get_node_ip_address())
+    async def _expose(self) -> Exposition | None:
+        return await asyncio.to_thread(
+            exposed,
+            ray.util.get_node_ip_address(),
+            ports=self._settings.metrics_ports,
+            token_file=self._settings.metrics_token_file,
+        )
 
     def _make_ranks(self, engines: Sequence[Engine]) -> list[Rank]:
         settings, redis = self._settings, self._redis

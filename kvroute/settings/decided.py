@@ -1,6 +1,7 @@
 """Options that a user may omit have definite values for replicas and routers."""
 
 from kvroute.contract.adapters import Adapter
+from kvroute.settings import parsers
 from kvroute.settings.options import CPU_BLOCK_SIZE, CommonOptions
 from kvroute.store.keys import DEFAULT_CLUSTER
 
@@ -13,3 +14,8 @@ class Decided(CommonOptions):
     cluster: str = DEFAULT_CLUSTER
     block_size: int = CPU_BLOCK_SIZE  # tokens
     adapters: tuple[Adapter, ...] = ()  # LoRA
+
+    @property
+    def metrics_ports(self) -> range:
+        """Of which each process takes one for its metrics."""
+        return parsers.ports(self.metrics_port_range)

@@ -96,6 +96,27 @@ class CommonOptions(BaseModel):
             flags=("--metrics/--no-metrics",),
         ),
     ] = True
+    metrics_port_range: Annotated[
+        str,
+        AfterValidator(parsers.checked_ports),
+        Option(
+            CLUSTER,
+            "Ports of which each process takes a free one for its metrics.",
+            example="9400-9499",
+            default="any",
+        ),
+    ] = ""
+    metrics_token_file: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "File with the token that whoever reads the metrics of a process must send; every "
+            "node needs it.",
+            example="metrics-token",
+            default="none is asked for",
+        ),
+    ] = None
     block_size: Annotated[
         int | None,
         Positive,

@@ -1,4 +1,4 @@
-"""The environment variables that Ray Serve reads on every node, only at its start.
+"""The environment variables that Ray and Ray Serve read on every node, only at their start.
 
 `python -m kvroute.settings.serve_environment` prints them for a shell. deploy/Dockerfile repeats
 them, because an image's environment cannot be computed; a test keeps both equal.
@@ -12,6 +12,7 @@ from pathlib import Path
 def serve_environment() -> dict[str, str]:
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",  # whoever reaches Ray's ports must know it
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # Lines of Serve's logs that are buffered: more would delay warnings.

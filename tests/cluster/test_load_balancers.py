@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import httpx
 import openai
@@ -18,8 +21,9 @@ from kvroute.local.ports import free_port
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.api.calls import MAX_CHOICES
 from tests.support.audience import Audience, Heard
+from tests.support.certificates import certificate
 from tests.support.clients import async_openai_client
-from tests.support.load_balancers import LoadBalancer, haproxy, nginx
+from tests.support.load_balancers import LoadBalancer, haproxy, nginx, with_tls
 from tests.support.serving import Cluster, kill_at_once
 from tests.support.waiting import until
 
@@ -78,6 +82,36 @@ async def test_a_stream_comes_as_it_is_made(client: AsyncOpenAI) -> None:
     was_answered = [other.done() async for _ in stream]
     assert was_answered[-1]
     assert was_answered.count(True) > 1
+
+
+@pytest.mark.parametrize(
+    ("start", "name"), [(haproxy, "haproxy.cfg"), (nginx, "nginx.conf")], ids=["haproxy", "nginx"]
+)
+async def test_with_tls_a_stream_comes_as_it_is_made_too(
+    start: Start, name: str, node: Cluster, tmp_path: Path
+) -> None:
+    pair, port = certificate(tmp_path / "tls"), free_port()
+    trusting = ssl.create_default_context(cafile=pair[0])
+    url = f"https://127.0.0.1:{port}"
+    with start([nobody(), node.url], with_tls(name, port, pair)):
+        async with async_openai_client(url, trusting=trusting) as client:
+            await test_a_stream_comes_as_it_is_made(client)
+        async with async_openai_client(url) as client:
+            with pytest.raises(openai.APIConnectionError):
+                await ask(client)
+        for protocol in ("h2", "http/1.1"):
+            version = await asyncio.to_thread(spoken, port, trusting, protocol)
+            assert version == ("TLSv1.3", protocol)
+
+
+def spoken(port: int, trusting: ssl.SSLContext, protocol: str) -> tuple[str | None, str | None]:
+    """The version of TLS, and the protocol inside it, that a client of one protocol gets."""
+    trusting.set_alpn_protocols([protocol])
+    with (
+        socket.create_connection(("127.0.0.1", port)) as plain,
+        trusting.wrap_socket(plain, server_hostname="127.0.0.1") as wrapped,
+    ):
+        return wrapped.version(), wrapped.selected_alpn_protocol()
 
 
 async def test_no_request_fails_for_a_node_that_is_not_there(client: AsyncOpenAI) -> None:

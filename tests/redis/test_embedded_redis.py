@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import redis
 
-from kvroute.local.embedded_redis import check_redis, embedded_redis
+from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.ports import free_port
 from kvroute.local.progress import StartError
 
@@ -76,3 +77,44 @@ def test_a_redis_that_does_not_answer_is_named_with_the_remedy() -> None:
 def test_what_is_no_url_is_refused() -> None:
     with pytest.raises(StartError, match="redis_url is 'localhost'"):
         check_redis("localhost")
+
+
+def test_its_password_is_on_no_command_line() -> None:
+    before = psutil.Process().children()
+    with embedded_redis() as url:
+        (server,) = set(psutil.Process().children()) - set(before)
+        password = urlsplit(url).password
+        assert password is not None
+        assert not any(password in word for word in server.cmdline())
+
+
+def test_a_wrong_password_is_said_with_the_remedy_and_without_the_password() -> None:
+    with embedded_redis() as url:
+        wrong = url.replace("redis://:", "redis://:not")
+        with pytest.raises(
+            StartError, match=r"refuses the password.*write the right one"
+        ) as failed:
+            check_redis(wrong)
+    assert str(urlsplit(wrong).password) not in str(failed.value)
+
+
+SHOWN = [
+    ("redis://h:1", "redis://h:1"),
+    ("redis://:se-cret@h:1/2", "redis://h:1/2"),
+    ("redis://user:se-cret@h:1", "redis://h:1"),
+    ("redis://:se-cret/of@two@h:1", "redis://h:1"),
+    ("rediss://h:1?password=se-cret&ssl_ca_certs=/ca.pem", "rediss://h:1?ssl_ca_certs=/ca.pem"),
+    ("redis://h:1?username=me&password=se-cret", "redis://h:1"),
+]
+
+
+@pytest.mark.parametrize(("url", "shown"), SHOWN)
+def test_a_password_is_shown_to_nobody(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+@pytest.mark.parametrize("url", ["redis://:se-cret/of@127.0.0.1:1", "redis://:se-cret:x@h:port"])
+def test_a_password_that_is_not_quoted_is_not_shown_either(url: str) -> None:
+    with pytest.raises(StartError, match="in URL quoting") as failed:
+        check_redis(url)
+    assert "se-cret" not in str(failed.value)

@@ -1,14 +1,26 @@
 """The openai client, as tests use it: without a key, and without retries unless they are wanted."""
 
-from openai import AsyncOpenAI, OpenAI
+import ssl
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAI
 
 from tests.support.serving import Cluster
 
 
-def async_openai_client(url: str, *, max_retries: int = 0, timeout_s: float = 60) -> AsyncOpenAI:
+def async_openai_client(
+    url: str,
+    *,
+    max_retries: int = 0,
+    timeout_s: float = 60,
+    trusting: ssl.SSLContext | None = None,
+) -> AsyncOpenAI:
     """url: where the cluster listens."""
     return AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=max_retries, timeout=timeout_s
+        base_url=f"{url}/v1",
+        api_key="none",
+        max_retries=max_retries,
+        timeout=timeout_s,
+        http_client=DefaultAsyncHttpxClient(verify=trusting) if trusting else None,
     )
 
 

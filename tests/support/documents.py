@@ -9,8 +9,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 README = ROOT / "README.md"
-SETTINGS, METRICS, API, CLIENTS = (
-    ROOT / "docs" / f"{name}.md" for name in ("settings", "metrics", "api", "clients")
+SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY = (
+    ROOT / "docs" / f"{name}.md"
+    for name in ("settings", "metrics", "api", "clients", "deployment", "security")
 )
 ADDRESS = "http://127.0.0.1:8000"  # of the cluster, in every document
 

@@ -1,5 +1,6 @@
 """A real load balancer for a test, with our own configuration, in front of nodes of the test's."""
 
+import re
 import subprocess
 import sys
 import time
@@ -47,6 +48,25 @@ def nginx(nodes: Sequence[str], changes: Mapping[str, str] | None = None) -> Ite
         command = [NGINX, "-p", str(config.parent), "-c", str(config), "-g", "daemon off;"]
         with _running([*command, "-t"], command, config, url) as balancer:
             yield balancer
+
+
+def with_tls(name: str, port: int, certificate: tuple[Path, Path]) -> dict[str, str]:
+    """The changes with which it also answers https at that port of 127.0.0.1: the lines that our
+    configuration has for it as comments, filled in."""
+    cert, key = certificate
+    (cert.parent / "both.pem").write_bytes(cert.read_bytes() + key.read_bytes())
+    filled_in = {
+        " :443 ": f" 127.0.0.1:{port} ",
+        " 443 ": f" 127.0.0.1:{port} ",
+        "/etc/ssl/kvroute.pem": str(cert.parent / "both.pem"),
+        "/etc/ssl/kvroute.crt": str(cert),
+        "/etc/ssl/kvroute.key": str(key),
+    }
+    lines = re.findall(r"^ +# ((?:bind |listen |http2 |ssl_).*\n)", shipped(name), re.MULTILINE)
+    changes = {f"# {line}": line for line in lines}
+    for shown, real in filled_in.items():
+        changes = {old: new.replace(shown, real) for old, new in changes.items()}
+    return changes
 
 
 def shipped(name: str) -> str:

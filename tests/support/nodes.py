@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ SHIPPED = ("kvroute", "deploy")  # what a host needs of the checkout
 REPLICA_PROCESS = "ray::ServeRepli"  # Linux cuts names there
 GPUS = 2  # that each worker says it has; simulated engines need none
 START_S = 480.0
+TOKEN = secrets.token_hex(32)  # Ray's
 OBSTACLE = why_not()
 ON_NODES = (  # marks of tests that want them
     pytest.mark.nodes,
@@ -59,7 +61,8 @@ class Nodes:
         """The address of each replica that Serve sends requests to, by id."""
         api = "http://127.0.0.1:8265/api/serve/applications/"  # the head's own
         inside = ("nsenter", "--net", "--target", str(self.head.init.pid))
-        curl = ("curl", "--silent", "--fail", "--max-time", "10", api)
+        key = ("--header", f"Authorization: Bearer {TOKEN}")
+        curl = ("curl", "--silent", "--fail", "--max-time", "10", *key, api)
         said = subprocess.run([*inside, *curl], check=True, capture_output=True).stdout
         replicas = json.loads(said)["applications"]["kvroute"]["deployments"]["Replica"]["replicas"]
         return {
@@ -133,7 +136,9 @@ def _cluster(nodes: Nodes, checkout: Path, gpus: int) -> dict[str, Any]:
     config["cluster_name"] = nodes.network.bridge
     config["provider"] |= {"head_ip": nodes.head.address, "worker_ips": addresses}
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(nodes.network.key)}
-    config["file_mounts"] = {"~/kvroute": str(checkout)}
+    token = nodes.network.folder / "token"
+    token.write_text(TOKEN)
+    config["file_mounts"] = {"~/kvroute": str(checkout), "~/.ray/auth_token": str(token)}
     config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/kvroute/.venv"]
     (start,) = config["worker_start_ray_commands"]
     config["worker_start_ray_commands"] = [f"{start} --num-gpus={gpus}"]

@@ -32,7 +32,8 @@ def test_hadolint_finds_no_fault_with_the_dockerfile() -> None:
 
 
 def test_the_image_gets_what_a_machine_of_a_cluster_gets() -> None:
-    mounted = set(load("cluster.yaml")["file_mounts"].values())
+    given = load("cluster.yaml")["file_mounts"].values()
+    mounted = {path for path in given if not path.startswith("~")}
     assert copied() == mounted
     assert all((ROOT / name).exists() for name in copied())
 
@@ -85,6 +86,21 @@ def test_the_compose_file_has_settings_that_exist() -> None:
 
 def test_the_index_is_never_evicted_for_memory() -> None:
     assert "--maxmemory-policy noeviction" in " ".join(SERVICES["redis"]["command"])
+
+
+def test_redis_asks_for_a_password_that_is_on_no_command_line() -> None:
+    redis, ours = SERVICES["redis"], SERVICES["kvroute"]
+    (config,) = redis["configs"]
+    content = load("deploy/compose.yaml")["configs"][config["source"]]["content"]
+    assert content == "requirepass ${INDEX_PASSWORD}"
+    assert redis["command"][1] == config["target"]
+    assert redis["environment"]["REDISCLI_AUTH"].startswith("${INDEX_PASSWORD:?")
+    assert ours["environment"]["KVROUTE_REDIS_URL"] == "redis://:${INDEX_PASSWORD}@redis:6379"
+
+
+def test_the_password_is_in_no_commit_and_no_image() -> None:
+    for name in (".gitignore", ".dockerignore"):
+        assert "deploy/.env" in (ROOT / name).read_text().splitlines()
 
 
 def test_what_is_mounted_exists() -> None:

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
+from redis import AuthenticationError, Redis
 
 from kvroute.app import build
+from kvroute.local.ports import free_port
 from kvroute.local.ray_cluster import _prepare_environment
 from kvroute.settings.serve import ServeSettings
 from kvroute.settings.serve_environment import serve_environment
@@ -19,6 +22,32 @@ from tests.support.settings_table import settings_table
 
 NODE_SCRIPT = (ROOT / "deploy" / "node.sh").read_text()
 CLUSTERS = ("cluster.yaml", "deploy/gcp.yaml", "deploy/on-premises.yaml")
+
+
+def shipped_mounts(name: str) -> dict[str, str]:
+    """What a node is given of the checkout."""
+    mounts: dict[str, str] = load(name)["file_mounts"]
+    return {there: here for there, here in mounts.items() if not here.startswith("~")}
+
+
+def in_node_script(commands: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the commands with the functions of deploy/node.sh, at another port for Redis."""
+    functions = NODE_SCRIPT.partition("redis_port=6380\n")[2].rpartition('main "$@"')[0]
+    functions = functions.partition('eval "$environment"\n')[2]
+    token = "token=~/.ray/auth_token"
+    assert token in NODE_SCRIPT
+    script = f"set -euo pipefail\n{token}\n{functions}\n{commands}"
+    checkout = home / "checkout"
+    (checkout / ".venv").mkdir(parents=True, exist_ok=True)
+    if not (checkout / ".venv" / "lib").exists():
+        (checkout / ".venv" / "lib").symlink_to(Path(sys.prefix) / "lib")
+    return subprocess.run(
+        ["bash", "-c", script],
+        cwd=checkout,
+        env={**os.environ, "HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -45,9 +74,69 @@ def test_every_node_starts_with_our_script(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_what_a_node_is_given_exists(name: str) -> None:
-    mounts = load(name)["file_mounts"]
+    mounts = shipped_mounts(name)
     assert mounts == {f"~/kvroute/{path}": path for path in mounts.values()}
     assert all((ROOT / path).exists() for path in mounts.values())
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_node_gets_rays_token_where_ray_looks_for_it(name: str) -> None:
+    assert load(name)["file_mounts"]["~/.ray/auth_token"] == "~/.kvroute-token"
+    assert serve_environment()["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_node_without_a_token_does_not_start(tmp_path: Path) -> None:
+    done = in_node_script("check_token", tmp_path)
+    assert done.returncode == 1
+    assert "auth_token is missing; make one with: (umask 077; openssl rand" in done.stderr
+
+
+def test_a_nodes_token_can_be_read_by_its_user_only(tmp_path: Path) -> None:
+    token = give_token(tmp_path, "abc")
+    token.chmod(0o644)
+    assert in_node_script("check_token", tmp_path).returncode == 0
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+def test_every_node_makes_the_same_password_of_the_token(tmp_path: Path) -> None:
+    passwords = []
+    for name, token in (("head", "abc"), ("worker", "abc"), ("other", "abd")):
+        give_token(tmp_path / name, token)
+        passwords.append(in_node_script("redis_password", tmp_path / name).stdout.strip())
+    head, worker, other = passwords
+    assert re.fullmatch("[0-9a-f]{64}", head)
+    assert head == worker != other
+
+
+def test_the_heads_redis_asks_for_that_password_and_no_command_line_has_it(tmp_path: Path) -> None:
+    give_token(tmp_path, "abc")
+    password = in_node_script("redis_password", tmp_path).stdout.strip()
+    port = free_port()
+    server = None
+    try:
+        done = in_node_script(f"redis_port={port}; start_redis", tmp_path)
+        assert done.returncode == 0, done.stderr
+        with Redis(port=port, password=password, decode_responses=True) as redis:
+            server = psutil.Process(redis.info("server")["process_id"])
+        with Redis(port=port) as stranger, pytest.raises(AuthenticationError):
+            stranger.ping()
+        assert not any(password in word for word in server.cmdline())
+        again = in_node_script(f"redis_port={port}; start_redis", tmp_path)
+        assert again.returncode == 0, "it runs already"
+        give_token(tmp_path, "a new token")
+        done = in_node_script(f"redis_port={port}; start_redis", tmp_path)
+        assert done.returncode == 1
+        assert f"end what is there, with fuser -k {port}/tcp" in done.stderr
+    finally:
+        if server is not None:
+            server.kill()
+
+
+def give_token(home: Path, token: str) -> Path:
+    file = home / ".ray" / "auth_token"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(token)
+    return file
 
 
 def test_serve_takes_the_application_file() -> None:

@@ -1,5 +1,6 @@
 """The doctor says what is wrong with a cluster, what to do, and nothing of what is well."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvroute.doctor.clocks import Offset
 from kvroute.doctor.collect import collect_checks
 from kvroute.doctor.metrics_ports import Probe
 from kvroute.local.ports import free_port
+from kvroute.process.metrics_port import Exposition
 from kvroute.router.routing.ledger import CAUSES
 
 REDIS = {
@@ -285,9 +287,37 @@ def test_one_port_that_is_closed_is_wrong_and_all_of_them_is_our_place_in_the_ne
 
 def test_a_port_where_nobody_listens_is_named() -> None:
     labels = {"role": "replica", "replica": "a"}
-    (probe,) = metrics_ports.probes([{"targets": [f"127.0.0.1:{free_port()}"], "labels": labels}])
+    target = {"targets": [f"127.0.0.1:{free_port()}"], "labels": labels}
+    (probe,) = metrics_ports.probes([target], {})
     assert probe.who == "replica a"
     assert "refused" in probe.trouble
+
+
+def test_a_process_that_asks_for_the_token_is_no_closed_port(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("right\n")
+    exposition = Exposition("127.0.0.1", token_file=tmp_path / "token")
+    target = {"targets": [exposition.address], "labels": {"role": "replica", "replica": "a"}}
+    try:
+        (without,) = metrics_ports.probes([target], {})
+        (wrong,) = metrics_ports.probes([target], {"authorization": "Bearer wrong"})
+        (right,) = metrics_ports.probes([target], {"authorization": "Bearer right"})
+    finally:
+        exposition.close()
+    assert right.trouble == ""
+    for found in ([without], [right, wrong]):
+        (check,) = metrics_ports.judge(found)
+        assert check.grade == "warning"
+        assert "KVROUTE_METRICS_TOKEN_FILE" in check.remedy
+
+
+def test_a_replica_without_metrics_is_named_unless_nobody_has_them() -> None:
+    router = {"targets": ["h:1"], "labels": {"role": "router", "router": "r"}}
+    replica = {"targets": ["h:2"], "labels": {"role": "replica", "replica": "a"}}
+    assert not [*metrics_ports.judge_missing(["a.0", "a.1"], [router, replica])]
+    (check,) = metrics_ports.judge_missing(["a", "b"], [router, replica])
+    assert (check.grade, check.finding) == ("warning", "1 of 2 replicas have no metrics: b")
+    assert "--metrics-port-range" in check.remedy
+    assert not [*metrics_ports.judge_missing(["a", "b"], [])]
 
 
 def test_where_no_cluster_answers_the_doctor_says_so() -> None:

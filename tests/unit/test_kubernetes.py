@@ -6,6 +6,7 @@ are Kubernetes' own are checked like the rest, and the other fields against the 
 
 import json
 import subprocess
+from base64 import b64decode
 from functools import cache
 from typing import Any
 
@@ -15,13 +16,15 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from dashboards.build import files
+from kvroute.settings import parsers
+from tests.support.documents import DEPLOYMENT, blocks
 from tests.support.repository import ROOT, load
 from tests.support.untested import needs
 
 SERVICES = load("deploy/compose.yaml")["services"]
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSION = "1.34"
-BUILTIN = {"v1", "apps/v1"}
+BUILTIN = {"v1", "apps/v1", "networking.k8s.io/v1"}
 POD_GROUP = {"rayStartParams", "template"}
 WORKER_GROUP = POD_GROUP | {"groupName", "replicas", "minReplicas", "maxReplicas"}
 
@@ -57,7 +60,8 @@ def check(document: dict[str, Any]) -> None:
 
 def test_every_object_of_kubernetes_own_fits_its_schema() -> None:
     own = [document for document in documents() if document["apiVersion"] in BUILTIN]
-    assert {document["kind"] for document in own} == {"Namespace", "Deployment", "Service"}
+    kinds = {"Namespace", "Deployment", "Service", "NetworkPolicy"}
+    assert {document["kind"] for document in own} == kinds
     for document in own:
         check(document)
 
@@ -86,7 +90,8 @@ def test_the_ray_service_has_fields_that_kuberay_knows() -> None:
     spec = one("RayService")["spec"]
     head, *workers = pod_groups()
     assert spec.keys() == {"serveConfigV2", "rayClusterConfig", "upgradeStrategy"}
-    assert spec["rayClusterConfig"].keys() == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    cluster = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    assert spec["rayClusterConfig"].keys() == cluster
     assert head.keys() == POD_GROUP
     assert all(worker.keys() == WORKER_GROUP for worker in workers)
     assert all(isinstance(each, str) for each in head["rayStartParams"].values())
@@ -105,10 +110,12 @@ def test_the_ray_service_has_the_ray_that_is_installed() -> None:
 
 def test_every_pod_is_of_one_image_and_has_a_redis_that_exists() -> None:
     service = one("Service")
-    url = f"redis://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    at = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     for container in containers():
-        told = {each["name"]: each["value"] for each in container["env"]}
-        assert told == {"KVROUTE_REDIS_URL": url}
+        secret, url = container["env"]
+        assert secret["valueFrom"] == {"secretKeyRef": {"name": "kvroute-redis", "key": "password"}}
+        told = {"name": "KVROUTE_REDIS_URL", "value": f"redis://:$({secret['name']})@{at}"}
+        assert url == told
     assert len({container["image"] for container in containers()}) == 1
 
 
@@ -123,6 +130,131 @@ def test_the_index_is_the_same_as_in_the_compose_file() -> None:
     (redis,) = one("Deployment")["spec"]["template"]["spec"]["containers"]
     assert redis["image"] == SERVICES["redis"]["image"]
     assert redis["args"] == SERVICES["redis"]["command"]
+
+
+def test_redis_has_the_password_of_the_secret() -> None:
+    """Documents make it: password, and redis.conf, which is not on a command line."""
+    pod = one("Deployment")["spec"]["template"]["spec"]
+    (redis,), (volume,) = pod["containers"], pod["volumes"]
+    (asks,) = redis["env"]
+    (mount,) = redis["volumeMounts"]
+    assert asks["name"] == "REDISCLI_AUTH", "what redis-cli reads in the probe"
+    assert asks["valueFrom"]["secretKeyRef"] == {"name": "kvroute-redis", "key": "password"}
+    assert mount["name"] == volume["name"]
+    assert f"{mount['mountPath']}/{volume['secret']['items'][0]['path']}" == redis["args"][1]
+    made = shell_with("--from-file=password=")
+    assert all(f"--from-file={key}=" in made for key in ("password", "redis.conf"))
+    assert volume["secret"]["secretName"] in made
+
+
+@needs_kubectl
+def test_the_documented_command_makes_that_secret() -> None:
+    making = f"{shell_with('--from-file=password=')} --dry-run=client --output json"
+    done = subprocess.run(["bash", "-c", making], check=True, capture_output=True, text=True)
+    data = json.loads(done.stdout)["data"]
+    held = {name: b64decode(value).decode() for name, value in data.items()}
+    assert len(held["password"]) == 64
+    assert held == {
+        "password": held["password"],
+        "redis.conf": f"requirepass {held['password']}\n",
+    }
+
+
+def shell_with(text: str) -> str:
+    """deployment.md's shell commands from the password on, up to the one with this text."""
+    (found,) = [block.text for block in blocks(DEPLOYMENT) if text in block.text]
+    making = found[found.index("password=$(") :]
+    return making[: making.index("\nkubectl apply")]
+
+
+HEAD = {"ray.io/is-ray-node": "yes", "ray.io/node-type": "head"}  # as KubeRay labels its pods
+WORKER = {"ray.io/is-ray-node": "yes", "ray.io/node-type": "worker"}
+REDIS = {"app": "kvroute-redis"}
+OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
+STRANGER = {"app": "anything"}
+HERE, MONITORING, ELSEWHERE = (
+    {"kubernetes.io/metadata.name": name} for name in ("kvroute", "monitoring", "elsewhere")
+)
+
+
+def reached(pod: dict[str, str], port: int, *, by: dict[str, str], at: dict[str, str]) -> bool:
+    """Whether the policies let that pod of that namespace in, as Kubernetes' documents say. Without
+    any that names the pod everybody would be."""
+    policies = [each["spec"] for each in documents() if each["kind"] == "NetworkPolicy"]
+    about = [spec for spec in policies if selects(spec["podSelector"], pod)]
+    assert about
+    return any(lets(rule, port, by, at) for spec in about for rule in spec.get("ingress", []))
+
+
+def lets(rule: dict[str, Any], port: int, by: dict[str, str], at: dict[str, str]) -> bool:
+    """A rule without ports is for all of them, and one without peers for everybody."""
+    ports, peers = rule.get("ports", [{"port": 1, "endPort": 65535}]), rule.get("from")
+    is_port = any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports)
+    return is_port and (peers is None or any(is_peer(each, by, at) for each in peers))
+
+
+def is_peer(peer: dict[str, Any], by: dict[str, str], at: dict[str, str]) -> bool:
+    """One without a namespace is of the policy's own."""
+    there = selects(peer["namespaceSelector"], at) if "namespaceSelector" in peer else at == HERE
+    return there and selects(peer.get("podSelector", {}), by)
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    assert selector.keys() <= {"matchLabels"}
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items()
+
+
+def container_port(name: str) -> int:
+    (port,) = (each["containerPort"] for each in containers()[0]["ports"] if each["name"] == name)
+    return int(port)
+
+
+def test_everybody_reaches_the_endpoint_and_nothing_else() -> None:
+    config = yaml.safe_load(one("RayService")["spec"]["serveConfigV2"])
+    endpoint = config["http_options"]["port"]
+    assert endpoint == container_port("serve")
+    for at in (HERE, ELSEWHERE):
+        assert reached(HEAD, endpoint, by=STRANGER, at=at)
+        for port in (endpoint, 8265, 6379, 10001, 20000, 9400):
+            assert not reached(WORKER, port, by=STRANGER, at=at)
+            assert not reached(REDIS, port, by=STRANGER, at=at)
+            assert not reached(STRANGER, port, by=STRANGER, at=at)
+            assert port == endpoint or not reached(HEAD, port, by=STRANGER, at=at)
+
+
+def test_rays_nodes_reach_all_of_each_other_and_nobody_with_their_labels_elsewhere_does() -> None:
+    for port in (1, container_port("gcs-server"), 20000, 65535):
+        assert reached(HEAD, port, by=WORKER, at=HERE)
+        assert reached(WORKER, port, by=HEAD, at=HERE)
+        assert not reached(WORKER, port, by=HEAD, at=ELSEWHERE)
+
+
+def test_redis_is_for_rays_nodes() -> None:
+    (port,) = (each["port"] for each in one("Service")["spec"]["ports"])
+    pod = one("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert pod == REDIS
+    for node in (HEAD, WORKER):
+        assert reached(pod, port, by=node, at=HERE)
+        assert not reached(pod, port, by=node, at=ELSEWHERE)
+    assert not reached(pod, port, by=STRANGER, at=MONITORING)
+
+
+def test_prometheus_reaches_the_metrics_and_kuberay_the_dashboard() -> None:
+    config = yaml.safe_load(one("RayService")["spec"]["serveConfigV2"])
+    ports = parsers.ports(config["applications"][0]["args"]["metrics_port_range"])
+    for pod in (HEAD, WORKER):
+        for port in (ports[0], ports[-1]):
+            assert reached(pod, port, by=STRANGER, at=MONITORING)
+            assert not reached(pod, port, by=STRANGER, at=ELSEWHERE)
+        for port in (ports[0] - 1, ports[-1] + 1):
+            assert not reached(pod, port, by=STRANGER, at=MONITORING)
+    assert reached(HEAD, container_port("dashboard"), by=OPERATOR, at=ELSEWHERE)
+    assert not reached(HEAD, container_port("dashboard"), by=STRANGER, at=ELSEWHERE)
+
+
+def test_ray_asks_for_its_token() -> None:
+    assert one("RayService")["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 def test_prometheus_is_told_where_to_find_everyone() -> None:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import RouterDescription, Whereabouts
-from kvroute.process.exposition import Exposition
+from kvroute.process.metrics_port import Exposition
 from kvroute.store.index import Index
 
 LEASE_S = 3.0

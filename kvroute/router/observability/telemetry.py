@@ -9,7 +9,8 @@ import ray
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.unreadable import Unreadable
-from kvroute.process.exposition import Exposition, Process
+from kvroute.process.exposition import Process
+from kvroute.process.metrics_port import exposed
 from kvroute.router.dispatch.links import Links
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit
@@ -34,6 +35,7 @@ class Telemetry:
         self.recent = Recent()
         self.places = Places()
         self._router_id = router_id
+        self._settings = settings
         self._log = _request_log(router_id, settings)
         self._registry = CollectorRegistry()  # not the process's, which may serve other models
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
@@ -67,8 +69,15 @@ class Telemetry:
             self._metrics.export_log(self._log)
         self._registry.register(Process())
         node = ray.util.get_node_ip_address()
-        exposition = await asyncio.to_thread(Exposition, node, self._registry)
-        self._announcer = Announcer(index, self._router_id, exposition, node)
+        exposition = await asyncio.to_thread(
+            exposed,
+            node,
+            self._registry,
+            ports=self._settings.metrics_ports,
+            token_file=self._settings.metrics_token_file,
+        )
+        if exposition is not None:
+            self._announcer = Announcer(index, self._router_id, exposition, node)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """The background tasks by name; call it after `start`."""

@@ -1,0 +1,153 @@
+"""A process has its metrics on a port of the range, for who knows the token, or does without."""
+
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter
+
+from kvroute.local.launch import refuse_bad_token
+from kvroute.local.ports import free_port, why_not
+from kvroute.local.progress import StartError
+from kvroute.process.metrics_port import (
+    Exposition,
+    NoMetricsError,
+    _guarded,
+    exposed,
+    read_token,
+)
+
+LOOPBACK = "127.0.0.1"
+NO_TOKENS = {
+    "empty": b" \n",
+    "two words": b"one two",
+    "not ASCII": b"\xfc",
+}
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[Exposition]:
+    registry = CollectorRegistry()
+    Counter("answers", "For the test.", registry=registry).inc(42)
+    exposition = Exposition(LOOPBACK, registry, **options)
+    try:
+        yield exposition
+    finally:
+        exposition.close()
+
+
+def get(exposition: Exposition, **headers: str) -> httpx.Response:
+    return httpx.get(f"http://{exposition.address}/metrics", headers=headers)
+
+
+def free_ports(count: int) -> range:
+    """Neighbours."""
+    while True:
+        first = free_port()
+        if all(why_not(LOOPBACK, port) is None for port in range(first, first + count)):
+            return range(first, first + count)
+
+
+def test_processes_take_the_ports_of_the_range_one_by_one() -> None:
+    ports = free_ports(3)
+    with ExitStack() as running:
+        each = [running.enter_context(serving(ports=ports)) for _ in ports]
+        assert [one.address for one in each] == [f"{LOOPBACK}:{port}" for port in ports]
+        assert all("answers_total 42.0" in get(one).text for one in each)
+
+
+def test_a_port_that_somebody_else_has_is_passed_over_and_one_that_is_free_again_is_used() -> None:
+    ports = free_ports(2)
+    with socket.create_server((LOOPBACK, ports[0])), serving(ports=ports) as exposition:
+        assert exposition.address == f"{LOOPBACK}:{ports[1]}"
+    with serving(ports=ports) as exposition:
+        assert exposition.address == f"{LOOPBACK}:{ports[0]}"
+
+
+def test_a_full_range_is_a_warning_with_the_count_and_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ports = free_ports(2)
+    with serving(ports=ports), serving(ports=ports), caplog.at_level(logging.WARNING):
+        assert exposed(LOOPBACK, CollectorRegistry(), ports=ports, token_file=None) is None
+    (line,) = caplog.messages
+    assert "this process has no metrics: none of 2 ports of metrics_port_range" in line
+    assert "give a wider range" in line
+
+
+def test_an_address_that_is_not_this_computers_is_a_warning_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert exposed("192.0.2.1", CollectorRegistry(), ports=(0,), token_file=None) is None
+    (line,) = caplog.messages
+    assert "no port can be had on 192.0.2.1" in line
+    assert "see KVROUTE_METRICS_HOST" in line
+
+
+def test_without_a_range_the_system_picks_a_port() -> None:
+    with serving() as one, serving() as other:
+        assert one.address != other.address
+
+
+def test_an_address_of_version_6_is_in_brackets() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this computer has no IPv6")
+    exposition = Exposition("::1", CollectorRegistry())
+    try:
+        assert exposition.address.startswith("[::1]:")
+        assert get(exposition).status_code == 200
+    finally:
+        exposition.close()
+
+
+def test_only_who_sends_the_token_reads_metrics(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("se-cret\n")
+    with serving(token_file=file) as exposition:
+        assert "answers_total" in get(exposition, authorization="Bearer se-cret").text
+        for wrong in ({}, {"authorization": "Bearer no"}, {"authorization": "se-cret"}):
+            refused = get(exposition, **wrong)
+            assert (refused.status_code, refused.content) == (401, b"")
+            assert refused.headers["www-authenticate"] == "Bearer"
+
+
+@given(st.text(st.characters(max_codepoint=255)))
+def test_no_other_header_opens_it(header: str) -> None:
+    said: list[str] = []
+
+    def start(status: str, headers: Any) -> None:
+        said.append(status)
+
+    def application(environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
+        return [b"metrics"]
+
+    guarded = _guarded(application, b"se-cret")
+    assert guarded({"HTTP_AUTHORIZATION": header}, start) == []
+    assert said == ["401 Unauthorized"]
+    assert guarded({"HTTP_AUTHORIZATION": "Bearer se-cret"}, start) == [b"metrics"]
+
+
+@pytest.mark.parametrize("content", NO_TOKENS.values(), ids=NO_TOKENS)
+def test_a_file_without_a_token_never_means_that_none_is_asked_for(
+    tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    assert exposed(LOOPBACK, CollectorRegistry(), ports=(0,), token_file=file) is None
+    with pytest.raises(StartError, match="has no token; expected one word"):
+        refuse_bad_token(file)
+
+
+def test_a_file_that_is_not_there_is_said_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(NoMetricsError, match=r"cannot be read .*; every node needs it"):
+        read_token(tmp_path / "token")
+    refuse_bad_token(None)
