@@ -35,6 +35,7 @@ ROUTES = (
     ("GET", "/v1/cluster"),
     ("GET", "/v1/cluster/hot"),
     ("GET", "/v1/cluster/live"),
+    ("GET", "/v1/cluster/tenants"),
     ("GET", "/v1/cluster/audit"),
     ("POST", "/v1/cluster/canary"),
     ("GET", "/v1/metrics/targets"),
