@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -244,3 +245,65 @@ def test_no_process_shows_a_key(keyed: Keyed, tenants: tuple[str, str]) -> None:
             assert not any(key in shown for key in tenants)
     assert psutil.Process(keyed.cluster.process.pid).is_running()
     assert not any(key in keyed.cluster.output() for key in tenants)
+
+
+def used(keyed: Keyed, operator: str) -> dict[str, dict[str, Any]]:
+    """The account of each tenant, as the command prints it."""
+    said = keyed.kvroute("tenants", "--format", "json", "--url", keyed.cluster.url, key=operator)
+    assert said.returncode == 0, said.stderr
+    return {account["tenant"]: account for account in json.loads(said.stdout)["data"]}
+
+
+def test_accounts_have_all_that_tenants_asked_also_after_a_router_was_killed(
+    keyed: Keyed, operator: str
+) -> None:
+    """The last test: the others' streams would end."""
+    keys = {tenant: keyed.add(tenant) for tenant in ("payer", "saver")}
+    wait_until(lambda: {keyed.status(key) for key in keys.values()} == {200})
+    asked = {tenant: Counter[str]() for tenant in keys}
+
+    def ask(tenant: str, text: str) -> None:
+        with keyed.client(keys[tenant]) as client:
+            answer = client.post("/v1/chat/completions", json=chat(text, max_tokens=20))
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        asked[tenant]["prompt"] += usage["prompt_tokens"]
+        asked[tenant]["cached"] += usage["prompt_tokens_details"]["cached_tokens"]
+        asked[tenant]["output"] += usage["completion_tokens"]
+
+    def is_accounted() -> bool:
+        accounts = used(keyed, operator)
+        return {tenant: _tokens(accounts.get(tenant)) for tenant in keys} == asked
+
+    for number in range(3):
+        ask("payer", f"Number {number} is billed in full. " * 40)
+        ask("saver", "This is billed once, and then is cached. " * 40)
+    wait_until(is_accounted)
+    (router,) = keyed.cluster.routers()
+    router.kill()
+    wait_until(lambda: _is_up(keyed, operator), within_s=60)
+    assert is_accounted()
+    ask("payer", "And then there was a router again. " * 40)
+    wait_until(is_accounted)
+    payer, saver = (used(keyed, operator)[tenant] for tenant in ("payer", "saver"))
+    assert payer["requests"] == {"ok": 4, "cancelled": 0, "refused": 0, "failed": 0}
+    assert saver["gpu_seconds_saved"] > payer["gpu_seconds_saved"]
+    assert payer["gpu_seconds"]["prefill"] > saver["gpu_seconds"]["prefill"] > 0
+    assert min(payer["gpu_seconds"]["decode"], saver["gpu_seconds"]["decode"]) > 0
+    table = keyed.kvroute("tenants", "--url", keyed.cluster.url, key=operator).stdout
+    assert table.index("payer") < table.index("saver"), "who used most comes first"
+
+
+def _tokens(account: dict[str, Any] | None) -> Counter[str]:
+    if account is None:
+        return Counter()
+    tokens = account["prompt_tokens"]
+    cached = tokens["hit"] + tokens["unexpected_hit"]
+    return Counter(prompt=sum(tokens.values()), cached=cached, output=account["output_tokens"])
+
+
+def _is_up(keyed: Keyed, key: str) -> bool:
+    """Whether a new router answers."""
+    with suppress(httpx.TransportError):
+        return len(keyed.cluster.routers()) == 1 and keyed.status(key) == 200
+    return False

@@ -1,7 +1,8 @@
 """A router's Prometheus metrics: latencies, tokens by cause, and the accuracy of its predictions.
 
 No series has a label for a replica, a router or a client: Prometheus adds the scraped process as a
-label (targets.py). So the number of series is fixed, except for two for each declared prefix.
+label (targets.py). So the number of series is fixed, except for two for each declared prefix, and
+for those of tenants (tenant_metrics.py).
 """
 
 from collections.abc import Sequence
