@@ -94,6 +94,6 @@ def _cell(value: object) -> str:
 
 
 def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
-    writer = csv.DictWriter(sys.stdout, CSV_COLUMNS)
+    writer = csv.DictWriter(sys.stdout, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -2,17 +2,25 @@
 
 import asyncio
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.router.api.errors import ApiError
+from kvroute.router.endpoints.cluster_routes import routes
+from kvroute.router.ingress import _refuse
+from kvroute.router.observability.accounts import as_json
 from kvroute.router.observability.lasting_accounts import DAY_S, LastingAccounts
 from kvroute.store import accounts as stored
 from kvroute.store.accounts import KEPT_DAYS, OTHER, DailyAccounts, encode
@@ -170,3 +178,45 @@ async def test_what_was_used_waits_while_redis_is_away(empty_redis: Redis) -> No
     lasting.add("b", {"ok": 1})
     await lasting.flush()
     assert await lasting.of_days([TODAY]) == {"a": {"ok": 3}, "b": {"ok": 1}}
+
+
+def application(each: Mapping[str, LastingAccounts]) -> httpx.AsyncClient:
+    """A client of a router's routes. each: the accounts of each of its models."""
+
+    async def tenants(name: str, days: Iterable[datetime.date]) -> list[dict[str, Any]]:
+        return [as_json(*found) for found in (await each[name].of_days(days)).items()]
+
+    models = [SimpleNamespace(name=name, tenants=partial(tenants, name)) for name in each]
+    named = {model.name: model for model in models}
+    http: Any = FastAPI()
+    http.state.models = SimpleNamespace(all=models, named=named.__getitem__)
+    http.include_router(routes)
+    http.exception_handler(ApiError)(_refuse)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(http), base_url="http://router")
+
+
+async def test_clients_get_the_sums_of_some_days_for_each_model(empty_redis: Redis) -> None:
+    each = {name: LastingAccounts(DailyAccounts(empty_redis, name), "r") for name in "mn"}
+    for ago in range(3):
+        day = TODAY - datetime.timedelta(ago)
+        await each["m"]._store.add(day, "r", 1, encode({"a": {"ok": 1, "prefill_us": 500_000}}))
+        await each["n"]._store.add(day, "r", 1, encode({"a": {"ok": 1, "decode_us": 2_000_000}}))
+    period = {"since": str(TODAY - datetime.timedelta(1)), "until": str(TODAY)}
+    async with application(each) as client:
+        answer = (await client.get("/v1/cluster/tenants", params=period)).json()
+        only = (await client.get("/v1/cluster/tenants", params=period | {"model": "m"})).json()
+    assert (answer["since"], answer["until"]) == (period["since"], period["until"])
+    assert [each["model"] for each in answer["data"]] == ["n", "m"], "who used most comes first"
+    assert answer["data"][0]["gpu_seconds"] == {"prefill": 0.0, "decode": 4.0}
+    assert [(each["model"], each["requests"]["ok"]) for each in only["data"]] == [("m", 2)]
+    assert only["data"][0] == answer["data"][1]
+
+
+async def test_clients_hear_of_wrong_days_and_of_a_redis_that_is_away() -> None:
+    away = LastingAccounts(DailyAccounts(connect("redis://127.0.0.1:1"), "m"), "r")
+    async with application({"m": away}) as client:
+        wrong = await client.get("/v1/cluster/tenants", params={"since": "today"})
+        missing = await client.get("/v1/cluster/tenants")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
+    assert missing.status_code == 503
+    assert "Redis is away" in missing.json()["error"]["message"]
