@@ -62,6 +62,7 @@ NOT_HERE = {
     "make bench-prefixes": MINUTES,
     "kvroute serve --lora": f"{ITS_OWN}: test_lora_cluster.py has one",
     "kvroute serve --api-keys": f"{ITS_OWN}: test_api_keys.py has one",
+    "kvroute tenants": f"{ITS_OWN}: test_api_keys.py has one",
     "kvroute serve --model Qwen/Qwen3-8B": GPUS,
     "kvroute serve --models": GPUS,
     "kvroute serve --replicas 2 --data-parallel-size": GPUS,

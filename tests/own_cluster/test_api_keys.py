@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,9 +18,12 @@ import openai
 import psutil
 import pytest
 
+from dashboards.promql import filled_in
+from dashboards.tenants import TENANTS
 from kvroute.client import KEY
 from kvroute.keys.key_file import Role, read
 from tests.support.browser import page
+from tests.support.prometheus_server import prometheus
 from tests.support.scraping import wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.untested import obstacle
@@ -245,6 +250,26 @@ def test_no_process_shows_a_key(keyed: Keyed, tenants: tuple[str, str]) -> None:
             assert not any(key in shown for key in tenants)
     assert psutil.Process(keyed.cluster.process.pid).is_running()
     assert not any(key in keyed.cluster.output() for key in tenants)
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
+def test_every_panel_of_tenants_at_work_shows_something(
+    keyed: Keyed, tenants: tuple[str, str], operator: str
+) -> None:
+    blank = set(TENANTS.queries())
+    deadline = time.monotonic() + 120
+    with prometheus(keyed.cluster, key=operator) as server:
+        while blank:
+            assert time.monotonic() < deadline, blank
+            for key in tenants:
+                with keyed.client(key) as client:
+                    cached(client, chat("What do we pay for this? " * 40, max_tokens=20))
+            shown = {query: server.values(_now(query)) for query in blank}
+            blank = {query for query, values in shown.items() if len(values) < 2}
+
+
+def _now(query: str) -> str:
+    return filled_in(query, rate_interval="10s", time_range="30s")
 
 
 def used(keyed: Keyed, operator: str) -> dict[str, dict[str, Any]]:
