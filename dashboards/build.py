@@ -7,8 +7,9 @@ from dashboards.cache_hits import CACHE_HITS
 from dashboards.fleet import FLEET
 from dashboards.replica import REPLICA
 from dashboards.routing import ROUTING
+from dashboards.tenants import TENANTS
 
-DASHBOARDS = (FLEET, CACHE_HITS, ROUTING, REPLICA)
+DASHBOARDS = (FLEET, CACHE_HITS, ROUTING, REPLICA, TENANTS)
 FOLDER = Path(__file__).parent
 
 

@@ -15,6 +15,7 @@ from kvroute.command.keys_command import keys
 from kvroute.command.prefixes_command import prefixes
 from kvroute.command.replay_command import replay
 from kvroute.command.serve_command import Serve
+from kvroute.command.tenants_command import tenants
 
 COLUMNS = ("id", "node", "pid", "blocks", "running", "waiting", "incarnation")
 
@@ -98,5 +99,6 @@ app.command()(doctor)
 app.command()(explain)
 app.command()(replay)
 app.command()(calibrate)
+app.command()(tenants)
 app.add_typer(prefixes, name="prefixes")
 app.add_typer(keys, name="keys")

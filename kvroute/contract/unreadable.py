@@ -9,7 +9,16 @@ from typing import Any, Literal, get_args
 import msgspec
 
 Kind = Literal[
-    "replica", "router", "message", "change", "blocks", "prefix", "audit", "cluster", "response"
+    "replica",
+    "router",
+    "message",
+    "change",
+    "blocks",
+    "prefix",
+    "audit",
+    "cluster",
+    "response",
+    "account",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REASON_CHARS = 300  # the most that is kept of a reason or a name: other writers chose them

@@ -64,6 +64,7 @@ NOT_HERE = {
     "kvroute serve --api-keys": f"{ITS_OWN}: test_api_keys.py has one",
     "kvroute serve --metrics-token-file": f"{ITS_OWN}: test_inside.py has one",
     "KVROUTE_METRICS_TOKEN_FILE=metrics-token kvroute doctor": f"{ITS_OWN}: test_inside.py has one",
+    "kvroute tenants": f"{ITS_OWN}: test_api_keys.py has one",
     "kvroute serve --model Qwen/Qwen3-8B": GPUS,
     "kvroute serve --models": GPUS,
     "kvroute serve --replicas 2 --data-parallel-size": GPUS,

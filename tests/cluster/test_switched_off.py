@@ -3,7 +3,9 @@
 import pytest
 import requests
 from openai import OpenAI
+from typer.testing import CliRunner
 
+from kvroute.cli import app
 from tests.support.serving import Cluster
 from tests.support.workloads import ask, people_table, user
 
@@ -33,3 +35,9 @@ def test_without_the_page_it_is_said_how_to_have_it(cluster: Cluster, path: str)
     answer = requests.get(cluster.url + path, timeout=10)
     assert answer.status_code == 404
     assert "--ui" in answer.json()["error"]["message"]
+
+
+def test_without_keys_it_is_said_how_to_have_accounts(cluster: Cluster) -> None:
+    said = CliRunner().invoke(app, ["tenants", "--url", cluster.url])
+    assert said.exit_code == 1
+    assert "--api-keys" in said.output

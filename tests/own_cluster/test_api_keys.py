@@ -3,7 +3,10 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +18,12 @@ import openai
 import psutil
 import pytest
 
+from dashboards.promql import filled_in
+from dashboards.tenants import TENANTS
 from kvroute.client import KEY
 from kvroute.keys.key_file import Role, read
 from tests.support.browser import page
+from tests.support.prometheus_server import prometheus
 from tests.support.scraping import wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.untested import obstacle
@@ -36,6 +42,7 @@ ROUTES = (
     ("GET", "/v1/cluster"),
     ("GET", "/v1/cluster/hot"),
     ("GET", "/v1/cluster/live"),
+    ("GET", "/v1/cluster/tenants"),
     ("GET", "/v1/cluster/audit"),
     ("POST", "/v1/cluster/canary"),
     ("GET", "/v1/metrics/targets"),
@@ -336,3 +343,85 @@ def test_no_process_shows_a_key(keyed: Keyed, tenants: tuple[str, str]) -> None:
             assert not any(key in shown for key in tenants)
     assert psutil.Process(keyed.cluster.process.pid).is_running()
     assert not any(key in keyed.cluster.output() for key in tenants)
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
+def test_every_panel_of_tenants_at_work_shows_something(
+    keyed: Keyed, tenants: tuple[str, str], operator: str
+) -> None:
+    blank = set(TENANTS.queries())
+    deadline = time.monotonic() + 120
+    with prometheus(keyed.cluster, key=operator) as server:
+        while blank:
+            assert time.monotonic() < deadline, blank
+            for key in tenants:
+                with keyed.client(key) as client:
+                    cached(client, chat("What do we pay for this? " * 40, max_tokens=20))
+            shown = {query: server.values(_now(query)) for query in blank}
+            blank = {query for query, values in shown.items() if len(values) < 2}
+
+
+def _now(query: str) -> str:
+    return filled_in(query, rate_interval="10s", time_range="30s")
+
+
+def used(keyed: Keyed, operator: str) -> dict[str, dict[str, Any]]:
+    """The account of each tenant, as the command prints it."""
+    said = keyed.kvroute("tenants", "--format", "json", "--url", keyed.cluster.url, key=operator)
+    assert said.returncode == 0, said.stderr
+    return {account["tenant"]: account for account in json.loads(said.stdout)["data"]}
+
+
+def test_accounts_have_all_that_tenants_asked_also_after_a_router_was_killed(
+    keyed: Keyed, operator: str
+) -> None:
+    """The last test: the others' streams would end."""
+    keys = {tenant: keyed.add(tenant) for tenant in ("payer", "saver")}
+    wait_until(lambda: {keyed.status(key) for key in keys.values()} == {200})
+    asked = {tenant: Counter[str]() for tenant in keys}
+
+    def ask(tenant: str, text: str) -> None:
+        with keyed.client(keys[tenant]) as client:
+            answer = client.post("/v1/chat/completions", json=chat(text, max_tokens=20))
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        asked[tenant]["prompt"] += usage["prompt_tokens"]
+        asked[tenant]["cached"] += usage["prompt_tokens_details"]["cached_tokens"]
+        asked[tenant]["output"] += usage["completion_tokens"]
+
+    def is_accounted() -> bool:
+        accounts = used(keyed, operator)
+        return {tenant: _tokens(accounts.get(tenant)) for tenant in keys} == asked
+
+    for number in range(3):
+        ask("payer", f"Number {number} is billed in full. " * 40)
+        ask("saver", "This is billed once, and then is cached. " * 40)
+    wait_until(is_accounted)
+    (router,) = keyed.cluster.routers()
+    router.kill()
+    wait_until(lambda: _is_up(keyed, operator), within_s=60)
+    assert is_accounted()
+    ask("payer", "And then there was a router again. " * 40)
+    wait_until(is_accounted)
+    payer, saver = (used(keyed, operator)[tenant] for tenant in ("payer", "saver"))
+    assert payer["requests"] == {"ok": 4, "cancelled": 0, "refused": 0, "failed": 0}
+    assert saver["gpu_seconds_saved"] > payer["gpu_seconds_saved"]
+    assert payer["gpu_seconds"]["prefill"] > saver["gpu_seconds"]["prefill"] > 0
+    assert min(payer["gpu_seconds"]["decode"], saver["gpu_seconds"]["decode"]) > 0
+    table = keyed.kvroute("tenants", "--url", keyed.cluster.url, key=operator).stdout
+    assert table.index("payer") < table.index("saver"), "who used most comes first"
+
+
+def _tokens(account: dict[str, Any] | None) -> Counter[str]:
+    if account is None:
+        return Counter()
+    tokens = account["prompt_tokens"]
+    cached = tokens["hit"] + tokens["unexpected_hit"]
+    return Counter(prompt=sum(tokens.values()), cached=cached, output=account["output_tokens"])
+
+
+def _is_up(keyed: Keyed, key: str) -> bool:
+    """Whether a new router answers."""
+    with suppress(httpx.TransportError):
+        return len(keyed.cluster.routers()) == 1 and keyed.status(key) == 200
+    return False

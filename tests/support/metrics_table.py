@@ -1,6 +1,7 @@
 """The table in docs/metrics.md, from the metrics: `python -m tests.metrics_table`."""
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,16 @@ from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.replicas import replicas
+from kvroute.router.observability.accounts import Accounts
 from kvroute.router.observability.audit import Audit
+from kvroute.router.observability.lasting_accounts import LastingAccounts
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
+from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
+from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefix, Prefixes
@@ -58,6 +63,7 @@ def router() -> CollectorRegistry:
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
     metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
+    registry.register(TenantMetrics(_accounts()))
     return registry
 
 
@@ -92,6 +98,14 @@ def _catalogue(fleet: Fleet) -> Catalogue:
     catalogue = Catalogue(Prefixes(connect(NOWHERE), "m"), fleet, block_size=32)
     catalogue.learn([Prefix("p", 1, np.arange(9, dtype=np.uint32), {"prompt": "a"})])
     return catalogue
+
+
+def _accounts() -> Accounts:
+    """With one tenant, so that there are series for it."""
+    lasting = LastingAccounts(DailyAccounts(connect(NOWHERE), "m"), "r")
+    accounts = Accounts(gpus=1, lasting=lasting)
+    accounts.totals["t"] = Counter()
+    return accounts
 
 
 async def _nobody(replica_id: str) -> None:

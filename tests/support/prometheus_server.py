@@ -40,11 +40,12 @@ class Reachable(Protocol):
 
 
 @contextmanager
-def prometheus(cluster: Reachable) -> Iterator[Prometheus]:
-    """It reads every second, which is all that differs from the configuration that we ship."""
+def prometheus(cluster: Reachable, *, key: str = "") -> Iterator[Prometheus]:
+    """It reads every second, with the API key if there is one, which is all that differs from the
+    configuration that we ship."""
     with TemporaryDirectory() as folder:
         config = Path(folder) / CONFIG.name
-        config.write_text(_hasty(CONFIG.read_text(), cluster.url))
+        config.write_text(_hasty(CONFIG.read_text(), cluster.url, key))
         (Path(folder) / "alerts.yml").symlink_to(CONFIG.parent / "alerts.yml")
         address = f"127.0.0.1:{free_port()}"
         process = subprocess.Popen(
@@ -61,8 +62,11 @@ def prometheus(cluster: Reachable) -> Iterator[Prometheus]:
             process.wait(30)
 
 
-def _hasty(config: str, url: str) -> str:
-    return re.sub(r"\b1[05]s\b", "1s", config).replace("http://127.0.0.1:8000", url)
+def _hasty(config: str, url: str, key: str) -> str:
+    config = re.sub(r"\b1[05]s\b", "1s", config).replace("http://127.0.0.1:8000", url)
+    if not key:
+        return config
+    return re.sub(r"# (authorization: {.*credentials)_file: [^}]*", rf"\1: {key}", config)
 
 
 def _wait(url: str) -> None:

@@ -46,6 +46,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "GET /v1/cluster/diagnosis",
         "GET /v1/cluster/hot",
         "GET /v1/cluster/live",
+        "GET /v1/cluster/tenants",
         "GET /v1/metrics/targets",
         "GET /v1/prefixes",
         "GET /v1/prefixes/{name:path}",

@@ -18,6 +18,7 @@ from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord
 from kvroute.local.launch import refuse_closed_folder
 from kvroute.local.progress import StartError
+from kvroute.replay.trace import read
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.observability import request_log
 from kvroute.router.observability.request_log import RequestLog
@@ -55,6 +56,7 @@ class Router:
         stop_after: int | None = None,
         broken: Break | None = None,
         features: Sequence[Feature] = (),
+        tenant: str = "",
         **fields: Any,
     ) -> None:
         """As the dispatcher does: sends, listens to so many chunks, and ends."""
@@ -62,7 +64,7 @@ class Router:
         request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, ["a"], now_s, features=features)
-        context = RequestContext(now_s, broken=broken)
+        context = RequestContext(now_s, broken=broken, tenant=tenant)
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -146,6 +148,15 @@ async def test_a_line_names_the_place_where_its_chat_changed(router: Router) -> 
         40,
         300,
     )
+
+
+async def test_a_line_names_its_tenant_and_replay_reads_it(router: Router) -> None:
+    await router.answer(400, tenant="acme")
+    await router.answer(400)
+    named, nobodys = await logged(router)
+    assert named["tenant"] == "acme"
+    assert "tenant" not in nobodys
+    assert len(read(router.log._file, limit=None, seed=0)) == 2
 
 
 async def test_choices_count_together(router: Router) -> None:

@@ -1,6 +1,7 @@
-"""The HTTP routes for the cluster: health, replicas, audits, diagnosis and metrics targets."""
+"""The HTTP routes for the cluster: health, replicas, audits, diagnosis, accounts, targets."""
 
 import asyncio
+from datetime import UTC, datetime
 from itertools import chain
 
 import ray
@@ -8,8 +9,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.router.api.access import caller_of
+from kvroute.router.api.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.serving.models import Served, together
+from kvroute.store.accounts import KEPT_DAYS
 
 routes = APIRouter()
 
@@ -84,6 +87,22 @@ async def hot(request: Request, models: Served) -> Response:
     found = together(models.all, [model.prefixes.hottest(tenant) for model in models.all])
     found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
     return JSONResponse({"object": "list", "data": found})
+
+
+@routes.get("/v1/cluster/tenants")
+async def tenants(
+    models: Served, since: str | None = None, until: str | None = None, model: str | None = None
+) -> Response:
+    """What each tenant used on these days, who used most first."""
+    today = datetime.now(UTC).date()
+    days = days_between(since, until, today=today, most=KEPT_DAYS)
+    selected = models.all if model is None else [models.named(model)]
+    with needing_redis():
+        accounts = await asyncio.gather(*(each.tenants(days) for each in selected))
+    found = together(selected, accounts)
+    found.sort(key=lambda account: -sum(account["gpu_seconds"].values()))
+    period = {"since": days[0].isoformat(), "until": days[-1].isoformat()}
+    return JSONResponse({"object": "list", **period, "data": found})
 
 
 @routes.get("/v1/metrics/targets")

@@ -2,7 +2,7 @@
 
 No series has a label for a replica, a router or a client: Prometheus adds the scraped process as a
 label (targets.py). So the number of series is fixed, except for two for each declared prefix, and
-those of tenants that were refused.
+those of tenants (tenant_metrics.py) and of their refusals.
 """
 
 from collections.abc import Sequence

@@ -49,6 +49,7 @@ class Line(msgspec.Struct):
     ledger: Ledger | None  # where the prompt's tokens came from; None if there was no token
     request_id: str  # the response's x-request-id
     lora: str | msgspec.UnsetType = msgspec.UNSET  # the requested adapter
+    tenant: str | msgspec.UnsetType = msgspec.UNSET  # whose API key it came with, if one is needed
     broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # as in receipts
 
 
@@ -110,6 +111,7 @@ class RequestLog(RequestObserver):
             ledger=attempt.ledger(),
             request_id=attempt.context.request_id,
             lora=placement.lora or msgspec.UNSET,
+            tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
         )
 

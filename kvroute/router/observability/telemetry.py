@@ -13,12 +13,15 @@ from kvroute.process.exposition import Process
 from kvroute.process.metrics_port import exposed
 from kvroute.router.dispatch.links import Links
 from kvroute.router.observability import request_spans
+from kvroute.router.observability.accounts import Accounts
 from kvroute.router.observability.audit import Audit
+from kvroute.router.observability.lasting_accounts import LastingAccounts
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.places import Places
 from kvroute.router.observability.recent import Recent
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
+from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.routing.attempts import RequestObserver, RequestObservers
 from kvroute.router.routing.feed import Feed
@@ -29,9 +32,17 @@ from kvroute.store.responses import Responses
 
 
 class Telemetry:
-    """Metrics, request log, spans and the last decisions. `also`: another observer."""
+    """Metrics, request log, spans, the last decisions, and tenants' accounts."""
 
-    def __init__(self, router_id: str, settings: RouterSettings, *, also: RequestObserver) -> None:
+    def __init__(
+        self,
+        router_id: str,
+        settings: RouterSettings,
+        *,
+        also: RequestObserver,
+        lasting: LastingAccounts | None,
+    ) -> None:
+        """also: another observer. lasting: None without API keys, which tenants have."""
         self.recent = Recent()
         self.places = Places()
         self._router_id = router_id
@@ -40,7 +51,9 @@ class Telemetry:
         self._registry = CollectorRegistry()  # not the process's, which may serve other models
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
         self._announcer: Announcer | None = None
-        observers = (also, self._log, self._metrics, self.recent, self.places)
+        self._lasting = lasting
+        self._accounts = _accounts(settings, lasting)
+        observers = (also, self._log, self._metrics, self.recent, self.places, self._accounts)
         self.observer = RequestObservers(*filter(None, (*observers, request_spans.dispatches())))
 
     async def start(
@@ -67,6 +80,8 @@ class Telemetry:
             self._metrics.export_responses(responses)
         if self._log:
             self._metrics.export_log(self._log)
+        if self._accounts:
+            self._registry.register(TenantMetrics(self._accounts))
         self._registry.register(Process())
         node = ray.util.get_node_ip_address()
         exposition = await asyncio.to_thread(
@@ -81,7 +96,11 @@ class Telemetry:
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """The background tasks by name; call it after `start`."""
-        workers = {"request log": self._log, "announcer": self._announcer}
+        workers = {
+            "request log": self._log,
+            "announcer": self._announcer,
+            "accounts": self._lasting,
+        }
         return {name: worker.run() for name, worker in workers.items() if worker}
 
     def refused(self, error: Exception) -> None:
@@ -97,8 +116,16 @@ class Telemetry:
     async def close(self) -> None:
         if self._log:
             await self._log.flush()
+        if self._lasting:
+            await self._lasting.close()
         if self._announcer:
             await self._announcer.leave()
+
+
+def _accounts(settings: RouterSettings, lasting: LastingAccounts | None) -> Accounts | None:
+    if lasting is None:
+        return None
+    return Accounts(gpus=settings.tensor_parallel_size, lasting=lasting)
 
 
 def _request_log(router_id: str, settings: RouterSettings) -> RequestLog | None:

@@ -41,6 +41,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
     recent_tokens: float = 0.0  # as of recent_at_s
     recent_at_s: float = 0.0
     mean_prefill_s: float = 0.0  # of recent requests
+    prefilled_s: float = 0.0  # predicted prefill of all requests that have had their first token
     loras: Residents = field(default_factory=lambda: Residents(UNLIMITED))  # loaded, as we know
     loras_sent: tuple[list[str], list[str]] = field(
         default_factory=lambda: ([], [])
@@ -82,6 +83,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
             return
         self.served(request_id, now_s, teaches=not sent.loads_lora)
         self.pending_tokens -= sent.new_tokens
+        self.prefilled_s += sent.prefill_s
         self._count_decoding(request_id, sent.prompt_tokens)
 
     def finish(self, request_id: str) -> None:

@@ -1,9 +1,10 @@
 """Serves one model in one router: it owns the parts, and offers what the routes need."""
 
 import asyncio
+import datetime
 import random
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,8 +30,10 @@ from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.observability import request_spans
+from kvroute.router.observability.accounts import as_json
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
+from kvroute.router.observability.lasting_accounts import LastingAccounts
 from kvroute.router.observability.live import Live
 from kvroute.router.observability.neighbours import Neighbours
 from kvroute.router.observability.recent import Sums
@@ -55,6 +58,7 @@ from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.router.serving.stored_response import stored
 from kvroute.settings.router import RouterSettings
+from kvroute.store.accounts import DailyAccounts
 from kvroute.store.clusters import Clusters, Tenant
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -99,7 +103,10 @@ class ModelRouter:
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
         self._publisher = PeerPublisher(router_id, limits=limits)
-        self._telemetry = Telemetry(router_id, settings, also=self._publisher)
+        self._accounts = _accounts(settings, redis, unreadable, router_id)
+        self._telemetry = Telemetry(
+            router_id, settings, also=self._publisher, lasting=self._accounts
+        )
         running = partial(serves.running_replicas, self._deployment)
         self._chats = Chats()
         self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
@@ -357,6 +364,18 @@ class ModelRouter:
         """The addresses of its processes' metrics. RedisError or OSError without Redis."""
         return await targets(self._index, self.name)
 
+    async def tenants(self, days: Iterable[datetime.date]) -> list[dict[str, Any]]:
+        """What each tenant used on these days. ApiError without API keys; RedisError or OSError
+        without Redis."""
+        if self._accounts is None:
+            raise ApiError(
+                404,
+                "there are accounts of tenants only where API keys are needed: kvroute serve "
+                "--api-keys FILE",
+            )
+        found = await self._accounts.of_days(days)
+        return [as_json(tenant, account) for tenant, account in found.items()]
+
     async def leases_s(self) -> dict[str, float]:
         """The remaining time of each replica's lease. RedisError or OSError without Redis."""
         return await self._index.leases_s()
@@ -460,6 +479,18 @@ def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -
         cluster=settings.cluster,
         unreadable=unreadable,
     )
+
+
+def _accounts(
+    settings: RouterSettings, redis: Redis, unreadable: Unreadable, router_id: str
+) -> LastingAccounts | None:
+    """None without API keys: there are no tenants."""
+    if settings.api_keys is None:
+        return None
+    store = DailyAccounts(
+        redis, settings.served_model_name, cluster=settings.cluster, unreadable=unreadable
+    )
+    return LastingAccounts(store, router_id)
 
 
 def _conversations(settings: RouterSettings, store: Responses | None) -> Conversations | None:

@@ -1,0 +1,52 @@
+"""What each tenant uses, as Prometheus metrics: NAMED tenants by name, all others as one."""
+
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvroute.router.observability.accounts import OUTCOMES, PHASES, US, Accounts
+from kvroute.router.routing.ledger import CAUSES
+
+
+class TenantMetrics(Collector):
+    """Reads the accounts at scrape time, in the scrape's thread."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+
+    def collect(self) -> Iterable[Metric]:
+        totals = [(name, dict(account)) for name, account in list(self._accounts.totals.items())]
+        requests = _counter(
+            "requests",
+            "Requests of each tenant with an API key, by how they ended: ok, cancelled, refused; "
+            "failed (the replica was lost; they are sent again, and end once more).",
+            "outcome",
+        )
+        prompt_tokens = _counter(
+            "prompt_tokens", "Tokens of those requests' prompts, by the ledger's cause.", "cause"
+        )
+        output_tokens = _counter("output_tokens", "Tokens of those requests' answers.")
+        spent = _counter(
+            "gpu_seconds",
+            "GPU seconds that those requests took, by phase: prefill (as the speed model has it), "
+            "decode (each request's share of its replica's time). A CPU replica is one GPU.",
+            "phase",
+        )
+        saved = _counter(
+            "gpu_seconds_saved", "GPU seconds that the cached tokens would have taken in prefill."
+        )
+        for tenant, account in totals:
+            for outcome in OUTCOMES:
+                requests.add_metric([tenant, outcome], account.get(outcome, 0))
+            for cause in CAUSES:
+                prompt_tokens.add_metric([tenant, cause], account.get(cause, 0))
+            output_tokens.add_metric([tenant], account.get("output_tokens", 0))
+            for phase in PHASES:
+                spent.add_metric([tenant, phase], account.get(f"{phase}_us", 0) / US)
+            saved.add_metric([tenant], account.get("saved_us", 0) / US)
+        return requests, prompt_tokens, output_tokens, spent, saved
+
+
+def _counter(name: str, documentation: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvroute_tenant_{name}", documentation, labels=["tenant", *labels])

@@ -1,0 +1,111 @@
+"""What each tenant has used: one sum for each UTC day, kept for KEPT_DAYS.
+
+    kvroute:{TAG}:accounts:2026-11-23    hash    "t" + tenant -> msgpack: name -> sum
+                                                 "r" + router -> number of its last batch
+                                                 "n" -> how many tenants there are
+
+{TAG} is the index's (keys.py). A batch counts once, however often it is sent: its number is in the
+same hash as the sums, so Redis keeps both or loses both.
+"""
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import redis.asyncio as redis
+
+from kvroute.contract.records import Count, Name
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
+from kvroute.store.connection import answered
+from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
+
+KEPT_DAYS = 400
+MOST_TENANTS = 1000  # by name in one day, first come
+OTHER = "other"  # the name of all further ones
+
+# ARGV router, number, msgpack of the batch, most tenants, name of further ones, expires at (s)
+_ADD = r"""
+local key, router = KEYS[1], 'r' .. ARGV[1]
+if redis.call('TYPE', key).ok ~= 'hash' then redis.call('DEL', key) end
+local last = tonumber(redis.call('HGET', key, router) or 0) or 0
+if last >= tonumber(ARGV[2]) then return 0 end
+redis.call('HSET', key, router, ARGV[2])  -- first: Redis without memory refuses the first write
+local tenants = tonumber(redis.call('HGET', key, 'n') or 0) or 0
+for tenant, added in pairs(cmsgpack.unpack(ARGV[3])) do
+  local is_known = redis.call('HEXISTS', key, 't' .. tenant) == 1
+  if not is_known and tenants >= tonumber(ARGV[4]) then tenant = ARGV[5] end
+  local packed = redis.call('HGET', key, 't' .. tenant)
+  if not packed and tenant ~= ARGV[5] then tenants = tenants + 1 end
+  local is_ours, sums = pcall(cmsgpack.unpack, packed or '\128')
+  if not is_ours or type(sums) ~= 'table' then sums = {} end
+  for name, count in pairs(added) do sums[name] = (tonumber(sums[name]) or 0) + count end
+  redis.call('HSET', key, 't' .. tenant, cmsgpack.pack(sums))
+end
+redis.call('HSET', key, 'n', tenants)
+redis.call('EXPIREAT', key, ARGV[6])
+return 1
+"""
+
+Account = Mapping[str, int]  # name -> how much
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(dict[Name, Count]).decode
+
+
+class DailyAccounts:
+    """The accounts of one model of one cluster.
+
+    Any method raises RedisError or OSError when Redis is unreachable. No content of Redis makes it
+    raise anything else.
+    """
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        model: str,
+        *,
+        cluster: str = DEFAULT_CLUSTER,
+        unreadable: Unreadable | None = None,
+    ) -> None:
+        self._redis: Any = client
+        self._prefix = f"{key_prefix(cluster, model)}:accounts"
+        self._unreadable = unreadable or Unreadable()
+        self._add = client.register_script(_ADD)
+
+    @answered
+    async def add(self, day: datetime.date, router_id: str, number: int, batch: bytes) -> None:
+        """Adds a batch, unless it was added already.
+
+        number: rises with each batch of the router. batch: encode() of tenant -> Account.
+        """
+        ends = datetime.datetime.combine(day, datetime.time(), datetime.UTC)
+        expires_at = ends + datetime.timedelta(days=KEPT_DAYS + 1)
+        most, expires_s = MOST_TENANTS, int(expires_at.timestamp())
+        args: list[Any] = [router_id, number, batch, most, OTHER, expires_s]
+        await self._add(keys=[self._key(day)], args=args)
+
+    @answered
+    async def read(self, day: datetime.date) -> dict[str, Account]:
+        """The account of each tenant; what cannot be read is left out."""
+        if await self._redis.type(self._key(day)) != b"hash":
+            return {}
+        found = {}
+        for field, packed in (await self._redis.hgetall(self._key(day))).items():
+            if field[:1] != b"t":
+                continue
+            try:
+                found[field[1:].decode()] = _account(packed)
+            except DECODE_ERRORS as error:
+                self._unreadable.add("account", field, error)
+        return found
+
+    def _key(self, day: datetime.date) -> str:
+        return f"{self._prefix}:{day.isoformat()}"
+
+
+def _account(packed: bytes) -> Account:
+    """Raises one of DECODE_ERRORS."""
+    account = _decode(packed)
+    if not account:
+        raise UnreadableError("it is empty")
+    return account

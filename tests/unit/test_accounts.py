@@ -1,0 +1,249 @@
+"""What a tenant is charged for is what its requests asked for and what they took."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from kvroute.contract.generation import Chunk
+from kvroute.contract.speed import Speed
+from kvroute.router.observability.accounts import NAMED, US, Accounts, as_json, bounded
+from kvroute.router.observability.tenant_metrics import TenantMetrics
+from kvroute.router.routing.attempts import Attempt, Outcome, RequestContext
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.ledger import CAUSES
+from kvroute.store.accounts import OTHER, Account
+from tests.support.records import record
+
+TOKENS_PER_S = 1000.0  # of prefill, however long the prompt
+
+
+class AsPredicted(Speed):
+    """Of a replica that is as fast as it says, whatever is measured."""
+
+    def learn(self, predicted_s: float, observed_s: float) -> None:
+        """Nothing."""
+
+
+class Kept:
+    """What is to last."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Counter[str]] = {}
+
+    def add(self, tenant: str, used: Account) -> None:
+        self.sums.setdefault(tenant, Counter()).update(used)
+
+
+class Charged:
+    """A router with two replicas, and its accounts."""
+
+    def __init__(self, *, gpus: int = 1) -> None:
+        self.kept = Kept()
+        self.accounts = Accounts(gpus=gpus, lasting=self.kept)
+        self.registry = CollectorRegistry()
+        self.registry.register(TenantMetrics(self.accounts))
+        self.fleet = Fleet(
+            model="m", revision="", block_size=4, rng=random.Random(0), observer=self.accounts
+        )
+        self.fleet.update([record(name, prefill_tokens_per_s=TOKENS_PER_S) for name in "ab"])
+        for name in "ab":
+            self.fleet.mirror.join(name)
+        self._numbers = count()
+
+    def send(
+        self, tenant: str, tokens: int = 100, *, to: str = "a", at_s: float = 0.0, **context: Any
+    ) -> Attempt:
+        number = next(self._numbers)
+        ids = np.arange(tokens, dtype=np.uint32) + 1000 * number
+        placement = self.fleet.place(ids, ["a", "b"], at_s)
+        asked = RequestContext(at_s, tenant=tenant, **context)
+        attempt = self.fleet.sent(placement, to, str(number), at_s, asked)
+        attempt.load.speed = AsPredicted()
+        return attempt
+
+    def account(self, tenant: str) -> dict[str, Any]:
+        return as_json(tenant, self.kept.sums[tenant])
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"kvroute_tenant_{name}_total", labels)
+
+
+def hear(
+    attempt: Attempt, *, at_s: float, tokens: int = 1, cached: int = 0, is_last: bool = False
+) -> None:
+    attempt.receive(Chunk((7,) * tokens, cached, is_last), at_s)
+
+
+def test_prefill_is_charged_for_what_was_computed_and_the_rest_is_saved() -> None:
+    charged = Charged(gpus=4)
+    attempt = charged.send("acme")
+    hear(attempt, at_s=1.0, cached=80, is_last=True)
+    attempt.end()
+    account = charged.account("acme")
+    assert account["requests"] == {"ok": 1, "cancelled": 0, "refused": 0, "failed": 0}
+    assert account["gpu_seconds"] == {"prefill": 4 * 0.02, "decode": 0.0}
+    assert account["gpu_seconds_saved"] == 4 * 0.08
+    assert account["prompt_tokens"]["unexpected_hit"] == 80
+
+
+def test_requests_that_decode_together_share_the_replica() -> None:
+    charged = Charged()
+    one, two = charged.send("one", tokens=1), charged.send("two", tokens=1)
+    for attempt in (one, two):
+        hear(attempt, at_s=10.0, cached=100)
+    hear(one, at_s=12.0, is_last=True)
+    one.end()
+    hear(two, at_s=15.0, is_last=True)
+    two.end()
+    assert charged.account("one")["gpu_seconds"]["decode"] == pytest.approx(1.0, abs=0.001)
+    assert charged.account("two")["gpu_seconds"]["decode"] == pytest.approx(4.0, abs=0.001)
+
+
+def test_a_prefill_is_not_charged_to_those_that_decode_meanwhile() -> None:
+    charged = Charged()
+    decodes, computed = charged.send("decodes"), charged.send("computed", tokens=1000)
+    hear(decodes, at_s=10.0, cached=100)
+    hear(computed, at_s=12.0)
+    computed.end()
+    hear(decodes, at_s=12.0, is_last=True)
+    decodes.end()
+    assert charged.account("decodes")["gpu_seconds"]["decode"] == pytest.approx(1.0, abs=0.001)
+    assert charged.account("computed")["gpu_seconds"]["prefill"] == pytest.approx(1.0)
+
+
+def test_requests_of_other_routers_take_their_share() -> None:
+    charged = Charged()
+    own, foreign = charged.send("acme"), charged.send("")
+    hear(own, at_s=10.0, cached=100)
+    hear(foreign, at_s=10.0, cached=100)
+    hear(own, at_s=12.0, is_last=True)
+    own.end()
+    assert 1.0 <= charged.account("acme")["gpu_seconds"]["decode"] < 2.0
+    assert list(charged.kept.sums) == ["acme"]
+
+
+def test_a_request_that_two_replicas_answered_is_one_and_took_what_both_did() -> None:
+    charged = Charged()
+    lost = charged.send("acme")
+    hear(lost, at_s=1.0, tokens=3)
+    hear(lost, at_s=2.0, tokens=2)
+    lost.end("failed")
+    second = charged.send("acme", tokens=105, to="b", at_s=3.0, is_resumed=True)
+    hear(second, at_s=4.0)
+    hear(second, at_s=7.0, tokens=4, is_last=True)
+    second.end()
+    account = charged.account("acme")
+    assert account["requests"] == {"ok": 1, "cancelled": 0, "refused": 0, "failed": 1}
+    assert sum(account["prompt_tokens"].values()) == 100
+    assert account["output_tokens"] == 10
+    assert account["gpu_seconds"]["prefill"] == pytest.approx(0.100 + 0.105)
+    assert account["gpu_seconds"]["decode"] == pytest.approx(1.0 + 3.0)
+
+
+def test_what_moved_before_it_ran_or_was_refused_costs_nothing() -> None:
+    charged = Charged()
+    charged.send("acme").end("moved")
+    charged.send("acme").end("refused")
+    account = charged.account("acme")
+    assert account["requests"] == {"ok": 0, "cancelled": 0, "refused": 1, "failed": 0}
+    assert account["gpu_seconds"] == {"prefill": 0.0, "decode": 0.0}
+
+
+def test_without_keys_nothing_is_counted() -> None:
+    charged = Charged()
+    attempt = charged.send("")
+    hear(attempt, at_s=1.0, is_last=True)
+    attempt.end()
+    assert not charged.accounts.totals
+    assert not charged.kept.sums
+    assert charged.value("output_tokens", tenant="") is None
+
+
+def test_only_so_many_tenants_have_series_of_their_own() -> None:
+    charged = Charged()
+    for number in range(NAMED + 5):
+        attempt = charged.send(f"t{number}")
+        hear(attempt, at_s=1.0, is_last=True)
+        attempt.end()
+    charged.send("t0").end("refused")
+    samples = [sample for metric in charged.registry.collect() for sample in metric.samples]
+    named = {sample.labels["tenant"] for sample in samples}
+    assert named == {f"t{number}" for number in range(NAMED)} | {OTHER}
+    assert charged.value("requests", tenant=OTHER, outcome="ok") == 5
+    assert charged.value("requests", tenant="t0", outcome="refused") == 1
+    assert len(charged.kept.sums) == NAMED + 5
+
+
+def test_a_tenant_of_that_name_does_not_take_a_named_place() -> None:
+    accounts = dict[str, Counter[str]]()
+    for name in ("a", OTHER, "b", "c"):
+        bounded(accounts, name, most=2).update({"ok": 1})
+    assert accounts == {"a": {"ok": 1}, OTHER: {"ok": 2}, "b": {"ok": 1}}
+
+
+ENDS: tuple[Outcome | None, ...] = (None, "cancelled", "refused", "failed", "moved")
+ATTEMPTS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c"]),  # tenant
+        st.integers(1, 60),  # prompt tokens
+        st.integers(0, 80),  # cached, as the engine claims
+        st.integers(0, 4),  # chunks
+        st.sampled_from(ENDS),
+    ),
+    max_size=20,
+)
+
+
+@given(ATTEMPTS, st.integers(1, 8))
+def test_accounts_are_the_sums_of_their_requests(
+    attempts: Sequence[tuple[str, int, int, int, Outcome | None]], gpus: int
+) -> None:
+    """And what the GPUs took together is no more than there was time."""
+    charged, expected, sent = Charged(gpus=gpus), Counter[tuple[str, str]](), []
+    now_s = 0.0
+    for number, (tenant, tokens, *_) in enumerate(attempts):
+        sent.append(charged.send(tenant, tokens, at_s=0.0, to="ab"[number % 2]))
+    for number, attempt in enumerate(sent):
+        _, _, cached, chunks, end = attempts[number]
+        for chunk in range(chunks):
+            now_s += 0.25
+            hear(attempt, at_s=now_s, cached=cached, is_last=chunk == chunks - 1)
+        if number % 3 == 2:  # others go on for longer
+            attempt.end(end)
+    for attempt, (tenant, *_, end) in zip(sent, attempts, strict=True):
+        attempt.end(end)
+        if attempt.outcome == "moved":
+            continue
+        expected[tenant, attempt.outcome or ""] += 1
+        expected[tenant, "output_tokens"] += attempt.output_tokens
+        if ledger := attempt.ledger():
+            for cause, tokens in msgspec.structs.asdict(ledger).items():
+                expected[tenant, cause] += tokens
+    counted = Counter(
+        {
+            (tenant, name): tokens
+            for tenant, account in charged.kept.sums.items()
+            for name, tokens in account.items()
+            if not name.endswith("_us")
+        }
+    )
+    assert counted == +expected
+    assert sum(charged.value("output_tokens", tenant=name) or 0 for name in "abc") == sum(
+        expected[name, "output_tokens"] for name in "abc"
+    )
+    assert all(
+        charged.value("prompt_tokens", tenant=name, cause=cause) == expected[name, cause]
+        for name in charged.accounts.totals
+        for cause in CAUSES
+    )
+    decoded_s = sum(each["decode_us"] for each in charged.kept.sums.values()) / US
+    assert 0 <= decoded_s <= 2 * gpus * now_s + 1e-3  # two replicas
