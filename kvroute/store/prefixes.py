@@ -127,14 +127,21 @@ def own_id(tenant: str, name: str) -> str:
 
 def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int) -> int:
     """How many of the first tokens, in whole blocks, are those of one of these prefixes."""
-    longest = 0
+    longest, now_s = 0, time.time()
     for prefix in shared:
         full = prefix.full_blocks(block_size) * block_size
-        if longest < full <= len(token_ids) and np.array_equal(
-            prefix.token_ids[:full], token_ids[:full]
-        ):
-            longest = full
+        if longest < full <= len(token_ids) and not prefix.is_expired(now_s):
+            if _begins(prefix.token_ids, token_ids, full):
+                longest = full
     return longest
+
+
+def _begins(ids: NDArray[np.uint32], others: NDArray[np.uint32], tokens: int) -> bool:
+    """Whether the first `tokens` are equal. Most differ in the first or the last one: to compare
+    all of a thousand prefixes would take milliseconds."""
+    last = tokens - 1
+    is_near = ids[0] == others[0] and ids[last] == others[last]
+    return bool(is_near) and np.array_equal(ids[:tokens], others[:tokens])
 
 
 def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:

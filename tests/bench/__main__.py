@@ -11,6 +11,7 @@ from tests.bench.apart import apart
 from tests.bench.decision import decision
 from tests.bench.dtype import dtype
 from tests.bench.events import memory, rate
+from tests.bench.keys import keys
 from tests.bench.metrics import metrics
 from tests.bench.path import path
 from tests.bench.policies import policies
@@ -98,6 +99,7 @@ def sections(
     yield rate()
     yield apart(path)
     yield metrics()
+    yield keys()
     if with_routers:
         yield routers()
     if with_successor:

@@ -1,5 +1,6 @@
 """`kvroute doctor` finds what is wrong with a cluster to which much has happened."""
 
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -70,13 +71,13 @@ def test_a_wrong_set_in_redis_is_found_until_it_has_healed(
     assert doctor(cluster, "--audit").returncode == 0
     with redis.Redis(port=port) as store:
         (key,) = store.keys(f"kvroute:*:blocks:{replica}:*")
-        store.srem(key, store.srandmember(key))
-        store.sadd(key, b"surplus!")
+        store.srem(key, store.srandmember(key))  # the engine may evict that one right now
+        store.sadd(key, b"surplus!", b"another!")
     found = doctor(cluster, "--audit", "--json")
     (wrong,) = [check for check in findings(found) if check.grade == "wrong"]
     assert found.returncode == 1
     assert replica in wrong.name
-    assert "drift of 2 in Redis" in wrong.finding
+    assert re.search("drift of [23] in Redis", wrong.finding), wrong.finding
     deadline = time.monotonic() + 20
     while doctor(cluster, "--audit").returncode != 0:
         assert time.monotonic() < deadline

@@ -12,17 +12,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dashboards.promql import filled_in
 from dashboards.tenants import TENANTS
 from kvroute.client import KEY
 from kvroute.keys.key_file import Role, read
 from tests.support.browser import page
+from tests.support.fuzzing import BASES, PATHS, bodies, changed, check, fuzzing, texts
 from tests.support.prometheus_server import prometheus
 from tests.support.scraping import wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
@@ -255,6 +259,39 @@ def completed(client: httpx.Client, body: dict[str, Any]) -> int:
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@fuzzing
+@given(data=st.data(), path=st.sampled_from(sorted(BASES)), content=st.none() | bodies)
+def test_any_body_of_a_tenant(
+    keyed: Keyed,
+    operator: str,
+    tenants: tuple[str, str],
+    data: st.DataObject,
+    path: str,
+    content: bytes | None,
+) -> None:
+    key = data.draw(st.sampled_from([operator, *tenants]))
+    body = json.dumps(changed(data, path)).encode() if content is None else content
+    with keyed.client(key) as client:
+        check(client.post(path, content=body))
+
+
+@fuzzing
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH"]),
+    path=st.sampled_from(PATHS),
+    name=texts,
+    has_key=st.booleans(),
+)
+def test_any_path_with_a_tenants_key_and_without(
+    keyed: Keyed, tenants: tuple[str, str], method: str, path: str, name: str, has_key: bool
+) -> None:
+    with keyed.client(tenants[0] if has_key else "") as client:
+        answer = client.request(method, path.format(quote(name, safe="")))
+    check(answer)
+    if not has_key and not path.startswith(("/health", "/{}")):
+        assert answer.status_code in (401, 404), answer.text
 
 
 def test_a_revoked_key_is_refused_within_seconds(keyed: Keyed) -> None:

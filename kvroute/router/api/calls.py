@@ -52,7 +52,7 @@ MOST_ITEMS = {"messages": MAX_MESSAGES, "input": 4096, "tools": 4096}  # 100 us 
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
 
-PREFIX_NAME = "the name of a declared prefix: a number, or a string of up to 128 characters"
+PREFIX_NAME = "the name of a declared prefix: a number, or up to 128 characters without ␟"
 _PREFIX_ID = TypeAdapter[str](PrefixId)
 
 

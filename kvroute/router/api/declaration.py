@@ -82,7 +82,7 @@ class PrefixDeclaration(BaseModel):
     """A named prefix to keep warm."""
 
     model: Name | None = Field(None, description="the name of a served model")
-    id: PrefixId = Field(description="a number, or a string of up to 128 characters")
+    id: PrefixId = Field(description="a number, or up to 128 characters without ␟")
     prompt: str | None = Field(None, min_length=1, description="a string that is not empty")
     messages: list[ChatMessage] | None = Field(
         None,

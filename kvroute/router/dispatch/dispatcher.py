@@ -4,11 +4,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
+from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,
@@ -174,7 +175,7 @@ class Generation:
 class Dispatcher:
     """Sends each prompt to a replica in the order of the fleet's ranking.
 
-    shared_tokens: how many of a prompt's first tokens are everybody's, whatever its namespace.
+    shared_tokens: how many of a text's first tokens are a shared prefix's.
     """
 
     def __init__(
@@ -209,11 +210,19 @@ class Dispatcher:
             lora=context.lora,
             call=call,
             features=context.features,
-            shared_tokens=self._shared_tokens(token_ids) if context.namespace else 0,
+            shared_tokens=self.shared_tokens(token_ids, context.namespace, context.features),
         )
         losses = Losses()
         current = await self.start(request, context, losses)
         return Generation(self, request, call, context, current, losses)
+
+    def shared_tokens(
+        self, token_ids: TokenIds, namespace: str, features: Sequence[Feature]
+    ) -> int:
+        """How many of a prompt's first tokens are everybody's in spite of its namespace. No image
+        is: what a shared prefix has are token ids."""
+        text = token_ids[: features[0].offset] if features else token_ids
+        return self._shared_tokens(text) if namespace else 0
 
     async def begin_in_turn(
         self,

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.chain import Scope
 from kvroute.contract.generation import TokenIds
+from kvroute.contract.prefix_id import OF
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError, redis_away
@@ -88,8 +89,10 @@ class Catalogue:
         return prefix
 
     def find(self, name: str, caller: Caller | None = None) -> Prefix | None:
-        """The version to use now, as `named`; None: it is unknown."""
-        return (self.get(own_id(caller.tenant, name)) if caller else None) or self.get(name)
+        """The version to use now, as `named`; None: it is unknown to the caller."""
+        own = self.get(own_id(caller.tenant, name)) if caller else None
+        found = own or self.get(name)
+        return found if found and is_visible(found, caller) else None
 
     @property
     def records(self) -> list[ReplicaRecord]:
@@ -128,7 +131,7 @@ class Catalogue:
 
     def shared_tokens(self, token_ids: TokenIds) -> int:
         """How many tokens of this prompt, in whole blocks, are those of a shared prefix."""
-        return shared_tokens(token_ids, self._shared, self.block_size)
+        return shared_tokens(token_ids, self._shared, self.block_size) if self._shared else 0
 
     def is_settled(self, prefix: Prefix) -> bool:
         """Whether it is warm on all replicas that keep it, as of the last poll of their records."""
@@ -144,12 +147,17 @@ class Catalogue:
             self._saved[prefix.id] += saved
 
     def saved_tokens(self) -> dict[str, int]:
-        """Id -> tokens saved, as this router counted; safe to call from another thread."""
-        return {id_: self._saved[id_] for id_ in self._versions}
+        """Id -> tokens saved, as this router counted, but of no tenant's own: their names are
+        nobody else's to see. Safe to call from another thread."""
+        return {id_: self._saved[id_] for id_ in self._versions if OF not in id_}
 
     def extra_replicas(self) -> dict[str, int]:
-        """Id -> extra replicas for its demand; safe to call from another thread."""
-        return {id_: versions[-1].extra_replicas for id_, versions in self._versions.items()}
+        """Id -> extra replicas for its demand, of the same; safe to call from another thread."""
+        return {
+            id_: versions[-1].extra_replicas
+            for id_, versions in self._versions.items()
+            if OF not in id_
+        }
 
     def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
         """The 404 for an unknown name, with similar names of what the caller can use."""
@@ -224,17 +232,19 @@ class Catalogue:
         await self.refresh()
 
     async def _retire(self) -> None:
-        """Releases older versions when a newer one has been in use for RETIRE_S."""
-        settled = {}
-        for versions in self._versions.values():
-            new = next(filter(self.is_settled, reversed(versions[1:])), None)
-            if new is None:
-                continue
-            since_s = settled[new.name] = self._settled_s.get(new.name, time.monotonic())
-            if time.monotonic() - since_s >= RETIRE_S:
-                for old in versions[: versions.index(new)]:
-                    await self.store.retire(old.id, old.version)
-        self._settled_s = settled
+        """Releases older versions when a newer one could have been in use for RETIRE_S."""
+        now_s = time.monotonic()
+        newer = [each for versions in self._versions.values() for each in versions[1:]]
+        self._settled_s = {
+            each.name: self._settled_s.get(each.name, now_s)
+            for each in newer
+            if self.is_settled(each)
+        }
+        for versions in list(self._versions.values()):
+            since_s = [self._settled_s.get(each.name, now_s) for each in versions]
+            long = [n for n, at_s in enumerate(since_s) if n and now_s - at_s >= RETIRE_S]
+            for old in versions[: long[-1] if long else 0]:
+                await self.store.retire(old.id, old.version)
 
     async def _refresh_unknown(self, param: str) -> None:
         try:

@@ -119,9 +119,9 @@ class ModelRouter:
         )
         store = Prefixes(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self.prefixes = PrefixService(settings, store, self._index, self._fleet, tokenizer)
-        self._shared_tokens = self.prefixes.catalogue.shared_tokens
         self._dispatcher = Dispatcher(
-            *(self._links, self._fleet, self._liveness), shared_tokens=self._shared_tokens
+            *(self._links, self._fleet, self._liveness),
+            shared_tokens=self.prefixes.catalogue.shared_tokens,
         )
         self._calls = Calls(
             self._dispatcher, self._fleet, self.prefixes, lambda: self.max_model_len
@@ -301,7 +301,8 @@ class ModelRouter:
         receipts = []
         for prompt in prompted.token_ids:
             running, now_s = self._liveness.trusted(), time.monotonic()
-            scope = Scope(lora, salt, self._shared_tokens(prompt) if salt else 0)
+            shared_tokens = self._dispatcher.shared_tokens(prompt, salt, prompted.features)
+            scope = Scope(lora, salt, shared_tokens)
             placement = self._fleet.place(prompt, running, now_s, scope, prompted.features)
             receipts.append(receipt(placement, policy=self.settings.policy, broken=broken))
             await asyncio.sleep(0)  # other requests come first

@@ -1,0 +1,120 @@
+"""What API keys add to a request: medians in microseconds, without HTTP."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvroute.contract.chain import Scope as CacheScope
+from kvroute.contract.chain import Space
+from kvroute.keys.key_file import KeyFile, new_file, new_key
+from kvroute.keys.keyring import Keyring
+from kvroute.keys.limits import TenantLimits
+from kvroute.router.api.access import Access
+from kvroute.router.api.calls import COMPLETIONS, parse_call
+from kvroute.router.api.origins import Origins
+from kvroute.router.routing.limits import Limits
+from tests.bench.indexed import BLOCK, prompt
+from tests.bench.report import Row, Section
+
+ROUNDS, REQUESTS = 21, 500
+TENANTS = 1000
+PROMPT_TOKENS = 4096
+
+
+def keys() -> Section:
+    rows: list[Row] = [
+        {"part": part, "us a request": cost_us(act)} for part, act in parts().items()
+    ]
+    title = f"What keys of {TENANTS:,} tenants cost"
+    note = (
+        f"The fingerprints are those of {PROMPT_TOKENS:,} tokens, half of them of a shared prefix."
+    )
+    return Section(title, rows, [note])
+
+
+def parts() -> dict[str, Callable[[], object]]:
+    """What runs once for each request."""
+    given, file = made()
+    keyring = Keyring(file)
+    caller = keyring.caller(given)
+    assert caller is not None
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "headers": [
+            (b"host", b"localhost:8000"),
+            (b"content-type", b"application/json"),
+            (b"authorization", f"Bearer {given}".encode()),
+        ],
+    }
+    access = partial(Access, keys=lambda: keyring, refused=refused)
+    origins = partial(Origins, allowed=(), local_only=False, refused=refused)
+    call = parse_call(COMPLETIONS, b'{"prompt": "hi"}').asked_by(caller)
+    tokens, space = prompt(PROMPT_TOKENS), Space("m", "", BLOCK)
+    salted = CacheScope(namespace=caller.salt, shared_tokens=PROMPT_TOKENS // 2)
+    chained = partial(space.chain, tokens)
+    limits = Limits(lambda tenant: TenantLimits(max_requests=10, uncached_tokens_per_minute=10**9))
+    return {
+        "find whose key it is": lambda: keyring.caller(given),
+        "middleware that asks for it": passing(access, scope),
+        "middleware that looks at origins": passing(origins, scope),
+        "derive the cache salt": lambda: call.cache_salt,
+        "fingerprints under a salt": lambda: chained(salted),
+        "fingerprints without one": lambda: chained(CacheScope()),
+        "count towards limits": lambda: counted(limits),
+    }
+
+
+def made() -> tuple[str, KeyFile]:
+    """A key, and a file with it and many others."""
+    pairs = [new_key(f"tenant-{n}", ("use",), "") for n in range(TENANTS)]
+    file = new_file()
+    return pairs[0][0], KeyFile(file.secret, tuple(entry for _, entry in pairs))
+
+
+def refused(error: Exception) -> None:
+    raise error
+
+
+def passing(middleware: Callable[[ASGIApp], ASGIApp], scope: Scope) -> Callable[[], object]:
+    """Sends a request through it. A coroutine that never waits needs no loop."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    asked = middleware(app)
+
+    def act() -> None:
+        coroutine = asked(dict(scope), None, None)  # type: ignore[arg-type]
+        try:
+            coroutine.send(None)  # type: ignore[attr-defined]
+        except StopIteration:
+            return
+        raise AssertionError("it waits for something")
+
+    return act
+
+
+def counted(limits: Limits) -> None:
+    now_s = time.monotonic()
+    entry = limits.enter("acme", now_s)
+    assert entry is not None
+    entry.leave()
+
+
+def cost_us(act: Callable[[], object]) -> float:
+    """The median of several rounds, of a call's time."""
+    times = []
+    for _ in range(ROUNDS):
+        began_s = time.perf_counter()
+        for _ in range(REQUESTS):
+            act()
+        times.append((time.perf_counter() - began_s) / REQUESTS)
+    return round(1e6 * statistics.median(times), 2)
+
+
+if __name__ == "__main__":
+    print(keys().markdown())

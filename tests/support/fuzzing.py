@@ -1,0 +1,83 @@
+"""Requests of every shape to every route, and what an answer to any of them may be."""
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.replica.sim_engine.sampling import UNSUPPORTED, Chat, Completion
+from kvroute.router.api.declaration import PrefixDeclaration
+
+EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 6  # for each test
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+COMPLETION = {"prompt": "Hello", "max_tokens": 2}
+ROUTED = ("model", "cache_salt", "prefix_id", "task_id", "tools")  # fields that routers read
+PREFIX = {"id": "fuzzed", "prompt": "Hello", "pinned": False, "ttl_s": 1}
+BASES: dict[str, tuple[dict[str, Any], Iterable[str]]] = {
+    "/v1/chat/completions": (CHAT, {"messages", *ROUTED, *Chat.__struct_fields__}),
+    "/v1/completions": (COMPLETION, {"prompt", *ROUTED, *Completion.__struct_fields__}),
+    "/v1/route": (COMPLETION, {"prompt", *ROUTED, *Completion.__struct_fields__}),
+    "/v1/prefixes": (PREFIX, PrefixDeclaration.model_fields),
+}
+PATHS = (
+    *("/health", "/metrics", "/v1", "/v1/models", "/v1/models/{}", "/v1/prefixes"),
+    *("/v1/prefixes/{}", "/v1/cluster", "/v1/cluster/{}", "/v1/metrics/targets", "/{}"),
+)
+LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens")  # null asks for thousands of tokens
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 200)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["", BUILTIN_MODEL, "user", "fuzzed", "all", "none", "x" * 3000])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text"]) | st.text(max_size=5), inner
+        )
+    ),
+    max_leaves=8,
+)
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"), max_size=40)
+fuzzing = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), database=None)
+
+
+def check(answer: httpx.Response) -> None:
+    """Its shape is OpenAI's, and nothing failed."""
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert 0 < len(error["message"]) < 2000
+        return
+    if answer.headers.get("content-type", "").startswith("text/event-stream"):
+        events = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+    elif answer.headers.get("content-type", "").startswith("application/json"):
+        assert isinstance(answer.json(), dict | list)
+
+
+def changed(data: st.DataObject, path: str) -> dict[str, Any]:
+    """A good body of which some fields are changed."""
+    base, fields = BASES[path]
+    names = sorted({*fields, *UNSUPPORTED})
+    body = dict(base)
+    for name in data.draw(st.lists(st.sampled_from(names), max_size=3, unique=True)):
+        value = data.draw(values)
+        if name not in LENGTHS or value is not None:
+            body[name] = value
+    return body
+
+
+bodies = st.binary() | values.map(json.dumps).map(str.encode)  # of any kind
