@@ -103,7 +103,7 @@ WELL = Row(
             "Not answered whole",
             "cancelled: the client left, often since it waited for too long. refused: the engine "
             "cannot run it; see the error that the client got. failed: the replica was lost, and "
-            "another one went on.",
+            "another one went on, where it could.",
             grafana.REQUESTS_PER_S,
             (Query(per_second(ENDED_BADLY, "tenant, outcome"), "{{tenant}} {{outcome}}"),),
         ),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvroute.client import fail
-from kvroute.command.keys_limit import NONE, changed, checked_tenant, shown
+from kvroute.command.keys_limit import NONE, changed, check_tenant, shown
 from kvroute.keys.key_file import (
     ROLES,
     KeyFileError,
@@ -23,9 +23,10 @@ from kvroute.keys.key_file import (
     read,
     write,
 )
-from kvroute.keys.limits import TenantLimits
+from kvroute.keys.limits import ANY, TenantLimits
 
 COLUMNS = ("id", "tenant", "roles", "created")
+OTHERS = "other"
 
 File = Annotated[
     Path,
@@ -51,6 +52,8 @@ def add(
 ) -> None:
     """Add a key, and print it: it is in no file, so it cannot be shown again."""
     roles = _roles(role or ["use"])
+    if tenant == OTHERS:
+        fail(f"--tenant is {OTHERS!r}, as accounts and metrics call all that have no room there")
     try:
         key, entry = new_key(tenant, roles, datetime.now(UTC).date().isoformat())
     except msgspec.ValidationError:
@@ -99,8 +102,12 @@ def limit(
         list[str] | None,
         typer.Option(help="A LoRA adapter that it may name; several: one --adapter each."),
     ] = None,
+    like_others: Annotated[
+        bool, typer.Option("--like-others", help="Take its own limits away: those of '*' hold.")
+    ] = False,
 ) -> None:
-    """Set limits of a tenant; those that are not given stay."""
+    """Set limits of a tenant; those that are not given stay. The limits of '*' then no longer hold
+    for it."""
     given = {
         "max_requests": max_requests,
         "max_prompt_tokens": max_prompt_tokens,
@@ -109,12 +116,14 @@ def limit(
         "max_pinned_blocks": max_pinned_blocks,
         "adapters": adapter or None,
     }
+    check_tenant(tenant)
     with _usable(file), locked(file):
         found = read(file)
-        before = found.tenants.get(checked_tenant(tenant), TenantLimits())
-        tenants = found.tenants | {tenant: changed(before, given)}
-        left = {name: each for name, each in tenants.items() if each != TenantLimits()}
-        write(file, msgspec.structs.replace(found, tenants=left))
+        others = {name: each for name, each in found.tenants.items() if name != tenant}
+        before = found.tenants.get(tenant, TenantLimits())
+        own = {} if like_others else {tenant: changed(before, given)}
+        write(file, msgspec.structs.replace(found, tenants=others | own))
+    typer.echo(f"{tenant}: {shown(own[tenant]) if own else f'the limits of {ANY}'}")
 
 
 @keys.command()

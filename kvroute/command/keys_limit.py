@@ -15,10 +15,9 @@ NAMES = {field: f"--{field.replace('_', '-')}" for field in TenantLimits.__struc
 NAMES["adapters"] = "--adapter"
 
 
-def checked_tenant(given: str) -> str:
+def check_tenant(given: str) -> None:
     if given != ANY and not re.match(TENANT, given):
         fail(f"TENANT is {given[:80]!r}; expected a tenant's name, or '{ANY}' for all others")
-    return given
 
 
 def changed(before: TenantLimits, given: Mapping[str, Any]) -> TenantLimits:
@@ -37,7 +36,8 @@ def changed(before: TenantLimits, given: Mapping[str, Any]) -> TenantLimits:
 def shown(limits: TenantLimits) -> str:
     """As the command's options."""
     fields = msgspec.structs.asdict(limits)
-    return " ".join(_shown(name, value) for name, value in fields.items() if value is not None)
+    given = [_shown(name, value) for name, value in fields.items() if value is not None]
+    return " ".join(given) or "no limits"
 
 
 def _shown(name: str, value: int | Sequence[str]) -> str:

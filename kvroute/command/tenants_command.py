@@ -60,7 +60,7 @@ def _row(account: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": account["model"],
         "tenant": account["tenant"],
-        "requests": sum(requests.values()) - requests["failed"],  # these were sent again
+        "requests": sum(requests.values()) - requests["failed"],  # most went on elsewhere
         "failed": requests["failed"],
         "prompt_tokens": prompt_tokens,
         "cached": round(cached / prompt_tokens, 4) if prompt_tokens else 0.0,

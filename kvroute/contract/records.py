@@ -19,7 +19,8 @@ from kvroute.contract.unreadable import UnreadableError
 
 VERSION = 1
 
-Count = Annotated[int, Meta(ge=0, le=2**48)]
+MOST_COUNT = 2**48
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**48)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Rate = Annotated[float, Meta(gt=0, le=1e15)]

@@ -17,7 +17,8 @@ class Caller:
 
     tenant: str
     roles: frozenset[str]
-    salt: str  # of all that the tenant's requests leave in caches, and of its stored responses
+    salt: str  # of all that the tenant's requests leave in caches; replicas and Redis know it
+    secret: str = ""  # of its stored responses; only routers know it
 
     def salted(self, own: str) -> str:
         """The salt of a request with a `cache_salt` of its own, which parts the tenant's caches
@@ -30,15 +31,24 @@ def salted(caller: Caller | None, own: str) -> str:
     return own if caller is None else caller.salted(own)
 
 
+def owner(caller: Caller | None, own: str) -> str:
+    """Whose stored responses a request finds: its tenant's, of its `cache_salt`."""
+    return own if caller is None else f"{caller.secret}.{own}"
+
+
 class Keyring:
     """All keys of a file."""
 
     def __init__(self, file: KeyFile) -> None:
         self._keys = {key.id: key for key in file.keys}
         tenants = {key.tenant for key in file.keys}
-        salts = {tenant: _salt(tenant, file.secret) for tenant in tenants}
+        salts = {tenant: _derived(tenant, file.secret, b"caches") for tenant in tenants}
+        secrets = {tenant: _derived(tenant, file.secret, b"responses") for tenant in tenants}
         self._callers = {
-            key.id: Caller(key.tenant, frozenset(key.roles), salts[key.tenant]) for key in file.keys
+            key.id: Caller(
+                *(key.tenant, frozenset(key.roles), salts[key.tenant], secrets[key.tenant])
+            )
+            for key in file.keys
         }
         limits = {tenant: file.tenants.get(tenant, file.tenants.get(ANY)) for tenant in tenants}
         self._limits = {tenant: found for tenant, found in limits.items() if found is not None}
@@ -57,5 +67,5 @@ class Keyring:
         return self._callers.get(id_) if is_right and prefix == PREFIX else None
 
 
-def _salt(tenant: str, secret: bytes) -> str:
-    return blake2b(tenant.encode(), key=secret, digest_size=16).hexdigest()
+def _derived(tenant: str, secret: bytes, purpose: bytes) -> str:
+    return blake2b(tenant.encode(), key=secret, digest_size=16, person=purpose).hexdigest()

@@ -130,9 +130,9 @@ def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block
     longest, now_s = 0, time.time()
     for prefix in shared:
         full = prefix.full_blocks(block_size) * block_size
-        if longest < full <= len(token_ids) and not prefix.is_expired(now_s):
-            if _begins(prefix.token_ids, token_ids, full):
-                longest = full
+        is_longer = longest < full <= len(token_ids) and not prefix.is_expired(now_s)
+        if is_longer and _begins(prefix.token_ids, token_ids, full):
+            longest = full
     return longest
 
 

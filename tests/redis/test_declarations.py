@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.chain import Scope
+from kvroute.contract.prefix_id import OF
 from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import PrefixDeclaration
@@ -24,6 +25,7 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.prefixes import Prefixes
 from tests.support.records import record
+from tests.support.waiting import until
 
 BLOCK = 4
 BUDGET = 10  # blocks that each replica may pin
@@ -283,6 +285,33 @@ async def test_nobody_learns_of_a_name_that_another_tenant_has_given(
     assert (await catalogue.named("prefix_id", "merger-2027", A)).tenant == "a"
     await declarations.drop("merger-2027", A)
     assert await declarations.list(A) == []
+
+
+async def test_no_name_reaches_another_tenants_prefix(
+    declarations: Declarations, catalogue: Catalogue
+) -> None:
+    await declare_as(declarations, A, "merger", " a" * 20)
+    assert (await refused(declarations.get(f"a{OF}merger", B)))[0] == 404
+    assert (await refused(declarations.drop(f"a{OF}merger", B)))[0] == 404
+    assert catalogue.find(f"a{OF}merger", B) is None
+
+
+async def test_metrics_do_not_name_what_tenants_have_declared(
+    declarations: Declarations, catalogue: Catalogue
+) -> None:
+    await declare_as(declarations, A, "merger", " a" * 20)
+    await declare_as(declarations, A, "rules", " a" * 20, shared=True)
+    assert catalogue.saved_tokens().keys() == {"rules"}
+    assert catalogue.extra_replicas().keys() == {"rules"}
+
+
+async def test_an_expired_prefix_is_shared_no_more(
+    declarations: Declarations, catalogue: Catalogue
+) -> None:
+    await declare_as(declarations, A, "rules", " a" * 20, shared=True, ttl_s=0.2)
+    text = np.append((await catalogue.named("prefix_id", "rules", B)).token_ids, np.uint32(1))
+    assert catalogue.shared_tokens(text) == 20
+    await until(lambda: catalogue.shared_tokens(text) == 0)
 
 
 async def test_a_shared_prefix_is_everybodys_to_use_and_its_tenants_to_change(

@@ -162,6 +162,7 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
     ("args", "why"),
     [
         (("add", "--tenant", "a b"), "--tenant is 'a b'"),
+        (("add", "--tenant", "other"), "--tenant is 'other', as accounts and metrics call"),
         (("add", "--tenant", "a", "--role", "root"), "--role is 'root'; expected use"),
         (("revoke", "0"), "ID is '0', which is no key of"),
         (("limit", "a b", "--max-requests", "1"), "TENANT is 'a b'; expected a tenant's name"),
@@ -233,4 +234,7 @@ def test_the_command_sets_limits_and_takes_them_away(tmp_path: Path) -> None:
     kvroute("limit", "acme", "--max-requests", "none", "--adapter", "")
     assert read(path).tenants["acme"] == TenantLimits(uncached_tokens_per_minute=600, adapters=())
     kvroute("limit", "acme", "--uncached-tokens-per-minute", "none", "--adapter", "none")
+    assert Keyring(read(path)).limits("acme") == TenantLimits()  # whatever all others have
+    assert "acme: the limits of *" in kvroute("limit", "acme", "--like-others")
     assert Keyring(read(path)).limits("acme") == TenantLimits(max_prefixes=0)
+    assert "acme: --max-requests 2" in kvroute("limit", "acme", "--max-requests", "2")

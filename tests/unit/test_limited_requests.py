@@ -179,6 +179,7 @@ async def test_a_minute_without_room_says_when_to_come_and_that_cached_tokens_ar
 async def test_a_prompt_above_the_limit_is_not_to_be_sent_again() -> None:
     refused = await Served(TenantLimits(max_prompt_tokens=99)).chat()
     assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
+    assert "retry-after" not in refused.headers
     assert "this request alone has 100" in refused.json()["error"]["message"]
 
 

@@ -282,13 +282,15 @@ def test_a_minutes_tokens_are_all_that_comes_in_each_minute(
 def test_what_the_engine_had_cached_is_not_charged_after_all() -> None:
     router = limits(uncached_tokens_per_minute=600)
     entry = spend(router, 600, 0.0)
-    entry.correct("p", 20, 0.0)
+    entry.computed("p", 20, 0.0)
     assert router.room(A, 0.0).tokens_left == 580
-    entry.correct("p", 50, 0.0)
-    entry.correct("unknown", 500, 0.0)
+    entry.computed("p", 50, 0.0)
+    entry.computed("unknown", 500, 0.0)
     assert router.room(A, 0.0).tokens_left == 550
     entry.give_back(0.0)
-    assert router.room(A, 0.0).tokens_left == 600
+    assert router.room(A, 0.0).tokens_left == 550
+    spend(router, 100, 0.0, "refused").give_back(0.0)
+    assert router.room(A, 0.0).tokens_left == 550
 
 
 def test_a_prompt_that_moves_to_another_replica_is_charged_once() -> None:
@@ -396,7 +398,7 @@ def test_limits_change_under_way() -> None:
     assert router.enter(A, 60.0) is None
     held.take(5)
     held.leave()
-    entry.correct("p", 5, 60.0)
+    entry.computed("p", 5, 60.0)
     router.report(100.0)
     assert not router._usages
 
@@ -406,3 +408,42 @@ def test_routers_from_before_limits_understand_the_others_and_are_understood() -
     assert (decode(old).tenants, decode(old).is_complete) == ([], False)
     new = encode(Message(VERSION, "r", [], [TenantCounts(A, 1, 2, 3, 4)], True))
     assert msgspec.msgpack.decode(new, type=OldMessage).router == "r"
+
+
+def test_what_was_computed_is_paid_for_though_the_request_is_refused() -> None:
+    """Else a bad prompt beside good ones would bring the good ones into the caches for nothing."""
+    router = limits(uncached_tokens_per_minute=100)
+    entry = entered(router)
+    entry.take(90)
+    entry.admit("good", 40, 40, 0.0)
+    entry.admit("bad", 50, 50, 0.0)
+    entry.computed("good", 40, 0.0)
+    entry.give_back(0.0)
+    assert router.room(A, 0.0).tokens_left == 60
+
+
+def test_another_router_can_make_a_tenant_owe_some_minutes_and_no_more() -> None:
+    router, most = limits(uncached_tokens_per_minute=60), 2**48
+    for n in range(5):
+        told = [TenantCounts(A, 0, 0, n * most, most)]
+        router.receive("liar", told, is_complete=True, now_s=0.0)
+    assert router.room(A, 0.0).tokens_reset_s <= 11 * 60
+    spend(router, 2**49, 700.0)
+    counts, _ = router.report(700.0)
+    message = Message(VERSION, "router", [], counts, True)
+    assert decode(encode(message)).tenants == counts
+
+
+def test_tenants_for_whom_there_is_no_room_are_charged_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvroute.router.routing.limits.BUSY_TENANTS", 2)
+    own = TenantLimits(uncached_tokens_per_minute=1000)
+    router = Limits(lambda tenant: own)
+    for n in range(5):
+        told = [TenantCounts(tenant, 0, 0, 100, 0) for tenant in "abc"]
+        router.receive("one", told, is_complete=n % 2 == 0, now_s=0.0)
+    assert [router.room(tenant, 0.0).tokens_left for tenant in "abc"] == [1000, 1000, 1000]
+    told = [TenantCounts(tenant, 0, 0, 150, 0) for tenant in "abc"]
+    router.receive("one", told, is_complete=False, now_s=0.0)
+    assert [router.room(tenant, 0.0).tokens_left for tenant in "abc"] == [950, 950, 1000]

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import PrefixId
-from kvroute.keys.keyring import Caller, salted
+from kvroute.keys.keyring import Caller, owner, salted
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 from kvroute.router.api.parsing import json_object
@@ -75,6 +75,11 @@ class Call:
     def cache_salt(self) -> str:
         """Of what the request leaves in caches: its tenant's, with the body's own."""
         return salted(self.caller, self.body.get("cache_salt") or "")
+
+    @property
+    def owner(self) -> str:
+        """Whose stored responses it finds."""
+        return owner(self.caller, self.body.get("cache_salt") or "")
 
     def asked_by(self, caller: Caller | None) -> "Call":
         """With its caller. ApiError for names of images, which vLLM would share between tenants:

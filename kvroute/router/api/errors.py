@@ -67,6 +67,8 @@ def response(error: ApiError, *, path: str = "") -> Response:
     if error.code in FINAL:
         headers["x-should-retry"] = "false"
     headers |= error.headers
+    if headers.get("x-should-retry") == "false":
+        headers.pop("retry-after", None)
     body = _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
     return Response(body, error.status, headers, media_type="application/json")
 

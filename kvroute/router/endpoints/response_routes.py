@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvroute.keys.keyring import salted
+from kvroute.keys.keyring import owner
 from kvroute.router.api.access import caller_of
 from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 async def _salt(request: Request, own: Annotated[str, Query(alias="cache_salt")] = "") -> str:
-    return salted(caller_of(request), own)
+    return owner(caller_of(request), own)
 
 
 Salt = Annotated[str, Depends(_salt)]

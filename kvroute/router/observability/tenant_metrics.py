@@ -20,7 +20,7 @@ class TenantMetrics(Collector):
         requests = _counter(
             "requests",
             "Requests of each tenant with an API key, by how they ended: ok, cancelled, refused; "
-            "failed (the replica was lost; they are sent again, and end once more).",
+            "failed (the replica was lost; most are sent again, and end once more).",
             "outcome",
         )
         prompt_tokens = _counter(

@@ -1,5 +1,6 @@
 """A model's named prefixes can be declared, listed and dropped."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -41,6 +42,7 @@ class Declarations:
         self._composer = composer
         self._read_records = read_records
         self._block_size = block_size
+        self._declaring = asyncio.Lock()
 
     async def declare(
         self,
@@ -105,6 +107,14 @@ class Declarations:
     async def _declare(
         self, wanted: Prefix, limits: TenantLimits | None
     ) -> tuple[dict[str, Any], bool]:
+        """One after the other, so that each is checked against those before it."""
+        async with self._declaring:
+            prefix, is_new = await self._declare_next(wanted, limits)
+        return self._as_json(prefix, *await self._status()), is_new
+
+    async def _declare_next(
+        self, wanted: Prefix, limits: TenantLimits | None
+    ) -> tuple[Prefix, bool]:
         await self._catalogue.refresh()
         before = self._catalogue.latest(wanted.id)
         if before is None or not is_same(before, wanted):
@@ -125,8 +135,7 @@ class Declarations:
             )
         except OtherTenantError:
             raise _of_another(wanted.label) from None
-        is_new = before is None or before.version != prefix.version
-        return self._as_json(prefix, *await self._status()), is_new
+        return prefix, before is None or before.version != prefix.version
 
     def _check_number(self, id_: str) -> None:
         if len(self._catalogue.all()) >= MAX_PREFIXES:

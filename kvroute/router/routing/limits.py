@@ -8,15 +8,19 @@ is cut off from them, each enforces its share of a limit. Times are of a monoton
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from kvroute.contract.messages import TenantCounts
+from kvroute.contract.records import MOST_COUNT
 from kvroute.keys.limits import TenantLimits
 
 MINUTE_S = 60.0
 AGAIN_S = 1.0  # to come again, where it is unknown when a request ends
 COMPLETE_S = 0.9  # between two reports of all tenants; each heartbeat (peers.ALIVE_S) is one
 BUSY_TENANTS = 10_000  # that one other router may tell of; further ones are not counted
+
+MOST_TOLD_MINUTES = 10  # of a tenant's tokens, that other routers can make it owe
 
 NO_LIMITS = TenantLimits()
 
@@ -184,14 +188,15 @@ class Limits:
         before = self._others.get(router)
         if before is None and not is_complete:
             return
+        known = {} if before is None or is_complete else before
         told = {each.tenant: each for each in counts}
+        room = BUSY_TENANTS - len(known)
+        new = [*islice((tenant for tenant in told if tenant not in known), room)]
+        told = {tenant: told[tenant] for tenant in [*new, *(told.keys() & known.keys())]}
         for tenant, each in told.items():
             last = before.get(tenant) if before else None
             self._charge_other(each, last, before is None, now_s)
-        if before is None or is_complete:
-            self._others[router] = dict(list(told.items())[:BUSY_TENANTS])
-        elif len(before) + len(told) <= BUSY_TENANTS or told.keys() <= before.keys():
-            before.update(told)
+        self._others[router] = known | told
 
     def forget(self, router: str) -> None:
         """It is gone, and its requests with it."""
@@ -217,18 +222,22 @@ class Limits:
     def _charge_other(
         self, told: TenantCounts, before: TenantCounts | None, is_first: bool, now_s: float
     ) -> None:
-        if self._shared_by > 1 or self._limits_of(told.tenant) is None:
+        limits = self._limits_of(told.tenant)
+        each_minute = limits and limits.uncached_tokens_per_minute
+        if self._shared_by > 1 or not each_minute:
             return
         spent = told.spent - (before.spent if before else 0)
         if not (spent or is_first):
             return
         usage = self._usage(told.tenant, now_s)
-        usage.debt = max(usage.debt, told.debt) if is_first else max(0.0, usage.debt + spent)
+        debt = max(usage.debt, told.debt) if is_first else usage.debt + spent
+        usage.debt = min(max(0.0, debt), max(usage.debt, MOST_TOLD_MINUTES * each_minute))
 
     def _counts(self, tenant: str, now_s: float) -> TenantCounts:
         usage = self._usages.get(tenant) or Usage()
         debt = int(self._debt(tenant, now_s))
-        return TenantCounts(tenant, usage.requests, usage.prompt_tokens, usage.spent, debt)
+        counts = (usage.requests, usage.prompt_tokens, usage.spent, debt)
+        return TenantCounts(tenant, *(min(count, MOST_COUNT) for count in counts))
 
     def _forget_idle(self, now_s: float) -> None:
         for tenant in [*self._usages]:
@@ -270,6 +279,7 @@ class Entry:
         self._usage = usage
         self._prompt_tokens = 0
         self._charges: dict[str, int] = {}  # a prompt's id -> its uncached tokens
+        self._computed = set[str]()  # ids of prompts with a first token
         self._is_over = False
 
     def take(self, prompt_tokens: int) -> None:
@@ -287,20 +297,24 @@ class Entry:
         if not self._charges:
             in_all = max(1, self._prompt_tokens / max(1, prompt_tokens))
             self._limits.check_minute(self.tenant, math.ceil(uncached_tokens * in_all), now_s)
-        self._charges[id_] = 0
-        self.correct(id_, uncached_tokens, now_s)
+        self._charge(id_, uncached_tokens, now_s)
 
-    def correct(self, id_: str, uncached_tokens: int, now_s: float) -> None:
-        """So many of that prompt's tokens were not cached, as the engine says."""
-        if (before := self._charges.get(id_)) is None:
-            return
-        self._charges[id_] = uncached_tokens
-        self._limits.charge(self.tenant, uncached_tokens - before, now_s)
+    def computed(self, id_: str, uncached_tokens: int, now_s: float) -> None:
+        """That prompt has its first token, and so many of its tokens were not cached, as the
+        engine says."""
+        if id_ in self._charges:
+            self._computed.add(id_)
+            self._charge(id_, uncached_tokens, now_s)
 
     def give_back(self, now_s: float) -> None:
-        """No prompt was computed."""
-        for id_ in self._charges:
-            self.correct(id_, 0, now_s)
+        """The request is refused: prompts that were not computed cost nothing."""
+        for id_ in self._charges.keys() - self._computed:
+            self._charge(id_, 0, now_s)
+
+    def _charge(self, id_: str, uncached_tokens: int, now_s: float) -> None:
+        before = self._charges.get(id_, 0)
+        self._charges[id_] = uncached_tokens
+        self._limits.charge(self.tenant, uncached_tokens - before, now_s)
 
     def leave(self) -> None:
         """The request has ended; a second call does nothing."""

@@ -75,7 +75,7 @@ class Conversations:
 
     async def asked(self, call: Call) -> Asked:
         """The same for a call of the Responses API."""
-        previous_id, own, salt = _previous_id(call.body), _input(call), call.cache_salt
+        previous_id, own, salt = _previous_id(call.body), _input(call), call.owner
         is_stored = call.body.get("store", True) in (True, None)
         if previous_id is not None:
             call = self._continued(call, own, await self._before(previous_id, salt))

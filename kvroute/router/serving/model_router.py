@@ -268,7 +268,7 @@ class ModelRouter:
         self.prefixes.count(prompt, prefix, owner)
         if entry is not None:
             new_tokens = max(0, len(prompt.token_ids) - prompt.cached_tokens)
-            entry.correct(prompt.request_id, new_tokens, time.monotonic())
+            entry.computed(prompt.request_id, new_tokens, time.monotonic())
 
     def _broken(
         self,
