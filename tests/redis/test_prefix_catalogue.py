@@ -166,6 +166,23 @@ async def test_old_versions_are_let_go_once_the_new_one_is_in_use(
     assert [prefix.version for prefix in await store.all()] == [3]
 
 
+async def test_a_prefix_that_is_declared_again_and_again_keeps_few_versions(
+    store: Prefixes, known: Catalogue, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new version is warm before the one before it has been in use for RETIRE_S."""
+    monkeypatch.setattr("kvroute.router.prefixes.catalogue.RETIRE_S", 3.0)
+    names: list[str] = []
+    async with running(known):
+        for version in range(1, 60):
+            await declare(store, "law")
+            names.append(f"law@{version}")
+            see(fleet, a=warm(*names))
+            await until(lambda: (latest := known.latest("law")) and latest.version >= len(names))
+            if known.all()[0].version > 1:
+                break
+    assert known.all()[0].version > 1
+
+
 async def test_what_redis_lost_is_given_back(
     store: Prefixes, known: Catalogue, redis_url: str
 ) -> None:
