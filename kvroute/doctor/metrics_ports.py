@@ -44,16 +44,17 @@ def probes(targets: Sequence[dict[str, Any]], headers: Mapping[str, str]) -> lis
 
 
 def judge(found: Sequence[Probe]) -> Iterator[Check]:
-    silent = [probe for probe in found if probe.trouble]
+    asking = [probe for probe in found if probe.trouble == ASKS_FOR_TOKEN]
+    silent = [probe for probe in found if probe.trouble and probe not in asking]
     if not found:
         yield Check("ports", "ok", "no process has metrics (--no-metrics)")
-    elif not silent:
+    elif not silent and not asking:
         yield Check("ports", "ok", f"the metrics of {len(found)} processes can be read from here")
-    elif asking := [probe for probe in silent if probe.trouble == ASKS_FOR_TOKEN]:
+    if asking:
         finding = f"{len(asking)} of {len(found)} processes ask for a token: {asking[0].who}"
         remedy = f"write the file of --metrics-token-file into {TOKEN_FILE}"
         yield Check("ports", "warning", finding, remedy)
-    elif len(silent) == len(found):
+    if found and len(silent) == len(found):
         finding = (
             f"none of {len(found)} metrics ports can be reached from here: {silent[0].trouble}"
         )

@@ -310,6 +310,17 @@ def test_a_process_that_asks_for_the_token_is_no_closed_port(tmp_path: Path) -> 
         assert "KVROUTE_METRICS_TOKEN_FILE" in check.remedy
 
 
+def test_closed_ports_are_named_beside_those_that_ask_for_the_token() -> None:
+    asks = Probe("replica a", "10.0.0.1:1", metrics_ports.ASKS_FOR_TOKEN)
+    closed = Probe("replica b", "10.0.0.2:1", "refused")
+    token, port = metrics_ports.judge([asks, closed])
+    assert (token.grade, token.finding) == (
+        "warning",
+        "1 of 2 processes ask for a token: replica a",
+    )
+    assert (port.grade, port.finding) == ("wrong", "replica b at 10.0.0.2:1: refused")
+
+
 def test_a_replica_without_metrics_is_named_unless_nobody_has_them() -> None:
     router = {"targets": ["h:1"], "labels": {"role": "router", "router": "r"}}
     replica = {"targets": ["h:2"], "labels": {"role": "replica", "replica": "a"}}

@@ -170,7 +170,7 @@ def shell_with(text: str) -> str:
 HEAD = {"ray.io/is-ray-node": "yes", "ray.io/node-type": "head"}  # as KubeRay labels its pods
 WORKER = {"ray.io/is-ray-node": "yes", "ray.io/node-type": "worker"}
 REDIS = {"app": "kvroute-redis"}
-OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
+OPERATORS = [{"app.kubernetes.io/name": name} for name in ("kuberay-operator", "kuberay")]
 STRANGER = {"app": "anything"}
 HERE, MONITORING, ELSEWHERE = (
     {"kubernetes.io/metadata.name": name} for name in ("kvroute", "monitoring", "elsewhere")
@@ -200,9 +200,12 @@ def is_peer(peer: dict[str, Any], by: dict[str, str], at: dict[str, str]) -> boo
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    assert selector.keys() <= {"matchLabels"}
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
     wanted: dict[str, str] = selector.get("matchLabels", {})
-    return wanted.items() <= labels.items()
+    some: list[dict[str, Any]] = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in some)
+    is_one_of = all(labels.get(each["key"]) in each["values"] for each in some)
+    return wanted.items() <= labels.items() and is_one_of
 
 
 def container_port(name: str) -> int:
@@ -249,7 +252,9 @@ def test_prometheus_reaches_the_metrics_and_kuberay_the_dashboard() -> None:
             assert not reached(pod, port, by=STRANGER, at=ELSEWHERE)
         for port in (ports[0] - 1, ports[-1] + 1):
             assert not reached(pod, port, by=STRANGER, at=MONITORING)
-    assert reached(HEAD, container_port("dashboard"), by=OPERATOR, at=ELSEWHERE)
+    for operator in OPERATORS:
+        assert reached(HEAD, container_port("dashboard"), by=operator, at=ELSEWHERE)
+        assert not reached(WORKER, container_port("dashboard"), by=operator, at=ELSEWHERE)
     assert not reached(HEAD, container_port("dashboard"), by=STRANGER, at=ELSEWHERE)
 
 

@@ -157,6 +157,18 @@ async def test_without_keys_on_this_computer_no_name_of_a_stranger_is_ours(
     assert await Guarded().status(host=host) == 200
 
 
+async def test_an_allowed_origins_host_is_a_name_of_ours() -> None:
+    """Such as a container's for this computer."""
+    guarded = Guarded("http://host.docker.internal:8000", local_only=True)
+    for host in ("host.docker.internal:8000", "Host.Docker.Internal", "host.docker.internal.:1"):
+        assert await guarded.status(host=host) == 200
+    for host in ("docker.internal", "a.host.docker.internal", "elsewhere.example"):
+        assert await guarded.status(host=host) == 403
+    refused = await Guarded("*", local_only=True).client.get("/", headers={"host": "a.example"})
+    assert refused.status_code == 403
+    assert "--allow-origin http://host.docker.internal:PORT" in refused.json()["error"]["message"]
+
+
 @given(names)
 def test_no_name_that_can_be_bought_is_local(name: str) -> None:
     assert is_local(name) is (name == "localhost" or name.endswith(".localhost"))

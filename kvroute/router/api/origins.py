@@ -5,10 +5,12 @@ A browser says where a request comes from, in headers that a page cannot choose:
 
 - A page of another origin gets a 403, unless its origin is allowed. A link to us may be followed.
 - A stranger's name may come to mean this computer (DNS rebinding); its pages then seem to be ours.
-  So a server that only this computer reaches, without keys, has no name but localhost. IP addresses
-  pass, which nobody can make to mean another computer. So does /health, which load balancers ask.
-- A page can send three types of content without asking first. Nobody means JSON by text/plain or
-  multipart/form-data: 415. `curl -d` calls its JSON a form, so forms are refused from browsers.
+  So a server that only this computer reaches, without keys, has no name but localhost and the hosts
+  of allowed origins. IP addresses pass, which nobody can make to mean another computer. So does
+  /health, which load balancers ask.
+- A page can send three types of content without asking first: text/plain and multipart/form-data
+  get a 415, though the fetch of some runtimes sends strings as text/plain. The message says to send
+  application/json. `curl -d` calls its JSON a form, so forms are refused from browsers only.
 """
 
 import re
@@ -68,6 +70,7 @@ class Origins:
     ) -> None:
         self._app = app
         self._allowed = frozenset(allowed)
+        self._names = {_name(each.partition("://")[2]) for each in allowed if each != ANY}
         self._local_only = local_only
         self._refused = refused
 
@@ -86,10 +89,23 @@ class Origins:
             name: value.decode("latin-1") for name, value in scope["headers"] if name in READ
         }
         if self._local_only and scope["path"] != "/health":
-            _check_name(headers.get(b"host", ""))
+            self._check_name(headers.get(b"host", ""))
         self._check_page(scope["method"], headers)
         if scope["method"] not in SAFE:
             _check_content(headers)
+
+    def _check_name(self, host: str) -> None:
+        if is_local(host) or _name(host) in self._names:
+            return
+        raise ApiError(
+            403,
+            f"Host is {shown(host)}; without API keys this server answers to localhost and IP "
+            "addresses only, since web pages could reach it by a name of theirs. Use 127.0.0.1, "
+            "or start it with --api-keys or --insecure; for a container, with "
+            "--allow-origin http://host.docker.internal:PORT",
+            type="permission_error",
+            code="unknown_host",
+        )
 
     def _check_page(self, method: str, headers: Headers) -> None:
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
@@ -112,7 +128,7 @@ def is_own(origin: str, host: str) -> bool:
 def is_local(host: str) -> bool:
     """Whether a `Host` is an IP address, or a name that means this computer everywhere. One that is
     empty is of no browser."""
-    name = PORT.sub("", host.lower()).removesuffix(".")
+    name = _name(host)
     if name in ("", "localhost") or name.endswith(".localhost"):
         return True
     try:
@@ -120,6 +136,10 @@ def is_local(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _name(host: str) -> str:
+    return PORT.sub("", host.lower()).removesuffix(".")
 
 
 def _authority(host: str) -> str:
@@ -130,18 +150,6 @@ def _is_visit(method: str, headers: Headers) -> bool:
     """Whether somebody has followed a link, and will see the answer as a page of its own."""
     is_page = headers.get(b"sec-fetch-dest", "document") == "document"
     return method in SAFE and is_page and headers.get(b"sec-fetch-mode") == "navigate"
-
-
-def _check_name(host: str) -> None:
-    if not is_local(host):
-        raise ApiError(
-            403,
-            f"Host is {shown(host)}; without API keys this server answers to localhost and IP "
-            "addresses only, since web pages could reach it by a name of theirs. Use 127.0.0.1, "
-            "or start it with --api-keys or --insecure",
-            type="permission_error",
-            code="unknown_host",
-        )
 
 
 def _check_content(headers: Headers) -> None:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvroute.router.api.errors import invalid
+
 Message = dict[str, Any]
 
 BILLING_HEADER = "x-anthropic-billing-header"  # begins a line that is new in each request
@@ -235,6 +237,8 @@ def _tool_call(given: Any) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except json.JSONDecodeError:
             arguments = {}
+        except RecursionError:
+            raise invalid("messages", "a tool call's arguments are nested too deep") from None
     as_object = arguments if isinstance(arguments, dict) else {}
     function = _in_order(given["function"] | {"arguments": as_object}, "arguments", "name")
     return _in_order(given | {"function": function}, "id", "function", "type")

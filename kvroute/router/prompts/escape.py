@@ -15,6 +15,7 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.api.response_object import members
+from kvroute.router.prompts.escaped_values import Values
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
 CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
@@ -57,56 +58,12 @@ class Escape:
 
     def _changed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Those that have any, without."""
+        values = Values(self._tokens)
         try:
-            after = {name: self._field(value) for name, value in fields.items()}
+            after = {name: values.field(name, value) for name, value in fields.items()}
         except RecursionError:
             raise invalid(None, "the body has too many values in values; send fewer") from None
         return {name: value for name, value in after.items() if value != fields[name]}
-
-    def _field(self, value: Any) -> Any:
-        if not isinstance(value, list) or not value or not _is_answer(value[-1]):
-            return self._value(value)
-        *before, last = value
-        return [*self._value(before), self._begun(last)]
-
-    def _begun(self, answer: Mapping[str, Any]) -> Any:
-        """An answer that the model may have to go on with: nothing of a client's comes behind."""
-        content = answer["content"]
-        rest = self._value({k: v for k, v in answer.items() if k != "content"})
-        if isinstance(content, str):
-            ended: Any = self._tokens.text(content, may_go_on=False)
-        else:
-            *parts, last = content
-            text = {"text": self._tokens.text(last["text"], may_go_on=False)}
-            ended = [*self._value(parts), self._value({**last, "text": ""}) | text]
-        return {**rest, "content": ended}
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._tokens.text(value)
-        if isinstance(value, list):
-            return [self._value(each) for each in value]
-        if isinstance(value, dict):
-            return {
-                self._tokens.text(name): self._member(name, each) for name, each in value.items()
-            }
-        return value
-
-    def _member(self, name: str, value: Any) -> Any:
-        if name == "arguments" and isinstance(value, str):
-            return self._arguments(value)
-        return self._value(value)
-
-    def _arguments(self, text: str) -> str:
-        """A tool call's, which are JSON in a string: templates get what they mean."""
-        try:
-            before = json.loads(text)  # as vLLM does
-        except ValueError:
-            before = None
-        if not isinstance(before, dict | list):
-            return self._tokens.text(text)
-        after = self._value(before)
-        return text if after == before else json.dumps(after)
 
     def _check_roles(self, messages: Any) -> None:
         """Some templates write <|role|>."""
@@ -120,16 +77,6 @@ class Escape:
             raise invalid(
                 "messages", f"role is {shown(role)}; expected one of {', '.join(KNOWN_ROLES)}"
             )
-
-
-def _is_answer(message: Any) -> bool:
-    """Whether it is an assistant's message that ends with text."""
-    if not isinstance(message, dict) or message.get("role") != "assistant":
-        return False
-    content = message.get("content")
-    last = content[-1] if isinstance(content, list) and content else None
-    is_text = isinstance(last, dict) and isinstance(last.get("text"), str)
-    return isinstance(content, str) or is_text
 
 
 def _json(value: Any) -> bytes:

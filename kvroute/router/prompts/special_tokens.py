@@ -4,19 +4,26 @@ A tokenizer makes a special token of the text `<|im_end|>`, whoever has written 
 text gets an invisible character behind its first one.
 
 A text may also arise where a template puts two strings one behind the other. So the beginning of a
-special token is broken too where a string ends with it, white space aside: templates trim.
+special token is broken too where a string ends with it, white space aside: templates trim. Some
+put a name between `<` and `>` or the like, so a name that begins as a token goes on is broken too.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
+from kvroute.router.prompts.deletions import Deletions, deleted_by
+from kvroute.router.prompts.patterns import starts_of
 from kvroute.router.prompts.segments import any_of
+from kvroute.router.prompts.suspects import Suspects
 
 BREAKS = ("\u2060", "\u200b", " ")  # the first of them that the tokenizer knows
 PIECE = 1 << 16  # characters that are searched at a time, then other threads may run
 TAG = re.compile(r"</?\w+>")  # such as <think>, by which templates take answers apart
 WORD = re.compile(r"[\w-]+")
+# In a template, behind a character that it writes before a value.
+BEFORE_VALUE = r"""(?:["']\s*[~+,]|\{[{%}]|%)"""
 BRACKETED = re.compile(r"[<\[{(].*[>\])}]", re.DOTALL)
 
 
@@ -32,34 +39,49 @@ class SpecialTokens:
         self._tokens = sorted(tokens)
         self._heads = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
         self._longest = max(map(len, self._heads), default=0)
-        self._starts = re.compile(_starts(tokens))
-        self._hints = {b"\\u", *(_hint(token[0]) for token in tokens)}
-        self._suspects = re.compile(_suspects(tokens))
+        self._starts = starts_of(self._tokens)
+        self._deletions = Deletions(deleted_by(template))
+        around = {token[0] for token in tokens if _is_before_values(token[0], template)}
+        tails = {each[1:] for each in tokens if each[0] in around or _is_odd(each[1:])}
+        insides = {each[1:-1] for each in tokens if each[0] in around or _is_odd(each[1:-1])} - {""}
+        self._rests = re.compile(_rests(tails, insides))
+        self._suspects = Suspects(tokens, tails, insides, self._deletions.literals)
 
     def may_be_in(self, raw: bytes) -> bool:
         """Whether a body may have one, however it is written; False for nearly all that have
         none."""
-        if not any(hint in raw for hint in self._hints):
-            return False
-        size, overlap = PIECE, 8  # bytes; the longest text that is looked for has 6
-        return any(
-            self._suspects.search(raw, start, start + size + overlap)
-            for start in range(0, len(raw), size)
-        )
+        return self._suspects.has(raw)
 
     def text(self, text: str, *, may_go_on: bool = True) -> str:
         """The text without any. may_go_on: more text may follow it in the prompt."""
         pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
         found = [self._starts.sub(self._broken, piece) for piece in pieces]
         last = len(found) - 1
-        return "".join(
+        broken = "".join(
             self._ended(piece) if may_go_on or number < last else piece
             for number, piece in enumerate(found)
         )
+        is_bad = partial(self._has_any, may_go_on=may_go_on)
+        return self._deletions.broken(broken, self._break, is_bad)
+
+    def name(self, text: str) -> str:
+        """The same for a text that a template may put between `<` and `>` or the like."""
+        broken = self.text(text)
+        if not self._rests.match(broken):
+            return broken
+        return broken[0] + self._break + broken[1:]
 
     def may_complete(self, word: str) -> bool:
         """Whether a template could make one by what it writes around the word, such as <|word|>."""
         return not WORD.fullmatch(word) or any(word in token for token in self._tokens)
+
+    def _has_any(self, text: str, *, may_go_on: bool) -> bool:
+        """Whether the text has one, or ends with the beginning of one."""
+        if may_go_on and self._ended(text) != text:
+            return True
+        size = PIECE + self._longest
+        pieces = range(0, len(text), PIECE)
+        return any(self._starts.search(text, start, start + size) for start in pieces)
 
     def _broken(self, start: re.Match[str]) -> str:
         return start[0] + self._break
@@ -97,34 +119,17 @@ def _break(backend: Any, tokens: Iterable[str]) -> str:
     return min(BREAKS, key=remaining)
 
 
-def _by_start(tokens: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """First characters, and what follows them."""
-    for first in sorted({token[0] for token in tokens}):
-        yield first, [token[1:] for token in tokens if token[0] == first]
+def _is_before_values(first: str, template: str) -> bool:
+    """Whether the template writes that character directly before a value."""
+    return re.search(re.escape(first) + BEFORE_VALUE, template) is not None
 
 
-def _starts(tokens: Iterable[str]) -> str:
-    """A pattern of the first characters of tokens."""
-    rests = [f"{re.escape(first)}(?={any_of(rest)})" for first, rest in _by_start(tokens)]
-    return "|".join(rests) or r"(?!)"
+def _is_odd(rest: str) -> bool:
+    """Whether it is no usual name. One such as `image` stays, unless templates surround values."""
+    return not WORD.fullmatch(rest)
 
 
-def _suspects(tokens: Iterable[str]) -> bytes:
-    """A pattern of what a body has that has a token, or a string that ends with a token's
-    beginning: two characters, of which either may be escaped. Where JSON is in a string, a
-    backslash may be escaped too."""
-    patterns = [rb"\\u(?i:005c)"]
-    for first, rest in _by_start(tokens):
-        seconds = {re.escape(each.encode()[:1]) for each in rest}
-        behind = b"(?:" + b"|".join(sorted(seconds | {rb'["\\\s]', rb"[\xc2\xe1-\xe3]"})) + b")"
-        code = first.encode("utf-16-be")[:2].hex()
-        escape = rb"\\u(?i:" + code.encode() + b")"
-        patterns += [re.escape(first.encode()) + behind, escape]
-        if first in '"\\/' or first < " ":
-            patterns.append(rb"\\[\"\\/bfnrt]")
-    return b"|".join(patterns)
-
-
-def _hint(first: str) -> bytes:
-    """What is in each body that has the character without a \\u."""
-    return b"\\" if first < " " else first.encode()
+def _rests(tails: Collection[str], insides: Collection[str]) -> str:
+    """A pattern of names that begin with a token's tail, or are its inside."""
+    patterns = [any_of(tails), rf"{any_of(insides)}\Z" if insides else ""]
+    return "|".join(filter(None, patterns)) or r"(?!)"

@@ -170,6 +170,8 @@ class Prompts:
             return await asyncio.get_running_loop().run_in_executor(self._workers, text)
         except (TemplateError, TypeError, ValueError) as error:
             raise OnlyReplicaError(str(error)) from error
+        except RecursionError:
+            raise invalid(None, "the body has too many values in values; send fewer") from None
 
     async def rendered(self, text: str) -> TokenIds:
         """The ids of a rendered template, which already contains the special tokens."""

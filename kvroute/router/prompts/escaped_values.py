@@ -1,0 +1,104 @@
+"""The values of one call, without special tokens: what stands where decides how each is broken."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvroute.router.api.calls import MAX_VALUES
+from kvroute.router.api.errors import invalid
+from kvroute.router.prompts.special_tokens import SpecialTokens
+
+EXACT = ("enum", "const", "default")  # members of a tool's schema that the model repeats
+
+
+class Values:
+    """tokens: of the model's tokenizer and template."""
+
+    def __init__(self, tokens: SpecialTokens) -> None:
+        self._tokens = tokens
+        self._in_arguments = 0  # JSON values in the strings of all tool calls, about
+
+    def field(self, name: str, value: Any) -> Any:
+        """That of the body, without any. ApiError for arguments of too many values."""
+        if name == "tools":
+            return self._value(value, is_schema=True)
+        if not isinstance(value, list) or not value or not _is_answer(value[-1]):
+            return self._value(value)
+        *before, last = value
+        return [*self._value(before), self._begun(last)]
+
+    def _begun(self, answer: Mapping[str, Any]) -> Any:
+        """An answer that the model may have to go on with: nothing of a client's comes behind."""
+        content = answer["content"]
+        rest = self._value({k: v for k, v in answer.items() if k != "content"})
+        if isinstance(content, str):
+            ended: Any = self._tokens.text(content, may_go_on=False)
+        else:
+            *parts, last = content
+            text = {"text": self._tokens.text(last["text"], may_go_on=False)}
+            ended = [*self._value(parts), self._value({**last, "text": ""}) | text]
+        return {**rest, "content": ended}
+
+    def _value(self, value: Any, *, is_schema: bool = False) -> Any:
+        if isinstance(value, str):
+            return self._tokens.text(value)
+        if isinstance(value, list):
+            return [self._value(each, is_schema=is_schema) for each in value]
+        if isinstance(value, dict):
+            return {
+                self._tokens.name(name): self._member(name, each, is_schema=is_schema)
+                for name, each in value.items()
+            }
+        return value
+
+    def _member(self, name: str, value: Any, *, is_schema: bool) -> Any:
+        if name == "arguments" and isinstance(value, str):
+            return self._arguments(value)
+        if name == "name" and isinstance(value, str):
+            return self._tokens.name(value)
+        if is_schema and name in EXACT:
+            return self._exact(value)
+        return self._value(value, is_schema=is_schema)
+
+    def _exact(self, value: Any) -> Any:
+        """Strings keep their ends. An object may be a schema, of a property that is called so."""
+        if isinstance(value, str):
+            return self._tokens.text(value, may_go_on=False)
+        if isinstance(value, list):
+            return [self._exact(each) for each in value]
+        return self._value(value, is_schema=True)
+
+    def _arguments(self, text: str) -> str:
+        """A tool call's, which are JSON in a string: templates get what they mean, or the text."""
+        self._count(text)
+        try:
+            before = json.loads(text)  # as vLLM does
+        except ValueError:
+            before = None
+        if not isinstance(before, dict | list):
+            return self._tokens.text(text)
+        after = self._value(before)
+        # The text may have more than what it means: of equal names, the last one counts.
+        is_free = after == before and self._tokens.text(text, may_go_on=False) == text
+        return text if is_free else json.dumps(after)
+
+    def _count(self, text: str) -> None:
+        self._in_arguments += sum(map(text.count, ",[{"))
+        if self._in_arguments > MAX_VALUES:
+            raise invalid(
+                None,
+                f"the arguments of tool calls have more than {MAX_VALUES} of the characters "
+                "`,`, `[` and `{` together; send fewer calls, or shorter ones",
+            )
+
+
+def _is_answer(message: Any) -> bool:
+    """Whether it is an assistant's message that ends with text."""
+    if not isinstance(message, dict) or message.get("role") != "assistant":
+        return False
+    if message.get("tool_calls") or message.get("name"):  # templates write them behind the text
+        return False
+    content = message.get("content")
+    last = content[-1] if isinstance(content, list) and content else None
+    is_text = isinstance(last, dict) and isinstance(last.get("text"), str)
+    return isinstance(content, str) or is_text
