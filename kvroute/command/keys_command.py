@@ -117,6 +117,8 @@ def limit(
         "adapters": adapter or None,
     }
     check_tenant(tenant)
+    if like_others and (tenant == ANY or any(each is not None for each in given.values())):
+        fail("--like-others is for one tenant, without other options; for others, give none")
     with _usable(file), locked(file):
         found = read(file)
         others = {name: each for name, each in found.tenants.items() if name != tenant}

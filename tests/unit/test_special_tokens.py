@@ -179,6 +179,36 @@ def _as_codes(value: Any) -> str:
     return re.sub(r"[<>|/A-Z]", lambda found: f"\\u{ord(found[0]):04X}", json.dumps(value))
 
 
+@pytest.mark.parametrize("twice", [0, 1, 3, 4])
+def test_an_escape_that_is_escaped_itself_hides_none(model: Model, twice: int) -> None:
+    """In a string of JSON: the character at that place of its escape is written as another one."""
+    token = model.tokens[-1]
+    code = f"u{ord(token[0]):04x}"
+    again = f"{code[:twice]}\\u{ord(code[twice]):04x}{code[twice + 1 :]}"
+    body = chat({"role": "user", "content": "a"}, calling(call("HERE")), result("b"))
+    arguments = rf"{{\"a\": \"\\{again}{token[1:]}\"}}"
+    raw = json.dumps(body).replace("HERE", arguments).encode()
+    sent = json.loads(raw)["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(sent) == {"a": token}
+    made = model.escape.call(parse_call(CHATS, raw)).body["messages"][1]["tool_calls"][0]
+    assert token not in json.loads(made["function"]["arguments"])["a"]
+
+
+def test_what_is_no_token_stays_also_where_a_long_text_is_searched_in_pieces(model: Model) -> None:
+    first = model.tokens[0][0]
+    for before in range(PIECE - 3, PIECE + 2):
+        text = "a" * before + f"{first}b> x"
+        assert model.escape._tokens.text(text) == text
+
+
+def test_arguments_may_be_long_texts(model: Model) -> None:
+    """With many commas, but few values."""
+    file = json.dumps({"text": "1,2,3\n" * MAX_VALUES + model.tokens[0]})
+    body = chat({"role": "user", "content": "a"}, calling(call(file)), result("b"))
+    made = model.escaped(body).body["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    assert model.tokens[0] not in json.loads(made)["text"]
+
+
 @given(data=st.data())
 def test_strings_side_by_side_make_none(joining: Model, data: st.DataObject) -> None:
     texts = evil(joining.tokens)

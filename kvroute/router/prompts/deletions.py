@@ -11,7 +11,7 @@ from kvroute.router.prompts.patterns import starts_of
 
 QUOTED = r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 DELETED = re.compile(rf"""\breplace\(\s*{QUOTED}\s*,\s*(?:""|'')\s*[,)]""", re.DOTALL)
-ROUNDS = 8  # of deletions; a text that needs more has been made to do harm
+ROUNDS = 2  # of deletions; a text that needs more has been made to do harm
 
 
 def deleted_by(template: str) -> list[str]:

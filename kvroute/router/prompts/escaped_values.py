@@ -1,6 +1,7 @@
 """The values of one call, without special tokens: what stands where decides how each is broken."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,9 @@ from kvroute.router.api.calls import MAX_VALUES
 from kvroute.router.api.errors import invalid
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
+MARKS = ",[{"  # before each JSON value, but for those of one-member objects
+FEW = 1000  # of these, in the text; then it is not worth to look closer
+STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 EXACT = ("enum", "const", "default")  # members of a tool's schema that the model repeats
 
 
@@ -83,12 +87,14 @@ class Values:
         return text if is_free else json.dumps(after)
 
     def _count(self, text: str) -> None:
-        self._in_arguments += sum(map(text.count, ",[{"))
+        if sum(map(text.count, MARKS)) > FEW:
+            text = STRING.sub("", text)
+        self._in_arguments += sum(map(text.count, MARKS))
         if self._in_arguments > MAX_VALUES:
             raise invalid(
                 None,
-                f"the arguments of tool calls have more than {MAX_VALUES} of the characters "
-                "`,`, `[` and `{` together; send fewer calls, or shorter ones",
+                f"the arguments of tool calls have more than {MAX_VALUES} values together; send "
+                "fewer calls, or shorter ones",
             )
 
 

@@ -9,8 +9,9 @@ put a name between `<` and `>` or the like, so a name that begins as a token goe
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from kvroute.router.prompts.deletions import Deletions, deleted_by
@@ -39,6 +40,7 @@ class SpecialTokens:
         self._tokens = sorted(tokens)
         self._heads = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
         self._longest = max(map(len, self._heads), default=0)
+        self._firsts = {token[0] for token in tokens}
         self._starts = starts_of(self._tokens)
         self._deletions = Deletions(deleted_by(template))
         around = {token[0] for token in tokens if _is_before_values(token[0], template)}
@@ -54,13 +56,11 @@ class SpecialTokens:
 
     def text(self, text: str, *, may_go_on: bool = True) -> str:
         """The text without any. may_go_on: more text may follow it in the prompt."""
-        pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
-        found = [self._starts.sub(self._broken, piece) for piece in pieces]
-        last = len(found) - 1
-        broken = "".join(
-            self._ended(piece) if may_go_on or number < last else piece
-            for number, piece in enumerate(found)
-        )
+        if not any(first in text for first in self._firsts):
+            return text
+        broken = self._without_whole_ones(text)
+        if may_go_on:
+            broken = self._ended(broken)
         is_bad = partial(self._has_any, may_go_on=may_go_on)
         return self._deletions.broken(broken, self._break, is_bad)
 
@@ -79,12 +79,19 @@ class SpecialTokens:
         """Whether the text has one, or ends with the beginning of one."""
         if may_go_on and self._ended(text) != text:
             return True
-        size = PIECE + self._longest
-        pieces = range(0, len(text), PIECE)
-        return any(self._starts.search(text, start, start + size) for start in pieces)
+        return next(self._whole_ones(text), None) is not None
 
-    def _broken(self, start: re.Match[str]) -> str:
-        return start[0] + self._break
+    def _without_whole_ones(self, text: str) -> str:
+        cuts = [0, *(start + 1 for start in self._whole_ones(text)), len(text)]
+        return self._break.join(text[begin:end] for begin, end in pairwise(cuts))
+
+    def _whole_ones(self, text: str) -> Iterator[int]:
+        """Where each begins."""
+        for begin in range(0, len(text), PIECE):
+            end = begin + PIECE
+            for start in self._starts.finditer(text, begin, end + self._longest):
+                if start.start() < end:
+                    yield start.start()
 
     def _ended(self, text: str) -> str:
         """With a break in each beginning of a token at its end."""

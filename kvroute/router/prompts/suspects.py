@@ -12,6 +12,8 @@ from kvroute.router.prompts.patterns import by_start
 PIECE = 1 << 16  # bytes that are searched at a time, then other threads may run
 MOST = 8  # characters of a name's beginning
 WORDS = re.compile(r"[\w-]*")
+# An escape in JSON in a string, of which a character is escaped once more: \\u00\u0033c.
+TWICE = rb"\\\\[u0-9a-fA-F]{0,4}\\u00[2-7]"
 
 
 class Suspects:

@@ -188,7 +188,7 @@ class Limits:
         before = self._others.get(router)
         if before is None and not is_complete:
             return
-        known = {} if before is None or is_complete else before
+        known = before if before and not is_complete else dict[str, TenantCounts]()
         told = {each.tenant: each for each in counts}
         room = BUSY_TENANTS - len(known)
         new = [*islice((tenant for tenant in told if tenant not in known), room)]
@@ -196,7 +196,8 @@ class Limits:
         for tenant, each in told.items():
             last = before.get(tenant) if before else None
             self._charge_other(each, last, before is None, now_s)
-        self._others[router] = known | told
+        known.update(told)
+        self._others[router] = known
 
     def forget(self, router: str) -> None:
         """It is gone, and its requests with it."""
