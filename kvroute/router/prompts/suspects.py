@@ -71,7 +71,7 @@ def _pairs(tokens: Iterable[str]) -> list[bytes]:
     """Patterns of what a body has that has a token, or a string that ends with a token's
     beginning: two characters, of which either may be escaped. Where JSON is in a string, a
     backslash may be escaped too."""
-    patterns = [rb"\\u(?i:005c)"]
+    patterns = [rb"\\u(?i:005c)", TWICE]
     for first, rest in by_start(tokens):
         seconds = {re.escape(each.encode()[:1]) for each in rest}
         behind = b"(?:" + b"|".join(sorted(seconds | {rb'["\\\s]', rb"[\xc2\xe1-\xe3]"})) + b")"
