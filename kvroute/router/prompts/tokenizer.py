@@ -23,7 +23,7 @@ from kvroute.router.prompts.segments import Cutter, SegmentCache
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
 INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
-INLINE_BYTES = 16_384  # of a body; about 2 ms at worst of looking for special tokens
+INLINE_BYTES = 8_192  # of a body; up to 9 ms of breaking special tokens, mostly some us
 INLINE_MESSAGES = 64  # about 1 ms of rendering
 JOB_CHARACTERS = 65_536  # of short texts in one worker's turn: a call with many shares the workers
 WORKERS = 2
