@@ -23,10 +23,9 @@ from kvroute.keys.key_file import (
     read,
     write,
 )
-from kvroute.keys.limits import ANY, TenantLimits
+from kvroute.keys.limits import ANY, OTHER, TenantLimits
 
 COLUMNS = ("id", "tenant", "roles", "created")
-OTHERS = "other"
 
 File = Annotated[
     Path,
@@ -52,8 +51,8 @@ def add(
 ) -> None:
     """Add a key, and print it: it is in no file, so it cannot be shown again."""
     roles = _roles(role or ["use"])
-    if tenant == OTHERS:
-        fail(f"--tenant is {OTHERS!r}, as accounts and metrics call all that have no room there")
+    if tenant == OTHER:
+        fail(f"--tenant is {OTHER!r}, as accounts and metrics call all that have no room there")
     try:
         key, entry = new_key(tenant, roles, datetime.now(UTC).date().isoformat())
     except msgspec.ValidationError:

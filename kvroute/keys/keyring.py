@@ -26,6 +26,11 @@ class Caller:
         return f"{self.salt}.{own}" if own else self.salt
 
 
+def tenant_of(caller: Caller | None) -> str:
+    """Empty without keys."""
+    return "" if caller is None else caller.tenant
+
+
 def salted(caller: Caller | None, own: str) -> str:
     """The same for any request; without keys there is no caller."""
     return own if caller is None else caller.salted(own)

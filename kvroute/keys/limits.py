@@ -4,6 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+OTHER = "other"  # all tenants that have no name of their own in accounts and metrics
 ANY = "*"  # in place of a tenant's name: each one without limits of its own
 
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**48)]

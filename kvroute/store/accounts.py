@@ -17,12 +17,12 @@ import redis.asyncio as redis
 
 from kvroute.contract.records import Count, Name
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
+from kvroute.keys.limits import OTHER
 from kvroute.store.connection import answered
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 KEPT_DAYS = 400
-MOST_TENANTS = 1000  # by name in one day, first come
-OTHER = "other"  # the name of all further ones
+MOST_TENANTS = 1000  # by name in one day, first come; all further ones are OTHER
 
 # ARGV router, number, msgpack of the batch, most tenants, name of further ones, expires at (s)
 _ADD = r"""

@@ -68,6 +68,10 @@ class Prefix:
         """The part that can be shared; every request computes the tokens after it."""
         return len(self.token_ids) // block_size
 
+    def full_tokens(self, block_size: int) -> int:
+        """Those of its full blocks."""
+        return self.full_blocks(block_size) * block_size
+
     def is_expired(self, now_s: float) -> bool:
         return self.expires_at_s is not None and self.expires_at_s <= now_s
 
@@ -129,7 +133,7 @@ def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block
     """How many of the first tokens, in whole blocks, are those of one of these prefixes."""
     longest, now_s = 0, time.time()
     for prefix in shared:
-        full = prefix.full_blocks(block_size) * block_size
+        full = prefix.full_tokens(block_size)
         is_longer = longest < full <= len(token_ids) and not prefix.is_expired(now_s)
         if is_longer and _begins(prefix.token_ids, token_ids, full):
             longest = full

@@ -15,12 +15,13 @@ from prometheus_client import CollectorRegistry
 
 from kvroute.contract.generation import Chunk
 from kvroute.contract.speed import Speed
+from kvroute.keys.limits import OTHER
 from kvroute.router.observability.accounts import NAMED, US, Accounts, as_json, bounded
 from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.routing.attempts import Attempt, Outcome, RequestContext
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.ledger import CAUSES
-from kvroute.store.accounts import OTHER, Account
+from kvroute.store.accounts import Account
 from tests.support.records import record
 
 TOKENS_PER_S = 1000.0  # of prefill, however long the prompt

@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
-from kvroute.keys.limits import TenantLimits
+from kvroute.keys.limits import OTHER, TenantLimits
 from kvroute.router.api.access import Access
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.limit_headers import duration
 from kvroute.router.endpoints import openai_routes
-from kvroute.router.observability.metrics import OTHERS, TENANTS, OverLimit
+from kvroute.router.observability.accounts import NAMED
+from kvroute.router.observability.metrics import OverLimit
 from kvroute.router.routing.limits import Entry, Limits
 from kvroute.router.serving.models import Models
 from tests.support.waiting import until
@@ -267,7 +268,7 @@ def test_times_are_written_as_openai_does(seconds: float, text: str) -> None:
 def test_only_so_many_tenants_have_series_of_their_own() -> None:
     registry = CollectorRegistry()
     refusals = OverLimit(registry)
-    for number in range(2 * TENANTS):
+    for number in range(2 * NAMED):
         refusals.count(f"t{number}", "requests")
         refusals.count("t0", "requests")
     found = {
@@ -276,6 +277,6 @@ def test_only_so_many_tenants_have_series_of_their_own() -> None:
         for sample in metric.samples
         if sample.name.endswith("_total")
     }
-    assert len(found) == TENANTS + 1
-    assert found[OTHERS] == TENANTS
-    assert found["t0"] == 2 * TENANTS + 1
+    assert len(found) == NAMED + 1
+    assert found[OTHER] == NAMED
+    assert found["t0"] == 2 * NAMED + 1

@@ -8,6 +8,7 @@ import ray
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.access import caller_of
 from kvroute.router.api.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
@@ -82,8 +83,7 @@ async def diagnosis(request: Request, models: Served) -> Response:
 @routes.get("/v1/cluster/hot")
 async def hot(request: Request, models: Served) -> Response:
     """The prefixes that saved most recently, according to this router's own requests."""
-    caller = caller_of(request)
-    tenant = caller.tenant if caller else ""
+    tenant = tenant_of(caller_of(request))
     found = together(models.all, [model.prefixes.hottest(tenant) for model in models.all])
     found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
     return JSONResponse({"object": "list", "data": found})

@@ -15,14 +15,16 @@ without a first token is unknown, and no tenant's.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, Protocol, get_args
 
 import msgspec
 
+from kvroute.keys.limits import OTHER
 from kvroute.router.observability.decode_time import DecodeTime
 from kvroute.router.routing.attempts import Attempt, Outcome, RequestObserver
 from kvroute.router.routing.ledger import CAUSES
-from kvroute.store.accounts import OTHER, Account
+from kvroute.store.accounts import Account
 
 NAMED = 100  # tenants with a name of their own in the metrics, first come
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "moved")
@@ -74,10 +76,14 @@ class Accounts(RequestObserver):
 
 
 def bounded(accounts: dict[str, Counter[str]], tenant: str, *, most: int) -> Counter[str]:
-    """The tenant's account, a new one if there is none. Beyond `most` tenants it is OTHER's."""
-    if tenant not in accounts and len(accounts) - (OTHER in accounts) >= most:
-        tenant = OTHER
-    return accounts.setdefault(tenant, Counter())
+    """The tenant's account, a new one if there is none."""
+    return accounts.setdefault(named(tenant, accounts, most=most), Counter())
+
+
+def named(tenant: str, known: Collection[str], *, most: int) -> str:
+    """Its name among those that are known; OTHER if it would be beyond `most`."""
+    is_room = len(known) - (OTHER in known) < most
+    return tenant if is_room or tenant in known else OTHER
 
 
 def used(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:

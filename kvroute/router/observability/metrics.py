@@ -13,9 +13,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
+from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.links import Links
+from kvroute.router.observability.accounts import NAMED, named
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.prefixes.catalogue import Catalogue
@@ -42,8 +44,6 @@ REFUSALS = (
     *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
     "rate_limit_exceeded",
 )
-TENANTS = 100  # with series of their own; all others are OTHERS
-OTHERS = "other"
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
@@ -181,16 +181,16 @@ class OverLimit:
         self._counter = Counter(
             "kvroute_tenant_refused_requests",
             "Requests refused for a limit of their tenant: requests, prompt_tokens, "
-            f"uncached_tokens. Tenants after the first {TENANTS} are `{OTHERS}`.",
+            f"uncached_tokens. Tenants after the first {NAMED} are `{OTHER}`.",
             ("tenant", "limit"),
             registry=registry,
         )
         self._tenants = set[str]()
 
     def count(self, tenant: str, limit: str) -> None:
-        if len(self._tenants) < TENANTS:
-            self._tenants.add(tenant)
-        self._counter.labels(tenant if tenant in self._tenants else OTHERS, limit).inc()
+        name = named(tenant, self._tenants, most=NAMED)
+        self._tenants.add(name)
+        self._counter.labels(name, limit).inc()
 
 
 class RouterMetrics(RequestObservers):

@@ -124,7 +124,7 @@ class Catalogue:
         for prefix in self.all():
             if prefix.namespace != namespace:
                 continue
-            full = self._full_tokens(prefix)
+            full = prefix.full_tokens(self.block_size)
             if full == len(token_ids) and np.array_equal(prefix.token_ids[:full], token_ids):
                 return prefix
         return None
@@ -140,7 +140,7 @@ class Catalogue:
 
     def count(self, prefix: Prefix, cached_tokens: int) -> None:
         """Counts a prompt with this prefix, of which `cached_tokens` were cached."""
-        saved = min(cached_tokens, self._full_tokens(prefix))
+        saved = min(cached_tokens, prefix.full_tokens(self.block_size))
         if saved:
             hits, tokens_saved = self._uses.get(prefix.id, (0, 0))
             self._uses[prefix.id] = (hits + 1, tokens_saved + saved)
@@ -252,9 +252,6 @@ class Catalogue:
         except (RedisError, OSError) as error:
             if self._revision is None:
                 raise redis_away(error, param) from None
-
-    def _full_tokens(self, prefix: Prefix) -> int:
-        return prefix.full_blocks(self.block_size) * self.block_size
 
     def _living(self, id_: str) -> list[Prefix]:
         now_s = time.time()

@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from kvroute.contract.records import ReplicaRecord
-from kvroute.keys.keyring import Caller
+from kvroute.keys.keyring import Caller, tenant_of
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError, needing_redis
@@ -53,7 +53,7 @@ class Declarations:
         limits: TenantLimits | None = None,
     ) -> tuple[dict[str, Any], bool]:
         """The prefix, and whether this call made a new version of it. limits: the caller's."""
-        tenant = caller.tenant if caller else ""
+        tenant = tenant_of(caller)
         is_own = caller is not None and not declaration.shared
         source = declaration.source()
         token_ids = await self._composer.beginning(source, max_model_len=max_model_len)

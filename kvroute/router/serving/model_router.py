@@ -21,6 +21,7 @@ from kvroute.contract.identity import identify
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import Unreadable
+from kvroute.keys.keyring import salted, tenant_of
 from kvroute.process.draining import draining
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
@@ -245,7 +246,7 @@ class ModelRouter:
             choices=call.n,
             prompts=len(prompted.token_ids),
             namespace=call.cache_salt,
-            tenant=call.caller.tenant if call.caller else "",
+            tenant=tenant_of(call.caller),
             entry=entry,
             lora=self.adapter(call.model) or "",
             named_tokens=self.prefixes.named_tokens(prefix, call.cache_salt),
@@ -454,8 +455,9 @@ class ModelRouter:
 
 def _owner(call: Call, context: RequestContext) -> Owner | None:
     """Whose hot prefixes a prompt counts for. None: it has a salt of its own, or an adapter."""
-    tenant, salt = (call.caller.tenant, call.caller.salt) if call.caller else ("", "")
-    return None if context.lora or context.namespace != salt else Owner(tenant, salt)
+    salt = salted(call.caller, "")
+    is_isolated = context.lora or context.namespace != salt
+    return None if is_isolated else Owner(context.tenant, salt)
 
 
 def _tenant(settings: RouterSettings) -> Tenant:

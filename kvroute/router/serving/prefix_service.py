@@ -63,7 +63,7 @@ class PrefixService:
         """The prefix's tokens in whole blocks that prompts of this namespace share."""
         if prefix is None or not (prefix.is_shared or prefix.namespace == namespace):
             return 0
-        return prefix.full_blocks(self._block_size) * self._block_size
+        return prefix.full_tokens(self._block_size)
 
     def count(self, generation: Generation, prefix: Prefix | None, owner: Owner | None) -> None:
         """Counts the cached tokens of a prompt with a first token for its prefixes. Without an
