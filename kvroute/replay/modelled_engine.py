@@ -4,10 +4,10 @@ An admitted request reserves blocks for its whole response, so nothing is preemp
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replay.model import EngineModel
@@ -73,22 +73,23 @@ class Replica:
         self.prefill_s = 0.0  # spent on prompts so far
         self.plan: Plan | None = None
         self._model = model
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[tuple[float, int, Request]] = []  # heap: its turn, its index
         self._prefilling: list[Running] = []
         self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index
+        self._arrivals = count()
         self._steps = 0
         self._context_tokens = 0  # of all decodes
         self._added: list[Fingerprint] = []  # since the last step ended
         self._removed: list[Fingerprint] = []
         self._answers = 0  # hashes of responses' blocks are negative: no request matches them
 
-    def arrive(self, request: Request, now_s: float) -> None:
-        """Queues a request. Planned decode steps are shortened, so that it can be admitted."""
-        was_blocked = bool(self._waiting)
-        self._waiting.append(request)
+    def arrive(self, request: Request, now_s: float, order_s: float = 0.0) -> None:
+        """Queues a request, to be admitted in the order of now_s + order_s. Planned decode steps
+        are shortened, so that it can be admitted."""
+        heappush(self._waiting, (now_s + order_s, next(self._arrivals), request))
         if self.plan is None:
             self._start(now_s)
-        elif self.plan.steps > 1 and not was_blocked:
+        elif self.plan.steps > 1 and self._waiting[0][2] is request:
             plan = self.plan
             self.plan = Plan(
                 plan.started_s, plan.steps_by(now_s), plan.first_s, plan.growth_s, plan.chunks
@@ -150,10 +151,10 @@ class Replica:
         for sequence in self._prefilling:
             budget -= self._chunk(sequence, budget, chunks)
         while budget > 0 and self._waiting and self._sequences < self._model.max_sequences:
-            admitted = self._admit(self._waiting[0])
+            admitted = self._admit(self._waiting[0][2])
             if admitted is None:
                 break
-            self._waiting.popleft()
+            heappop(self._waiting)
             self._prefilling.append(admitted)
             self.hit_tokens[admitted.request.index] = admitted.hit_tokens
             budget -= self._chunk(admitted, budget, chunks)

@@ -6,11 +6,11 @@ Every policy knows what a router knows: the index, after its delay, and its own 
 import random
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
@@ -23,6 +23,7 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.policy import Candidate
+from kvroute.router.routing.queue import HOLD_S, WAKE_S, Held, Queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,25 @@ class Setup:
         return self.kv_tokens // self.block_tokens
 
 
+class Sending(NamedTuple):
+    """A request that goes to a replica. order_s: its turn there, after its arrival."""
+
+    request: Request
+    replica: int
+    order_s: float = 0.0
+
+
 class Policy(Protocol):
     """One router's decisions, and the events from which it learns."""
 
-    def choose(self, request: Request, now_s: float) -> int:
-        """The replica that the request is sent to, at once."""
+    def arrived(self, request: Request, now_s: float) -> None:
+        """A client's request. It waits in the router until `sends` has it."""
+
+    def sends(self, now_s: float) -> Iterable[Sending]:
+        """The requests that go to replicas now, in this order."""
+
+    def wakes_s(self) -> float | None:
+        """When it wants to be asked again, should nothing happen before. None: never."""
 
     def first_token(self, request: Request, now_s: float) -> None: ...
 
@@ -78,6 +93,7 @@ class Production:
             self._fleet, own=self._peer_publisher.router, clock=lambda: self._now_s
         )
         self._attempts: dict[int, Attempt] = {}
+        self._held = Queue[Request]()
         facts = EngineFacts(
             block_size=setup.block_tokens,
             capacity_blocks=setup.capacity_blocks,
@@ -89,13 +105,31 @@ class Production:
         for name in self._names:
             self._fleet.mirror.join(name)
 
-    def choose(self, request: Request, now_s: float) -> int:
-        placement = self._fleet.place_chain(
-            request.reusable, request.input_tokens, self._names, now_s
-        )
-        best = self.best(placement).replica_id
-        self._attempts[request.index] = self._fleet.sent(placement, best, str(request.index), now_s)
-        return int(best)
+    def arrived(self, request: Request, now_s: float) -> None:
+        placement = self._place(request, now_s)
+        there = placement.ranking[0]
+        self._held.add(Held(request, now_s, there.own_s + there.copy_s))
+
+    def sends(self, now_s: float) -> Iterator[Sending]:
+        while self._held and self._held.is_turn(self._open(now_s)):
+            yield self._send(self._held.next(), now_s)
+
+    def wakes_s(self) -> float | None:
+        return WAKE_S if self._held else None
+
+    def _open(self, now_s: float) -> int:
+        return sum(each < HOLD_S for each in self._fleet.backlogs_s(self._names, now_s))
+
+    def _place(self, request: Request, now_s: float) -> Placement:
+        return self._fleet.place_chain(request.reusable, request.input_tokens, self._names, now_s)
+
+    def _send(self, held: Held[Request], now_s: float) -> Sending:
+        request = held.request
+        placement = self._place(request, now_s)
+        best = self.best(placement)
+        attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s)
+        self._attempts[request.index] = attempt
+        return Sending(request, int(best.replica_id), held.order_s - now_s)
 
     def best(self, placement: Placement) -> Candidate:
         return placement.ranking[0]
@@ -142,12 +176,23 @@ class Counting:
         self.active = [0] * setup.replicas  # requests not answered yet
         self.queued = [0] * setup.replicas  # requests without a first token
         self.at: dict[int, int] = {}  # request -> replica
+        self._arrived: list[Request] = []
 
     def pick(self, request: Request) -> int:
         """The replica for this request."""
         raise NotImplementedError
 
-    def choose(self, request: Request, now_s: float) -> int:
+    def arrived(self, request: Request, now_s: float) -> None:
+        self._arrived.append(request)
+
+    def sends(self, now_s: float) -> Sequence[Sending]:
+        arrived, self._arrived = self._arrived, []
+        return [Sending(request, self.choose(request)) for request in arrived]
+
+    def wakes_s(self) -> float | None:
+        return None
+
+    def choose(self, request: Request) -> int:
         replica = self.pick(request)
         self.at[request.index] = replica
         self.active[replica] += 1

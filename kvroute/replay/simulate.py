@@ -62,7 +62,12 @@ class PeerMessage:
     message: Message
 
 
-Event = Arrival | StepEnd | IndexChange | PeerMessage
+@dataclass(frozen=True, slots=True)
+class Wake:
+    router: int
+
+
+Event = Arrival | StepEnd | IndexChange | PeerMessage | Wake
 
 
 def simulate(
@@ -101,6 +106,7 @@ class _Simulation:
         self._replicas = [
             Replica(cluster.engine, setup.capacity_blocks) for _ in range(cluster.replicas)
         ]
+        self._waking = set[int]()  # routers
         self._order = count()  # of events at the same time
         self._events: list[tuple[float, int, Event]] = [
             (request.arrival_s, next(self._order), Arrival(request)) for request in requests
@@ -124,16 +130,30 @@ class _Simulation:
                     for number, router in enumerate(self._routers):
                         if number != sender:
                             router.receive(message, now_s)
+                            self._ask(number, now_s)
+                case Wake(number):
+                    self._waking.discard(number)
+                    self._ask(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
         return self._outcome
 
     def _arrive(self, request: Request, now_s: float) -> None:
-        chosen = self._router(request).choose(request, now_s)
-        self._share(request, now_s)
-        before = self._replicas[chosen].plan
-        self._replicas[chosen].arrive(request, now_s)
-        if self._replicas[chosen].plan is not before:
-            self._await_step(chosen)
+        router = request.index % len(self._routers)
+        self._routers[router].arrived(request, now_s)
+        self._ask(router, now_s)
+
+    def _ask(self, router: int, now_s: float) -> None:
+        """The router sends what it wants to send now."""
+        policy = self._routers[router]
+        for request, chosen, order_s in policy.sends(now_s):
+            before = self._replicas[chosen].plan
+            self._replicas[chosen].arrive(request, now_s, order_s)
+            if self._replicas[chosen].plan is not before:
+                self._await_step(chosen)
+        self._share(router, now_s)
+        if (after_s := policy.wakes_s()) and router not in self._waking:
+            self._waking.add(router)
+            self._push(now_s + after_s, Wake(router))
 
     def _end_step(self, replica: int, at_s: float) -> None:
         plan = self._replicas[replica].plan
@@ -146,15 +166,18 @@ class _Simulation:
             self._outcome.hit_tokens[request.index] = self._replicas[replica].hit_tokens.pop(
                 request.index
             )
-            self._router(request).first_token(request, at_s)
-            self._share(request, at_s)
+            self._routers[request.index % len(self._routers)].first_token(request, at_s)
             self._on_first_token()
         for request in result.finished:
             self._outcome.finished_s[request.index] = at_s
-            self._router(request).finished(request)
-            self._share(request, at_s)
+            self._routers[request.index % len(self._routers)].finished(request)
         if self._replicas[replica].plan:
             self._await_step(replica)
+        for router in {
+            request.index % len(self._routers)
+            for request in (*result.first_tokens, *result.finished)
+        }:
+            self._ask(router, at_s)
 
     def _announce(self, replica: int, result: StepResult, at_s: float) -> None:
         if result.added or result.removed:
@@ -169,15 +192,11 @@ class _Simulation:
     def _push(self, at_s: float, event: Event) -> None:
         heappush(self._events, (at_s, next(self._order), event))
 
-    def _share(self, request: Request, at_s: float) -> None:
-        """Sends the latest events of the request's router to the other routers."""
-        message = self._router(request).take_message()
+    def _share(self, router: int, at_s: float) -> None:
+        """Sends the router's latest events to the other routers."""
+        message = self._routers[router].take_message()
         if message is not None and len(self._routers) > 1:
-            sent = PeerMessage(request.index % len(self._routers), message)
-            self._push(at_s + self._cluster.share_delay_s, sent)
-
-    def _router(self, request: Request) -> Policy:
-        return self._routers[request.index % len(self._routers)]
+            self._push(at_s + self._cluster.share_delay_s, PeerMessage(router, message))
 
 
 def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:
