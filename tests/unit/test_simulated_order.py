@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Load
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
@@ -25,7 +26,8 @@ async def started(**changes: Any) -> AsyncIterator[SimulatedEngine]:
     instant = {"prefill_tokens_per_s": 0.0, "decode_step_s": 0.0, "decode_per_seq_s": 0.0}
     engine = SimulatedEngine(SimulatedConfig(**{**instant, **changes}))
     yield engine
-    assert engine.load() == Load(loras=engine.load().loras, lora_load_s=engine.load().lora_load_s)
+    load = engine.load()
+    assert (load.running, load.waiting, load.used_blocks) == (0, 0, 0)
     await engine.close()
 
 
@@ -83,6 +85,7 @@ def test_those_that_leave_the_queue_change_no_turns(orders: list[float], leaving
     assert asyncio.run(the_others()) == [number for number in in_turn(orders) if number not in left]
 
 
+@settings(max_examples=25)
 @given(ORDERS, st.integers(1, 3))
 def test_whatever_the_order_preempted_choices_lose_no_token(
     orders: list[float], choices: int
@@ -149,3 +152,12 @@ async def test_the_choices_of_a_request_share_its_turn() -> None:
     async with started(max_running=1) as engine:
         requests = [request(0, 5.0), request(1, 0.0, n=3), replace(request(2), order_s=1.0)]
         assert await run(engine, requests) == [1, 2, 0]
+
+
+async def test_a_request_that_leaves_takes_its_waiting_choices_along() -> None:
+    async with started(max_running=1) as engine:
+        other = asyncio.create_task(run(engine, [request(0, 5.0)]))
+        async with aclosing(engine.generate(request(1, n=4, max_tokens=500))) as chunks:
+            await anext(chunks)
+            assert engine.load() == Load(running=1, waiting=4, used_blocks=1, lora_load_s=LOAD_S)
+        assert await other == [0]
