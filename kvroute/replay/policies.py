@@ -111,22 +111,25 @@ class Production:
     def arrived(self, request: Request, now_s: float) -> None:
         placement = self._place(request, now_s)
         there = placement.ranking[0]
-        held = Held(request, now_s, there.own_s + there.copy_s)
-        self._queue.add(held, replicas=len(self._names))
+        held = Held(request, now_s, there.own_s + there.copy_s, home=placement.home)
+        self._queue.add(held)
 
     def sends(self, now_s: float) -> Iterator[Sending]:
-        while held := self._queue.due(self._fleet.backlogs_s(self._names, now_s), now_s):
+        while held := self._queue.due(self._fleet.rooms(self._names, now_s), now_s):
             yield self._send(held, now_s)
 
     def wakes_s(self) -> float | None:
         return WAKE_S if self._queue else None
 
-    def _place(self, request: Request, now_s: float) -> Placement:
-        return self._fleet.place_chain(request.reusable, request.input_tokens, self._names, now_s)
+    def _place(self, request: Request, now_s: float, among: Sequence[str] = ()) -> Placement:
+        return self._fleet.place_chain(
+            request.reusable, request.input_tokens, among or self._names, now_s
+        )
 
     def _send(self, held: Held[Request], now_s: float) -> Sending:
         request = held.request
-        placement = self._place(request, now_s)
+        self._queue.sent(held, now_s)
+        placement = self._place(request, now_s, held.among)
         best = self.best(placement)
         attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s)
         self._attempts[request.index] = attempt

@@ -15,6 +15,8 @@ from kvroute.router.routing.load import ReplicaLoad
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
 
+MUCH = 0.25  # of a prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -41,6 +43,13 @@ class Placement:
     def known_prefix(self) -> tuple[Fingerprint, ...]:
         """The longest part of the prompt that some replica has."""
         return self.chain[: self.best_hit_blocks]
+
+    @property
+    def home(self) -> str:
+        """A replica that has the longest part of the prompt, if that is much of it; else empty."""
+        if self.reusable_tokens < MUCH * self.prompt_tokens:
+            return ""
+        return max(self.ranking, key=lambda candidate: candidate.hit_blocks).replica_id
 
     @property
     def reusable_tokens(self) -> int:
