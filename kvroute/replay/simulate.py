@@ -1,5 +1,6 @@
 """A trace runs through modelled routers and replicas, event by event, in modelled time."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
 from kvroute.replay.model import EngineModel
 from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
-from kvroute.replay.policies import POLICIES, Policy, Setup
+from kvroute.replay.policies import POLICIES
+from kvroute.replay.protocol import Policy, Report, Setup
 from kvroute.replay.trace import Request, TraceError
 
 ENGINE = EngineModel()
@@ -24,7 +26,7 @@ class Cluster:
     kv_tokens: int  # of each replica's cache
     routers: int = 1
     index_delay_s: float = 0.010  # from the end of a step until routers know its blocks
-    share_delay_s: float = 0.005  # from a router's decision until the other routers know it
+    share_delay_s: float = 0.005  # from a router's decision until others know it; inf: never
     engine: EngineModel = ENGINE
 
 
@@ -67,7 +69,20 @@ class Wake:
     router: int
 
 
-Event = Arrival | StepEnd | IndexChange | PeerMessage | Wake
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """A router asks for the replicas' reports."""
+
+    router: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    router: int
+    reports: Sequence[Report]  # of each replica
+
+
+Event = Arrival | StepEnd | IndexChange | PeerMessage | Wake | Poll | Reports
 
 
 def simulate(
@@ -97,6 +112,7 @@ class _Simulation:
             cluster.kv_tokens,
             cluster.engine.prefill,
             requests[0].block_tokens,
+            cluster.engine.chunk_tokens,
         )
         self._cluster = cluster
         self._on_first_token = on_first_token
@@ -112,6 +128,8 @@ class _Simulation:
             (request.arrival_s, next(self._order), Arrival(request)) for request in requests
         ]
         heapify(self._events)
+        self._unfinished = len(requests)
+        self._begin_polls()
         none = [0.0] * len(requests)
         self._outcome = Outcome(none, none.copy(), [0] * len(requests), [])
 
@@ -134,6 +152,11 @@ class _Simulation:
                 case Wake(number):
                     self._waking.discard(number)
                     self._ask(number, now_s)
+                case Poll(number):
+                    self._poll(number, now_s)
+                case Reports(number, reports):
+                    self._routers[number].reported(reports, now_s)
+                    self._ask(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
         return self._outcome
 
@@ -155,6 +178,20 @@ class _Simulation:
             self._waking.add(router)
             self._push(now_s + after_s, Wake(router))
 
+    def _begin_polls(self) -> None:
+        """A single router gets no reports: it knows all that is sent."""
+        count = len(self._routers)
+        for number, router in enumerate(self._routers):
+            if count > 1 and router.report_s < math.inf:
+                self._push(router.report_s * number / count, Poll(number))
+
+    def _poll(self, number: int, now_s: float) -> None:
+        router = self._routers[number]
+        reports = [replica.report() for replica in self._replicas]
+        self._push(now_s + router.report_age_s, Reports(number, reports))
+        if self._unfinished:
+            self._push(now_s + router.report_s, Poll(number))
+
     def _end_step(self, replica: int, at_s: float) -> None:
         plan = self._replicas[replica].plan
         if plan is None or plan.ends_s != at_s:
@@ -168,6 +205,7 @@ class _Simulation:
             )
             self._routers[request.index % len(self._routers)].first_token(request, at_s)
             self._on_first_token()
+        self._unfinished -= len(result.finished)
         for request in result.finished:
             self._outcome.finished_s[request.index] = at_s
             self._routers[request.index % len(self._routers)].finished(request)
@@ -195,7 +233,11 @@ class _Simulation:
     def _share(self, router: int, at_s: float) -> None:
         """Sends the router's latest events to the other routers."""
         message = self._routers[router].take_message()
-        if message is not None and len(self._routers) > 1:
+        if (
+            message is not None
+            and len(self._routers) > 1
+            and self._cluster.share_delay_s < math.inf
+        ):
             self._push(at_s + self._cluster.share_delay_s, PeerMessage(router, message))
 
 

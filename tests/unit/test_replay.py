@@ -294,3 +294,25 @@ def test_a_log_of_several_models_is_replayed_one_model_at_a_time(tmp_path: Path)
     assert [len(read(path, limit=None, seed=0, model=model)) for model in "ab"] == [3, 2]
     with pytest.raises(TraceError, match="holds 0 requests of c"):
         read(path, limit=None, seed=0, model="c")
+
+
+def test_a_replica_reports_what_waits_what_runs_and_the_tokens_to_compute() -> None:
+    replica = Replica(ROUND, 20)
+    replica.arrive(request(0, list(range(1, 19)), 2), 0.0)  # 19 blocks: all but one
+    replica.arrive(request(1, [1, 2], rest=88), 0.1)
+    load, pending_tokens = replica.report()
+    assert (load.running, load.waiting, load.used_blocks) == (1, 1, 19)
+    assert pending_tokens == 18 * BLOCK_TOKENS + 1 + 88
+    replica.end_step()
+    assert replica.report().pending_tokens == 18 * BLOCK_TOKENS + 1 - ROUND.chunk_tokens + 88
+
+
+@pytest.mark.parametrize("policy", ["kvroute", "llm-d"])
+def test_routers_that_hear_nothing_of_each_other_go_by_reports(policy: str) -> None:
+    """The second router's requests find out what the first one has done."""
+    long = [request(2 * i, [], rest=100_000, at_s=0.01 * i) for i in range(7)]
+    late = [request(2 * i + 1, [], rest=100, at_s=3.0 + 0.01 * i) for i in range(7)]
+    cluster = Cluster(8, 400_000, routers=2, share_delay_s=float("inf"))
+    requests = sorted(long + late, key=lambda each: each.index)
+    outcome = simulate(requests, cluster, policy)
+    assert outcome.finished_s[1] - 3.0 < 0.1
