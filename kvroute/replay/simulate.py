@@ -2,13 +2,14 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
+from kvroute.replay.closed_loop import FollowUp
 from kvroute.replay.model import EngineModel
 from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
 from kvroute.replay.policies import POLICIES
@@ -16,6 +17,7 @@ from kvroute.replay.protocol import Policy, Report, Setup
 from kvroute.replay.trace import Request, TraceError
 
 ENGINE = EngineModel()
+OPEN_LOOP: Mapping[int, FollowUp] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,21 @@ class Cluster:
     index_delay_s: float = 0.010  # from the end of a step until routers know its blocks
     share_delay_s: float = 0.005  # from a router's decision until others know it; inf: never
     engine: EngineModel = ENGINE
+    slow_share: float = 0.0  # of the replicas; routers expect all to be as fast as `engine`
+    slow_speed: float = 1.0  # of these, as a multiple of the others'
+
+    @property
+    def speeds(self) -> list[float]:
+        """Of each replica, as a multiple of `engine`. Slow ones are spread among the others."""
+        counts = [int(n * self.slow_share + 1e-9) for n in range(self.replicas + 1)]
+        return [self.slow_speed if n < then else 1.0 for n, then in pairwise(counts)]
 
 
 @dataclass(slots=True)
 class Outcome:
     """The results for each request, by its index, and for the replicas."""
 
+    arrival_s: list[float]
     first_token_s: list[float]
     finished_s: list[float]
     hit_tokens: list[int]
@@ -91,11 +102,16 @@ def simulate(
     policy: str,
     *,
     seed: int = 0,
+    follow_ups: Mapping[int, FollowUp] = OPEN_LOOP,
     on_first_token: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Replays the requests until the last is answered. Equal arguments give equal outcomes."""
+    """Replays the requests until the last is answered. Equal arguments give equal outcomes.
+
+    follow_ups: by the index of a request, the one that comes after its answer; their arrival times
+    do not count.
+    """
     _check_room(requests, cluster)
-    return _Simulation(requests, cluster, policy, seed, on_first_token).run()
+    return _Simulation(requests, cluster, policy, seed, follow_ups, on_first_token).run()
 
 
 class _Simulation:
@@ -105,6 +121,7 @@ class _Simulation:
         cluster: Cluster,
         policy: str,
         seed: int,
+        follow_ups: Mapping[int, FollowUp],
         on_first_token: Callable[[], None],
     ) -> None:
         setup = Setup(
@@ -115,23 +132,29 @@ class _Simulation:
             cluster.engine.chunk_tokens,
         )
         self._cluster = cluster
+        self._requests = requests
+        self._follow_ups = follow_ups
         self._on_first_token = on_first_token
         self._routers: list[Policy] = [
             POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
         ]
         self._replicas = [
-            Replica(cluster.engine, setup.capacity_blocks) for _ in range(cluster.replicas)
+            Replica(cluster.engine.at_speed(speed), setup.capacity_blocks)
+            for speed in cluster.speeds
         ]
         self._waking = set[int]()  # routers
         self._order = count()  # of events at the same time
+        later = {each.index for each in follow_ups.values()}
         self._events: list[tuple[float, int, Event]] = [
-            (request.arrival_s, next(self._order), Arrival(request)) for request in requests
+            (request.arrival_s, next(self._order), Arrival(request))
+            for request in requests
+            if request.index not in later
         ]
         heapify(self._events)
         self._unfinished = len(requests)
         self._begin_polls()
         none = [0.0] * len(requests)
-        self._outcome = Outcome(none, none.copy(), [0] * len(requests), [])
+        self._outcome = Outcome(none, none.copy(), none.copy(), [0] * len(requests), [])
 
     def run(self) -> Outcome:
         while self._events:
@@ -161,6 +184,7 @@ class _Simulation:
         return self._outcome
 
     def _arrive(self, request: Request, now_s: float) -> None:
+        self._outcome.arrival_s[request.index] = now_s
         router = request.index % len(self._routers)
         self._routers[router].arrived(request, now_s)
         self._ask(router, now_s)
@@ -209,6 +233,9 @@ class _Simulation:
         for request in result.finished:
             self._outcome.finished_s[request.index] = at_s
             self._routers[request.index % len(self._routers)].finished(request)
+            if follow_up := self._follow_ups.get(request.index):
+                arrival = Arrival(self._requests[follow_up.index])
+                self._push(at_s + follow_up.think_s, arrival)
         if self._replicas[replica].plan:
             self._await_step(replica)
         for router in {
@@ -233,12 +260,9 @@ class _Simulation:
     def _share(self, router: int, at_s: float) -> None:
         """Sends the router's latest events to the other routers."""
         message = self._routers[router].take_message()
-        if (
-            message is not None
-            and len(self._routers) > 1
-            and self._cluster.share_delay_s < math.inf
-        ):
-            self._push(at_s + self._cluster.share_delay_s, PeerMessage(router, message))
+        there_s = at_s + self._cluster.share_delay_s
+        if message is not None and len(self._routers) > 1 and there_s < math.inf:
+            self._push(there_s, PeerMessage(router, message))
 
 
 def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:
