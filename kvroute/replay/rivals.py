@@ -218,11 +218,19 @@ class LMetric(Prefilling):
     """Prompt tokens to compute there, this prompt's included, times requests there, this one too.
 
     From "LMetric: Simple is Better - Multiplication May Be All You Need for LLM Request
-    Scheduling", arXiv 2603.15202.
+    Scheduling", arXiv 2603.15202. In its favour, prompts also count as cached where they were sent.
     """
 
     def cost(self, request: Request, missing: Sequence[int]) -> list[float]:
         return [(self.prefill_tokens[r] + missing[r]) * (self.active[r] + 1) for r in self.replicas]
+
+    def sent(self, request: Request, replica: int) -> None:
+        super().sent(request, replica)
+        self.mirror.expect(str(replica), request.blocks)
+
+    def finished(self, request: Request) -> None:
+        self.mirror.unexpect(str(self.at[request.index]), request.blocks)
+        super().finished(request)
 
 
 class LlmD(Indexed):

@@ -13,7 +13,8 @@ from itertools import count
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replay.trace import BLOCK_TOKENS, Request
 
-HOUR_S = 3600.0
+SPAN_S = 900.0  # of a trace
+BEFORE_S = 600.0  # it begins with what started in this time before, under way
 LONGEST_TOKENS = 180_000
 
 
@@ -39,14 +40,14 @@ class Text:
         return Request(0, at_s, self.tokens, output_tokens, tuple(self.blocks), session=session)
 
 
-def agents(seed: int, *, sessions: int = 400) -> list[Request]:
-    """An hour of coding agents: one of a few long prompts with tools, a repository of the
+def agents(seed: int, *, sessions: int = 900) -> list[Request]:
+    """Coding agents: one of a few long prompts with tools, a repository of the
     session's own, and turns that each add what a tool said. Now and then a person answers."""
     rng, fresh = random.Random(seed), count(1)
     products = [Text(fresh).add(rng.randrange(8, 40) * BLOCK_TOKENS) for _ in range(5)]
     requests = []
     for number in range(sessions):
-        text, at_s = rng.choice(products).copy(), rng.uniform(0, HOUR_S)
+        text, at_s = rng.choice(products).copy(), rng.uniform(-BEFORE_S, SPAN_S)
         text.add(_size(rng, 12_000, most=60_000))
         for _ in range(1 + int(rng.expovariate(1 / 20))):
             if text.tokens > LONGEST_TOKENS:
@@ -58,8 +59,8 @@ def agents(seed: int, *, sessions: int = 400) -> list[Request]:
     return _in_order(requests)
 
 
-def documents(seed: int, *, visits: int = 4000) -> list[Request]:
-    """An hour of questions about long documents, some asked about far more often than others: a
+def documents(seed: int, *, visits: int = 6000) -> list[Request]:
+    """Questions about long documents, some asked about far more often than others: a
     visit has a few questions, and each brings the whole document and no earlier answer."""
     rng, fresh = random.Random(seed), count(1)
     system = Text(fresh).add(2 * BLOCK_TOKENS)
@@ -67,7 +68,7 @@ def documents(seed: int, *, visits: int = 4000) -> list[Request]:
     popularity = [1 / rank for rank in range(1, len(library) + 1)]
     requests = []
     for number, text in enumerate(rng.choices(library, popularity, k=visits)):
-        at_s = rng.uniform(0, HOUR_S)
+        at_s = rng.uniform(-BEFORE_S, SPAN_S)
         for _ in range(rng.randrange(1, 6)):
             question = text.copy().add(_size(rng, 100, most=2000))
             requests.append(question.request(at_s, _size(rng, 250, most=2000), str(number)))
@@ -98,6 +99,8 @@ def _size(rng: random.Random, middle: int, *, most: int) -> int:
 
 
 def _in_order(requests: list[Request]) -> list[Request]:
+    """Those within the span, from the first on."""
+    requests = [each for each in requests if 0 <= each.arrival_s < SPAN_S]
     requests.sort(key=lambda request: request.arrival_s)
     first_s = requests[0].arrival_s
     return [

@@ -79,14 +79,23 @@ def test_dynamo_without_a_threshold_never_waits() -> None:
 def test_lmetric_multiplies_tokens_to_compute_with_requests() -> None:
     policy = LMetric(SETUP, random.Random(0))
     policy.index_changed(0, [Fingerprint(block) for block in range(1, 5)], [])
-    hits = 4 * BLOCK_TOKENS
 
     def chosen(index: int) -> int:
-        return sent(policy, prompt(index, hits + 500, range(1, 5)))[0][1]
+        return sent(policy, prompt(index, 4 * BLOCK_TOKENS + 500, range(1, 5)))[0][1]
 
     assert chosen(0) == 0  # 500 x 1 against 2548 x 1
     assert chosen(1) == 0  # 1000 x 2
     assert chosen(2) == 1  # 1500 x 3
+
+
+def test_lmetric_expects_prompts_where_it_sent_them_until_they_are_answered() -> None:
+    policy = LMetric(SETUP, random.Random(0))
+    request = prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))
+    sent(policy, request)
+    assert sorted(policy.hits(request)) == [0, 4]
+    policy.first_token(request, 1.0)
+    policy.finished(request)
+    assert policy.hits(request) == [0, 0]
 
 
 def test_llm_d_spreads_equal_prompts_until_the_index_knows_them_and_speculation_does_not() -> None:
