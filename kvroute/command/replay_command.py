@@ -142,7 +142,9 @@ def replay(
         if as_json:
             typer.echo(json.dumps([summary.row() for summary in summaries], indent=2))
         else:
-            Console().print(*tables(summaries), sep="\n")
+            for shown in tables(summaries):
+                Console().print(shown)
+                Console().print()
         if html and page:
             title = f"{trace.name} on {replicas} replicas at {pace}"
             parameters = {

@@ -1,6 +1,8 @@
 """In a closed loop, a turn waits for the answer before it, and then as long as in the trace."""
 
 import json
+import math
+import operator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from kvroute.replay.closed_loop import follow_ups, native_starts_per_s, starts_a
 from kvroute.replay.model import EngineModel
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.trace import BLOCK_TOKENS, Request, TraceError, read
+from tests.support.traces import agents
 
 ENGINE = EngineModel()
 
@@ -106,3 +109,13 @@ def test_the_command_replays_sessions(trace: Path, pace: list[str]) -> None:
     assert result.exit_code == 0
     assert "sessions/s" in result.stderr
     assert [row["policy"] for row in json.loads(result.stdout)] == ["kvroute", "dynamo"]
+
+
+@pytest.mark.parametrize("policy", ["kvroute", "dynamo-wspt", "llm-d-spec", "lmetric"])
+def test_equal_arguments_give_equal_outcomes(policy: str) -> None:
+    requests = starts_at_speed(agents(0, sessions=60), 20.0)
+    cluster = Cluster(4, 400_000, routers=2, share_delay_s=math.inf, slow_share=0.5, slow_speed=0.5)
+    turns = follow_ups(requests, ENGINE)
+    first, second = (simulate(requests, cluster, policy, follow_ups=turns) for _ in range(2))
+    assert first == second
+    assert all(map(operator.lt, first.arrival_s, first.first_token_s))
