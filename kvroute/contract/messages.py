@@ -8,6 +8,11 @@ from msgspec import Meta, Struct
 from kvroute.contract.records import VERSION, Count, Name, Seconds, check_version
 from kvroute.contract.unreadable import UnreadableError
 
+FEW = 64  # places that a router tells of its waiting requests
+Places = Annotated[list[Count], Meta(max_length=FEW)]
+Turns = Annotated[list[Annotated[float, Meta(ge=-1e9, le=1e9)]], Meta(max_length=FEW)]
+Work = Annotated[list[Seconds], Meta(max_length=FEW)]
+
 
 class Sent(Struct, tag="s", array_like=True):
     request_id: Name
@@ -46,12 +51,25 @@ class TenantCounts(Struct, array_like=True):
     debt: Count  # uncached tokens, at all routers, that the time since has not made good
 
 
+class Waiting(Struct, array_like=True):
+    """The requests that wait in a router, in the order of their turns, some of them left out."""
+
+    places: Places = []  # in that order, from 1; the last one is the number of all
+    turns_s: Turns = []  # of the request at each place, seconds from now
+    work_s: Work = []  # of predicted prefill, of all up to each place
+
+    def __post_init__(self) -> None:
+        if not len(self.places) == len(self.turns_s) == len(self.work_s):
+            raise ValueError("its lists are of different lengths")
+
+
 class Message(Struct, array_like=True):
     version: Annotated[int, Meta(ge=0)]
     router: Name
     events: list[Event]  # empty: a heartbeat
     tenants: list[TenantCounts] = []  # those whose counts have changed
     is_complete: bool = False  # other tenants have nothing at this router
+    waiting: Waiting | None = None  # None: as before
 
 
 class _Versioned(Struct, array_like=True):

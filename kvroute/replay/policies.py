@@ -28,7 +28,7 @@ from kvroute.router.routing.feed import POLL_S
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.policy import Candidate
-from kvroute.router.routing.queue import HOLD_S, WAKE_S, Held, Queue
+from kvroute.router.routing.queue import WAKE_S, Held, Queue
 
 
 class Production:
@@ -40,7 +40,8 @@ class Production:
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self._names = [str(replica) for replica in range(setup.replicas)]
         self._now_s = 0.0
-        self._peer_publisher = PeerPublisher()
+        self._queue = Queue[Request]()
+        self._peer_publisher = PeerPublisher(queue=self._queue, clock=lambda: self._now_s)
         self._fleet = Fleet(
             model="replay",
             revision="",
@@ -49,10 +50,12 @@ class Production:
             observer=self._peer_publisher,
         )
         self._peer_subscriber = PeerSubscriber(
-            self._fleet, own=self._peer_publisher.router, clock=lambda: self._now_s
+            self._fleet,
+            own=self._peer_publisher.router,
+            clock=lambda: self._now_s,
+            queue=self._queue,
         )
         self._attempts: dict[int, Attempt] = {}
-        self._held = Queue[Request]()
         self._facts = EngineFacts(
             block_size=setup.block_tokens,
             capacity_blocks=setup.capacity_blocks,
@@ -67,17 +70,15 @@ class Production:
     def arrived(self, request: Request, now_s: float) -> None:
         placement = self._place(request, now_s)
         there = placement.ranking[0]
-        self._held.add(Held(request, now_s, there.own_s + there.copy_s))
+        held = Held(request, now_s, there.own_s + there.copy_s)
+        self._queue.add(held, replicas=len(self._names))
 
     def sends(self, now_s: float) -> Iterator[Sending]:
-        while self._held and self._held.is_turn(self._open(now_s)):
-            yield self._send(self._held.next(), now_s)
+        while held := self._queue.due(self._fleet.backlogs_s(self._names, now_s), now_s):
+            yield self._send(held, now_s)
 
     def wakes_s(self) -> float | None:
-        return WAKE_S if self._held else None
-
-    def _open(self, now_s: float) -> int:
-        return sum(each < HOLD_S for each in self._fleet.backlogs_s(self._names, now_s))
+        return WAKE_S if self._queue else None
 
     def _place(self, request: Request, now_s: float) -> Placement:
         return self._fleet.place_chain(request.reusable, request.input_tokens, self._names, now_s)
@@ -88,7 +89,7 @@ class Production:
         best = self.best(placement)
         attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s)
         self._attempts[request.index] = attempt
-        return Sending(request, int(best.replica_id), held.order_s - now_s)
+        return Sending(request, int(best.replica_id), held.turn_s - now_s)
 
     def best(self, placement: Placement) -> Candidate:
         return placement.ranking[0]
@@ -114,9 +115,10 @@ class Production:
             for name, load in zip(self._names, loads, strict=True)
         )
 
-    def take_message(self) -> Message | None:
+    def take_message(self, now_s: float) -> Message | None:
+        self._now_s = now_s
         message = self._peer_publisher.take()
-        return message if message.events else None
+        return message if message.events or message.waiting else None
 
     def receive(self, message: Message, now_s: float) -> None:
         self._now_s = now_s

@@ -68,7 +68,7 @@ class Policy(Protocol):
         """What every replica said of itself, in the replicas' order. Without other routers there
         are no reports, since a router then knows all that is sent."""
 
-    def take_message(self) -> Message | None:
+    def take_message(self, now_s: float) -> Message | None:
         """Its events for the other routers since the last call."""
 
     def receive(self, message: Message, now_s: float) -> None:

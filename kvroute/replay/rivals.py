@@ -67,7 +67,7 @@ class Counting:
 
     def reported(self, reports: Sequence[Report], now_s: float) -> None: ...
 
-    def take_message(self) -> Message | None:
+    def take_message(self, now_s: float) -> Message | None:
         return None
 
     def receive(self, message: Message, now_s: float) -> None: ...

@@ -259,7 +259,7 @@ class _Simulation:
 
     def _share(self, router: int, at_s: float) -> None:
         """Sends the router's latest events to the other routers."""
-        message = self._routers[router].take_message()
+        message = self._routers[router].take_message(at_s)
         there_s = at_s + self._cluster.share_delay_s
         if message is not None and len(self._routers) > 1 and there_s < math.inf:
             self._push(there_s, PeerMessage(router, message))

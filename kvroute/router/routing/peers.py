@@ -13,6 +13,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -31,6 +32,7 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.routing.attempts import Attempt, Dispatch, RequestObserver
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.limits import Limits
+from kvroute.router.routing.queue import Queue
 from kvroute.store.index import Index, pack, unpack
 from kvroute.store.outage import Outage
 
@@ -45,16 +47,27 @@ RETRY_S = 0.5  # between attempts while Redis is away
 
 
 class PeerPublisher(RequestObserver):
-    """Publishes this router's requests to the others, and its counts for tenants' limits if there
-    are any; `router`: its id, else a new one."""
+    """Publishes this router's requests to the others, those that wait too, and its counts for
+    tenants' limits if there are any; `router`: its id, else a new one."""
 
-    def __init__(self, router: str | None = None, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        router: str | None = None,
+        *,
+        limits: Limits | None = None,
+        queue: Queue[Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.router = router or uuid.uuid4().hex[:12]
         self._limits = limits
+        self._queue = queue
+        self._clock = clock
         self._events: list[Event] = [Restarted()]
         self._has_events = asyncio.Event()
         if limits is not None:
             limits.on_change = self._has_events.set
+        if queue is not None:
+            queue.on_change = self._has_events.set
 
     def sent(self, attempt: Attempt) -> None:
         dispatch = attempt.dispatch
@@ -81,9 +94,10 @@ class PeerPublisher(RequestObserver):
     def take(self) -> Message:
         """The events since the last call, in order."""
         events, self._events = self._events, []
-        if self._limits is None:
-            return Message(VERSION, self.router, events)
-        return Message(VERSION, self.router, events, *self._limits.report(time.monotonic()))
+        now_s = self._clock()
+        tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
+        waiting = None if self._queue is None else self._queue.report(now_s)
+        return Message(VERSION, self.router, events, tenants, is_complete, waiting)
 
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
         """Publishes the events, soon and in order, until cancelled. Without other routers, only
@@ -126,9 +140,11 @@ class PeerSubscriber:
         own: str,
         clock: Callable[[], float] = time.monotonic,
         limits: Limits | None = None,
+        queue: Queue[Any] | None = None,
     ) -> None:
         self.own = own
         self._fleet = fleet
+        self._queue = queue
         self._limits = limits
         self._heard_s = -math.inf  # when any message came, our own too
         self._hearing_s = 0.0  # since when they come
@@ -174,6 +190,8 @@ class PeerSubscriber:
             self._limits.receive(
                 message.router, message.tenants, is_complete=message.is_complete, now_s=now_s
             )
+        if self._queue is not None and message.waiting is not None:
+            self._queue.hear(message.router, message.waiting, now_s)
         attempts = self._attempts.setdefault(message.router, {})
         for event in message.events:
             match event:
@@ -223,6 +241,8 @@ class PeerSubscriber:
         del self._last_message_s[router]
         if self._limits is not None:
             self._limits.forget(router)
+        if self._queue is not None:
+            self._queue.forget(router)
         _end(self._attempts.pop(router, {}))
 
 
