@@ -17,6 +17,7 @@ BUSY_S = 10.0  # time constant of the busy share's decay
 class _Pending:
     prefill_s: float  # at the engine's claimed speed
     sent_s: float
+    new_tokens: int
 
 
 class Backlog:
@@ -37,7 +38,7 @@ class Backlog:
         """new_tokens: prompt tokens that are not expected in the KV cache."""
         self._advance(now_s)
         prefill_s = STEP_S + new_tokens / self._tokens_per_s
-        self._queue.join(request_id, _Pending(prefill_s, now_s))
+        self._queue.join(request_id, _Pending(prefill_s, now_s, new_tokens))
         self._mean_s += (MEAN_SHARE if self._mean_s else 1.0) * (prefill_s - self._mean_s)
 
     def first_token(self, request_id: str, now_s: float) -> None:
@@ -49,6 +50,11 @@ class Backlog:
         """The request ended; no effect if it had its first token."""
         self._advance(now_s)
         self._queue.leave(request_id)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens to compute, of requests without a first token."""
+        return sum(each.new_tokens for each in self._queue.waiting.values())
 
     def wait_s(self, now_s: float) -> float:
         """The time until all pending requests have their first token."""
