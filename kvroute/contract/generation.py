@@ -34,6 +34,9 @@ class GenerateRequest:
     rank: int = 0  # the replica's data parallel rank that runs it
     features: tuple[Feature, ...] = ()  # for placement; a replica finds its own in the call
     shared_tokens: int = 0  # of the prompt's first blocks, which all namespaces share
+    # Its turn in the engine, counted from its arrival there, since hosts' clocks differ. The
+    # smallest is first; negative: it has waited elsewhere.
+    order_s: float = 0.0
 
     @property
     def scope(self) -> Scope:

@@ -27,6 +27,7 @@ FIXED = {
     "kv_events_config": "the index is fed by KV events",
     "scheduler_cls": "named prefixes need kvroute's scheduler",
     "async_scheduling": "kvroute's scheduler decides it",
+    "scheduling_policy": "requests go in the router's order",
     "disable_log_stats": "routers need the engine's statistics",
     "tokenizer": "routers use the model's own tokenizer",
     "tokenizer_revision": "routers use the model's own tokenizer",

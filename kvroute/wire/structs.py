@@ -4,6 +4,7 @@ A new field needs a default and leaves VERSION unchanged. VERSION rises when an 
 misunderstand a message.
 """
 
+import math
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from kvroute.contract.http_call import HttpCall
 
 VERSION = 2
 NONCE_BYTES = 16
+MOST_ORDER_S = 1e6  # either way; longer than any request waits
 
 # How a request ends. refused: the replica has no room, or is to stop. invalid: it can never run.
 # dead: the engine has died. failed: anything else.
@@ -55,6 +57,7 @@ class Begin(Struct, array_like=True):
     max_tokens: int = 1
     rank: int = 0
     shared_tokens: int = 0
+    order_s: float = 0.0
 
 
 class Cancel(Struct, array_like=True):
@@ -115,6 +118,7 @@ def begin_of(stream: int, request: GenerateRequest) -> Begin:
         request.max_tokens,
         request.rank,
         request.shared_tokens,
+        request.order_s,
     )
 
 
@@ -137,7 +141,15 @@ def request_of(begin: Begin) -> GenerateRequest:
         max_tokens=begin.max_tokens,
         rank=begin.rank,
         shared_tokens=begin.shared_tokens,
+        order_s=bounded(begin.order_s),
     )
+
+
+def bounded(order_s: float) -> float:
+    """An order that engines can count with; 0 for what is no number of seconds."""
+    if not math.isfinite(order_s):
+        return 0.0
+    return max(-MOST_ORDER_S, min(MOST_ORDER_S, order_s))
 
 
 def token_ids_of(packed: bytes) -> TokenIds:

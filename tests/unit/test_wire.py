@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import math
 import random
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,6 +30,7 @@ from kvroute.wire.link import (
 )
 from kvroute.wire.server import PortsTakenError, Server
 from kvroute.wire.structs import (
+    MOST_ORDER_S,
     VERSION,
     Challenge,
     Deltas,
@@ -166,6 +169,20 @@ def test_a_request_is_the_same_on_the_other_side() -> None:
 
 
 SAME = ("request_id", "max_tokens", "namespace", "answered", "trace", "lora", "expected_tokens")
+
+
+@given(st.floats())
+def test_an_order_crosses_as_it_is_or_as_one_that_an_engine_can_count_with(order_s: float) -> None:
+    got = request_in(encode(begin_of(0, request(order_s=order_s)))).order_s
+    if math.isfinite(order_s):
+        assert got == min(max(order_s, -MOST_ORDER_S), MOST_ORDER_S)
+    else:
+        assert got == 0
+
+
+def test_a_router_that_knows_no_order_sends_requests_in_theirs() -> None:
+    *fields, _ = msgspec.msgpack.decode(encode(begin_of(0, request(order_s=5.0))))
+    assert request_in(msgspec.msgpack.encode(fields)).order_s == 0
 
 
 # Answers.

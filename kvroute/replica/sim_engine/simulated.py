@@ -2,10 +2,12 @@
 
 import asyncio
 import math
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from itertools import count
+from operator import attrgetter
 
 from kvroute.contract.adapters import LOAD_S, Residents
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
@@ -59,6 +61,7 @@ class _Job:
     request: GenerateRequest
     sampling: Sampling
     max_tokens: int  # for each choice
+    turn: tuple[float, int]  # its order in seconds of the engine's clock; its number by arrival
     unfinished: int  # choices
     cached_tokens: int | None = None  # found at its first admission
     outputs: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)  # None: no more
@@ -78,6 +81,11 @@ class _Choice:
     unsent: list[Output] = field(default_factory=list)  # one token each
 
     @property
+    def turn(self) -> tuple[float, int, int]:
+        """The smallest is admitted first and preempted last."""
+        return (*self.job.turn, self.index)
+
+    @property
     def lora(self) -> str:
         return self.job.request.lora
 
@@ -91,7 +99,8 @@ class _Choice:
         return self.generated > 0 and self.missing == 1
 
 
-Batch = list[tuple[_Choice, int]]  # tokens that a step computes for each choice
+Batch = dict[_Choice, int]  # tokens that a step computes for each choice
+TURN = attrgetter("turn")
 
 
 class SimulatedEngine(Engine):
@@ -139,7 +148,8 @@ class SimulatedEngine(Engine):
         self._adapters = Residents(self.facts.max_cpu_loras)
         self._pins: dict[str, Table] = {}
         self._jobs: set[_Job] = set()
-        self._waiting: deque[_Choice] = deque()
+        self._arrivals = count()
+        self._waiting: list[_Choice] = []  # by their turns
         self._running: list[_Choice] = []  # the latest admitted last
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
@@ -208,7 +218,8 @@ class SimulatedEngine(Engine):
                 f"prompt and answer need {blocks} KV blocks of {self.config.capacity_blocks}; "
                 "send a shorter prompt or a smaller max_tokens"
             )
-        return _Job(request, sampling, max_tokens, unfinished=sampling.n)
+        turn = asyncio.get_running_loop().time() + request.order_s, next(self._arrivals)
+        return _Job(request, sampling, max_tokens, turn, unfinished=sampling.n)
 
     def _repeated(self, job: _Job) -> Iterator[Output]:
         """What another engine has answered of this."""
@@ -288,8 +299,11 @@ class SimulatedEngine(Engine):
             self._scheduler = asyncio.create_task(self._run())
             self._scheduler.add_done_callback(self._end_streams)
         self._jobs.add(job)
-        self._waiting.append(self._choice(job, 0))
+        self._queue(self._choice(job, 0))
         self._has_work.set()
+
+    def _queue(self, choice: _Choice) -> None:
+        insort(self._waiting, choice, key=TURN)
 
     def _end_streams(self, scheduler: asyncio.Task[None]) -> None:
         self._failure = None if scheduler.cancelled() else scheduler.exception()
@@ -318,7 +332,9 @@ class SimulatedEngine(Engine):
         if not job.unfinished:
             return
         job.unfinished = 0
-        self._waiting = deque(choice for choice in self._waiting if choice.job is not job)
+        first = bisect_left(self._waiting, (*job.turn, 0), key=TURN)
+        end = bisect_left(self._waiting, (*job.turn, job.sampling.n), lo=first, key=TURN)
+        del self._waiting[first:end]
         for choice in [choice for choice in self._running if choice.job is job]:
             self._leave(choice)
 
@@ -343,38 +359,37 @@ class SimulatedEngine(Engine):
         running = len(self._running)
         batch, budget = self._continue_running(self.config.max_batched_tokens)
         if len(self._running) == running:  # after a preemption no request is admitted
-            batch += self._admit_waiting(budget)
+            batch |= self._admit_waiting(budget)
         return batch
 
     def _continue_running(self, budget: int) -> tuple[Batch, int]:
-        """Divides the token budget among running choices, oldest first; also returns the rest.
+        """Divides the token budget among running choices, the first admitted first; also returns
+        the rest. Where blocks run out, choices with the latest turns are preempted.
 
-        All but the latest are decoding, so a long prefill gets what the decodes leave.
+        All but the latest admitted are decoding, so a long prefill gets what the decodes leave.
         """
-        batch: Batch = []
+        batch: Batch = {}
         while budget and len(batch) < len(self._running):
             choice = self._running[len(batch)]
             tokens = min(choice.missing, budget)
-            if not self._make_room(choice, tokens):
-                break
-            batch.append((choice, tokens))
+            while not self._pool.extend(choice.table, choice.computed + tokens):
+                victim = self._preempt_latest()
+                budget += batch.pop(victim, 0)
+                if victim is choice:
+                    return batch, budget
+            batch[choice] = tokens
             budget -= tokens
         return batch, budget
 
-    def _make_room(self, choice: _Choice, tokens: int) -> bool:
-        """Finds blocks for `tokens` more tokens by preempting choices admitted later; False when
-        the choice itself was preempted."""
-        while not self._pool.extend(choice.table, choice.computed + tokens):
-            victim = self._running[-1]
-            self._leave(victim)
-            victim.computed = 0
-            self._waiting.appendleft(victim)
-            if victim is choice:
-                return False
-        return True
+    def _preempt_latest(self) -> _Choice:
+        victim = max(self._running, key=TURN)
+        self._leave(victim)
+        victim.computed = 0
+        self._queue(victim)
+        return victim
 
     def _admit_waiting(self, budget: int) -> Batch:
-        batch: Batch = []
+        batch: Batch = {}
         while budget and len(self._running) < self.config.max_running:
             choice = self._next_waiting()
             if choice is None:
@@ -389,7 +404,7 @@ class SimulatedEngine(Engine):
                 choice.job.cached_tokens = choice.computed
             tokens = min(choice.missing, budget)
             self._pool.extend(choice.table, choice.computed + tokens)
-            batch.append((choice, tokens))
+            batch[choice] = tokens
             budget -= tokens
         return batch
 
@@ -404,13 +419,13 @@ class SimulatedEngine(Engine):
 
     def _loading_s(self, batch: Batch) -> float:
         """Loads the batch's adapters; returns the time that it takes."""
-        loras = {choice.lora for choice, _ in batch if choice.lora}
+        loras = {choice.lora for choice in batch if choice.lora}
         return self.config.lora_load_s * sum(map(self._adapters.use, loras))
 
     def _step_s(self, batch: Batch) -> float:
         prefill_s = 0.0
         decoding = 0
-        for choice, tokens in batch:
+        for choice, tokens in batch.items():
             if choice.is_decoding:
                 decoding += 1
             else:
@@ -425,7 +440,7 @@ class SimulatedEngine(Engine):
             self._has_events.set()
 
     def _deliver(self, batch: Batch) -> None:
-        for choice, tokens in batch:
+        for choice, tokens in batch.items():
             if not choice.job.unfinished:
                 continue  # aborted while the step ran
             choice.computed += tokens
@@ -489,9 +504,9 @@ class SimulatedEngine(Engine):
         return (self._vocabulary.logprob(token_id, alternatives=alternatives),)
 
     def _queue_siblings(self, job: _Job) -> None:
-        """Queues the job's other choices at the front; they find its prompt in the cache."""
-        indexes = range(1, job.sampling.n)
-        self._waiting.extendleft(self._choice(job, index) for index in reversed(indexes))
+        """Queues the job's other choices, in its turn; they find its prompt in the cache."""
+        for index in range(1, job.sampling.n):
+            self._queue(self._choice(job, index))
 
 
 class _Pace:

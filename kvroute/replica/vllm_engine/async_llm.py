@@ -47,6 +47,7 @@ from kvroute.replica.vllm_engine.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.http_app import HttpApp
 from kvroute.replica.vllm_engine.last_words import LastWords
 from kvroute.replica.vllm_engine.lora import Adapters
+from kvroute.replica.vllm_engine.priority import priority_of
 from kvroute.replica.vllm_engine.rank_core import RankCore
 from kvroute.replica.vllm_engine.scheduler import PIN
 from kvroute.replica.vllm_engine.subscription import Subscription
@@ -160,6 +161,7 @@ class VllmEngine:
                 request.request_id,
                 lora_request=lora,
                 trace_headers=request.trace,
+                priority=priority_of(request),
                 data_parallel_rank=self._core.rank,
             ):
                 ids = tuple(output.outputs[0].token_ids)
@@ -261,6 +263,7 @@ def engine_args(
         "enable_prefix_caching": None if settings.prefix_caching else False,
         "stream_interval": settings.stream_interval,
         "scheduler_cls": f"kvroute.replica.vllm_engine.scheduler.{scheduler}",
+        "scheduling_policy": "priority",
         "kv_events_config": KVEventsConfig(
             enable_kv_cache_events=settings.prefix_caching,
             publisher="zmq" if settings.prefix_caching else "null",

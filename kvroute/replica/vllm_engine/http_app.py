@@ -125,7 +125,8 @@ class _Client:
         rank = run.request.rank
         lora = await self._adapters[rank].ready(lora_request.lora_name if lora_request else "")
         at_rank = AtRank(self._llm, rank)
-        outputs = AsyncLLM.encode(at_rank, run.salted(prompt), *args, lora_request=lora, **options)
+        options |= {"lora_request": lora, "priority": run.priority}
+        outputs = AsyncLLM.encode(at_rank, run.salted(prompt), *args, **options)
         async with run.reporting_a_dead_engine(), aclosing(outputs):
             async for output in outputs:
                 yield output

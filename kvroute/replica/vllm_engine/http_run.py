@@ -32,6 +32,7 @@ from kvroute.contract.generation import (
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
+from kvroute.replica.vllm_engine.priority import priority_of
 
 AHEAD = 2  # chunks that may wait to be sent; beyond them vLLM joins its outputs
 WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
@@ -48,6 +49,7 @@ class Run:
         self.call = call
         self.random = random.Random(request.request_id)  # the same numbers on every replica
         self.request = request
+        self.priority = priority_of(request)  # whatever the body says
         self._lora = lora
         self._body: bytes | None = call.body  # until it was read
         self._has_left = asyncio.Event()  # the client
@@ -158,7 +160,11 @@ class Run:
             self._data, self._status = [], 0  # the client has it
             prompt = {**prompt, "prompt_token_ids": [*ids, *answered]}  # images stand before
             params = rest(params, answered)
-        ours = {"lora_request": self._lora, "data_parallel_rank": self.request.rank}
+        ours = {
+            "lora_request": self._lora,
+            "data_parallel_rank": self.request.rank,
+            "priority": self.priority,
+        }
         outputs = llm.generate(prompt, params, id_, **{**options, **ours})
         async with self.reporting_a_dead_engine(), aclosing(outputs):
             with _outside():

@@ -1,8 +1,9 @@
-"""vLLM's schedulers with six additions.
+"""vLLM's schedulers with seven additions.
 
 Events about blocks have fingerprints, clears are published at once, the cached blocks can be
-listed, blocks can be pinned, the grammar of a response that another engine began goes on where it
-stood, and the engine dies with its replica.
+listed, blocks can be pinned, a preempted request leaves no uncomputed block in the cache, the
+grammar of a response that another engine began goes on where it stood, and the engine dies with its
+replica.
 
 vLLM loads these classes by name inside the engine's process. They use private API of the pinned
 version; tests/vllm/test_engine.py checks what they rely on.
@@ -76,6 +77,16 @@ class _Kvroute:
         if name and request.status != RequestStatus.FINISHED_ABORTED:
             self._pin(name, request)
         super()._free_blocks(request)  # type: ignore[misc]
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """vLLM caches blocks when their computation is scheduled. By priorities it also preempts
+        requests that this step has scheduled already, whose new blocks nothing will compute."""
+        coordinator = self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
+        for manager in coordinator.single_type_managers:
+            blocks = manager.req_to_blocks.get(request.request_id, [])
+            uncomputed = blocks[request.num_computed_tokens // manager.block_size :]
+            manager.block_pool.evict_blocks({block.block_id for block in _held(uncomputed)})
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _pin(self, name: str, request: Request) -> None:
         """Holds what a prompt that begins with this one finds: of full attention all blocks, of

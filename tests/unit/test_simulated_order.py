@@ -1,0 +1,163 @@
+"""Whose turn it is in the simulated engine: requests wait in the routers' order."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.contract.adapters import LOAD_S
+from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.records import Load
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from tests.support.answers import completion, end_of, ids_of
+
+ORDERS = st.lists(st.integers(-3, 3).map(lambda order: 100.0 * order), min_size=1, max_size=12)
+
+
+@asynccontextmanager
+async def started(**changes: Any) -> AsyncIterator[SimulatedEngine]:
+    """An engine that takes no time, unless told to."""
+    instant = {"prefill_tokens_per_s": 0.0, "decode_step_s": 0.0, "decode_per_seq_s": 0.0}
+    engine = SimulatedEngine(SimulatedConfig(**{**instant, **changes}))
+    yield engine
+    load = engine.load()
+    assert (load.running, load.waiting, load.used_blocks) == (0, 0, 0)
+    await engine.close()
+
+
+def request(
+    number: int, order_s: float = 0.0, *, tokens: int = 10, lora: str = "", **fields: Any
+) -> GenerateRequest:
+    ids = np.full(tokens, number, np.uint32)
+    call = completion(**{"max_tokens": 2, "temperature": 1.0, "seed": 1} | fields)
+    return GenerateRequest(str(number), ids, lora=lora, call=call, order_s=order_s)
+
+
+async def run(engine: SimulatedEngine, requests: Sequence[GenerateRequest]) -> list[int]:
+    """Asks all at once; returns their numbers as they end."""
+    ended: list[int] = []
+
+    async def ask(each: GenerateRequest) -> None:
+        async for _ in engine.generate(each):
+            pass
+        ended.append(int(each.request_id))
+
+    await asyncio.gather(*map(ask, requests))
+    return ended
+
+
+def in_turn(orders: Sequence[float]) -> list[int]:
+    return sorted(range(len(orders)), key=lambda number: (orders[number], number))
+
+
+@given(ORDERS)
+def test_requests_are_admitted_by_their_order_and_equal_ones_as_they_came(
+    orders: list[float],
+) -> None:
+    async def all_of_them() -> list[int]:
+        async with started(max_running=1) as engine:
+            return await run(engine, [request(*each) for each in enumerate(orders)])
+
+    assert asyncio.run(all_of_them()) == in_turn(orders)
+
+
+@given(ORDERS, st.sets(st.integers(0, 11)))
+def test_those_that_leave_the_queue_change_no_turns(orders: list[float], leaving: set[int]) -> None:
+    async def the_others() -> list[int]:
+        async with started(max_running=1) as engine:
+            requests = [request(*each, n=1 + each[0] % 2) for each in enumerate(orders)]
+            lost = [asyncio.create_task(run(engine, [requests[n]])) for n in left]
+            staying = [each for number, each in enumerate(requests) if number not in left]
+            rest = asyncio.create_task(run(engine, staying))
+            await asyncio.sleep(0)
+            for task in lost:
+                task.cancel()
+            await asyncio.wait([*lost, rest])
+            return await rest
+
+    left = leaving & set(range(len(orders)))
+    assert asyncio.run(the_others()) == [number for number in in_turn(orders) if number not in left]
+
+
+@settings(max_examples=25)
+@given(ORDERS, st.integers(1, 3))
+def test_whatever_the_order_preempted_choices_lose_no_token(
+    orders: list[float], choices: int
+) -> None:
+    async def answers(number: int, order_s: float, engine: SimulatedEngine) -> list[int]:
+        asked = request(number, order_s, tokens=64, max_tokens=128, n=choices)
+        chunks = [chunk async for chunk in engine.generate(asked)]
+        assert all(end_of(chunks, index) == "length" for index in range(choices))
+        return sorted(ids_of(chunks))
+
+    async def crowded() -> list[list[int]]:
+        async with started(capacity_blocks=12) as engine:
+            return await asyncio.gather(*(answers(*each, engine) for each in enumerate(orders)))
+
+    async def alone() -> list[list[int]]:
+        async with started() as engine:
+            return [await answers(*each, engine) for each in enumerate(orders)]
+
+    assert asyncio.run(crowded()) == asyncio.run(alone())
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, 0.0), (-9.0, 9.0), (9.0, -9.0)])
+async def test_the_latest_turn_gives_way_when_blocks_run_out(first: float, second: float) -> None:
+    async with started(capacity_blocks=8) as engine:
+        requests = [
+            request(0, first, tokens=90, max_tokens=60),
+            request(1, second, tokens=90, max_tokens=60),
+        ]
+        asking = asyncio.create_task(run(engine, requests[:1]))
+        while not engine.load().running:
+            await asyncio.sleep(0)
+        later = asyncio.create_task(run(engine, requests[1:]))
+        done, _ = await asyncio.wait([asking, later], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {asking if first <= second else later}
+        await asyncio.wait([asking, later])
+
+
+async def test_a_preempted_one_waits_behind_those_before_it() -> None:
+    """Its own order counts, not that it ran before."""
+    async with started(capacity_blocks=8) as engine:
+        requests = [
+            request(0, 0.0, tokens=90, max_tokens=60),
+            request(1, 9.0, tokens=90, max_tokens=60),
+        ]
+        asking = asyncio.create_task(run(engine, requests))
+        while engine.load().running < 2:
+            await asyncio.sleep(0)
+        between = asyncio.create_task(run(engine, [request(2, 5.0, tokens=200)]))
+        done, _ = await asyncio.wait([asking, between], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {between}
+        assert await asking == [0, 1]
+
+
+async def test_who_waits_for_an_adapters_place_holds_up_nobody() -> None:
+    async with started(
+        max_running=2, max_loras=1, lora_load_s=0.0, adapters=frozenset("ab")
+    ) as engine:
+        busy = request(0, -1.0, lora="a", max_tokens=200)
+        requests = [busy, request(1, 0.0, lora="b"), request(2, 1.0), request(3, 2.0, lora="a")]
+        assert await run(engine, requests) == [2, 3, 0, 1]
+
+
+async def test_the_choices_of_a_request_share_its_turn() -> None:
+    async with started(max_running=1) as engine:
+        requests = [request(0, 5.0), request(1, 0.0, n=3), replace(request(2), order_s=1.0)]
+        assert await run(engine, requests) == [1, 2, 0]
+
+
+async def test_a_request_that_leaves_takes_its_waiting_choices_along() -> None:
+    async with started(max_running=1) as engine:
+        other = asyncio.create_task(run(engine, [request(0, 5.0)]))
+        async with aclosing(engine.generate(request(1, n=4, max_tokens=500))) as chunks:
+            await anext(chunks)
+            assert engine.load() == Load(running=1, waiting=4, used_blocks=1, lora_load_s=LOAD_S)
+        assert await other == [0]
