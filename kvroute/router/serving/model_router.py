@@ -30,7 +30,7 @@ from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
-from kvroute.router.observability import request_spans
+from kvroute.router.observability import request_spans, waiting
 from kvroute.router.observability.accounts import as_json
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
@@ -53,6 +53,7 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.handshake import Handshake
 from kvroute.router.routing.limits import Entry, Limits
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.receipts import receipt
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
 from kvroute.router.serving.conversations import Conversations, asked
@@ -103,6 +104,7 @@ class ModelRouter:
         self._unreadable = unreadable = Unreadable()
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
+        self._queue = Queue[Any]()
         self._publisher = PeerPublisher(router_id, limits=limits)
         self._accounts = _accounts(settings, redis, unreadable, router_id)
         self._telemetry = Telemetry(
@@ -150,6 +152,7 @@ class ModelRouter:
             unreadable=self._unreadable,
             links=self._links,
             responses=self._responses,
+            queue=self._queue,
         )
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
@@ -403,6 +406,11 @@ class ModelRouter:
         running = self.running
         return dict(zip(running, self._fleet.backlogs_s(running, time.monotonic()), strict=True))
 
+    def queue(self) -> dict[str, Any]:
+        """What waits in this router and, as far as it knows, in all; and who waited lately."""
+        now = waiting.as_json(self._queue, time.monotonic())
+        return {"model": self.name, **now, "recent": self._telemetry.recent_waits.as_json()}
+
     def recent_sums(self) -> list[Sums]:
         """The sums over the prompts of the last minutes, for each replica."""
         return list(self._telemetry.recent.window.sums().values())
@@ -445,6 +453,7 @@ class ModelRouter:
             feed=self._feed,
             liveness=self._liveness,
             hottest=self.prefixes.hottest,
+            queue=self.queue,
             peers=self._subscriber,
         )
         return Live(view.snapshot, draining)
