@@ -87,7 +87,7 @@ def test_waits_and_refusals_are_of_the_last_minutes() -> None:
 # As metrics and spans.
 
 
-def test_metrics_have_waits_refusals_and_errors_of_forecasts() -> None:
+def test_metrics_have_waits_refusals_and_how_good_forecasts_were() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     metrics.export_queue(filled())
@@ -100,9 +100,8 @@ def test_metrics_have_waits_refusals_and_errors_of_forecasts() -> None:
     metrics.turned_away("batch", "forecast")
     assert value("wait_seconds_sum", priority="interactive") == 3.0
     assert value("wait_seconds_count", priority="batch") == 0
-    assert value("forecast_error_seconds_bucket", le="0.5") == 0
-    assert value("forecast_error_seconds_bucket", le="1.0") == 1
-    assert value("forecast_error_seconds_bucket", le="+Inf") == 1
+    assert value("forecast_ratio_count") == 1
+    assert value("forecast_ratio_sum") == 1.5
     assert value("refused_requests_total", priority="batch", reason="forecast") == 1
     assert value("refused_requests_total", priority="default", reason="deadline") == 0
     assert value("requests", priority="default") == 2
@@ -182,7 +181,7 @@ def test_status_says_what_waits_where_something_does(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(cli, "call", lambda *_: {"replicas": [], "queues": [told]})
         return CliRunner().invoke(cli.app, ["status"], env={"COLUMNS": "200"}).output
 
-    assert "wait" not in said(Queue())
+    assert "for m wait" not in said(Queue())
     assert (
         "10 requests for m wait for a replica with room: 11.5 s of prefill, 3 of them in the "
         "router that answered, there for up to 14.0 s"

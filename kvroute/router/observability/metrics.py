@@ -20,7 +20,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.links import Links
 from kvroute.router.observability.accounts import NAMED, named
 from kvroute.router.observability.audit import Audit
-from kvroute.router.observability.queue_metrics import QueueMetrics, export
+from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.routing.attempts import (
@@ -47,7 +47,6 @@ REFUSALS = (
     *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
     "rate_limit_exceeded",
 )
-RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
 class Waits(RequestObserver):

@@ -16,7 +16,7 @@ from kvroute.router.routing.queue import Queue, QueueState
 from kvroute.router.routing.waits import PRIORITIES, Priority, Refusal, Wait
 
 WAITS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
-ERRORS_S = (-30, -10, -5, -2.5, -1, -0.5, -0.1, 0.1, 0.5, 1, 2.5, 5, 10, 30)
+RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
 class QueueMetrics(RequestObserver):
@@ -39,10 +39,10 @@ class QueueMetrics(RequestObserver):
             ("priority", "reason"),
             registry=registry,
         )
-        self._errors = Histogram(
-            "kvroute_queue_forecast_error_seconds",
-            "What requests waited in the router, less what was forecast when they came.",
-            buckets=ERRORS_S,
+        self._ratio = Histogram(
+            "kvroute_queue_forecast_ratio",
+            "What requests waited in the router, over what was forecast when they came.",
+            buckets=RATIOS,
             registry=registry,
         )
         # Every label value starts at 0: a rate needs the 0 before the first event.
@@ -53,8 +53,8 @@ class QueueMetrics(RequestObserver):
 
     def waited(self, wait: Wait) -> None:
         self._waits[wait.priority].observe(wait.waited_s)
-        if math.isfinite(wait.forecast_s):
-            self._errors.observe(wait.waited_s - wait.forecast_s)
+        if 0 < wait.forecast_s < math.inf:
+            self._ratio.observe(wait.waited_s / wait.forecast_s)
 
     def turned_away(self, priority: Priority, refusal: Refusal) -> None:
         self._refusals[priority, refusal].inc()
