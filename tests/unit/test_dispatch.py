@@ -17,9 +17,8 @@ from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenIds
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.dispatch.dispatcher import MANY, Dispatcher
+from kvroute.router.dispatch.dispatcher import MANY
 from kvroute.router.dispatch.links import UnansweredError
-from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.losses import (
     CAUSED,
     DEAD_BEFORE_S,
@@ -42,7 +41,7 @@ from tests.support.answers import (
     text_of,
 )
 from tests.support.waiting import until
-from tests.support.wired import Wired
+from tests.support.wired import Wired, dispatcher_of
 
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
@@ -100,9 +99,7 @@ class Client:
             model="m", revision="", block_size=32, rng=random.Random(0), observer=self.diary
         )
         self.wired = self.engines.wired = Wired(self.engines.generates(), most=most)
-        links = self.wired.links
-        liveness = Liveness(lambda: self.wired, links, self.fleet, hang_timeout_s=5)
-        self.dispatcher = Dispatcher(links, self.fleet, liveness)
+        self.dispatcher = dispatcher_of(self.wired, self.fleet)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["Client"]:

@@ -45,7 +45,7 @@ REFUSALS = (
     *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
     *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
-    "rate_limit_exceeded",
+    *("rate_limit_exceeded", "wait_too_long"),
 )
 
 

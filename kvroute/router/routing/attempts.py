@@ -14,7 +14,7 @@ from kvroute.router.routing.limits import Entry
 from kvroute.router.routing.load import ReplicaLoad
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
-from kvroute.router.routing.waits import NO_WAIT, Priority, Refusal, Urgency, Wait
+from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Priority, Refusal, Urgency, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class RequestContext:
     broken: Break | None = None  # it does not continue its chat's earlier prompt
     is_resumed: bool = False  # a replica that was lost has generated the beginning
     features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
-    urgency: Urgency = Urgency()
+    urgency: Urgency = AT_EASE
     sharer: str = ""  # with whom others share the fleet fairly; empty: it shares with nobody
     wait: Wait = NO_WAIT  # of this prompt, in the router
 

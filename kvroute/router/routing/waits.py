@@ -1,7 +1,7 @@
 """What a request says about its wait in the router, and how that wait ends."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # interactive: earlier by INTERACTIVE_S. batch: it fills what the others leave.
@@ -35,6 +35,13 @@ class Urgency:
     def priority_s(self) -> float:
         """By how much its turn is later."""
         return self.later_s + (INTERACTIVE_S if self.priority == "interactive" else 0.0)
+
+    def without_bound(self) -> "Urgency":
+        """It may wait for as long as it takes."""
+        return replace(self, most_s=math.inf, own_s=None)
+
+
+AT_EASE = Urgency()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
+from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
@@ -44,7 +45,7 @@ from kvroute.router.observability.view import View
 from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.attempts import RequestContext, RequestObserver
+from kvroute.router.routing.attempts import RequestContext, RequestObserver, RequestObservers
 from kvroute.router.routing.baselines import RANKINGS
 from kvroute.router.routing.breaks import Break, told_apart
 from kvroute.router.routing.chats import Chats
@@ -104,17 +105,17 @@ class ModelRouter:
         self._unreadable = unreadable = Unreadable()
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
-        self._queue = Queue[Any]()
-        self._publisher = PeerPublisher(router_id, limits=limits)
+        self._queue = queue = Queue[Answer]()
+        wake = Wake()
+        self._publisher = PeerPublisher(router_id, limits=limits, queue=queue)
         self._accounts = _accounts(settings, redis, unreadable, router_id)
-        self._telemetry = Telemetry(
-            router_id, settings, also=self._publisher, lasting=self._accounts
-        )
+        also = RequestObservers(self._publisher, wake)
+        self._telemetry = Telemetry(router_id, settings, also=also, lasting=self._accounts)
         running = partial(serves.running_replicas, self._deployment)
         self._chats = Chats()
         self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
         self._feed = Feed(self._index, self._fleet)
-        self._subscriber = PeerSubscriber(self._fleet, own=router_id, limits=limits)
+        self._subscriber = PeerSubscriber(self._fleet, own=router_id, limits=limits, queue=queue)
         known = partial(serves.replicas, self._deployment)
         self._links = Links(known)
         self._liveness = Liveness(
@@ -122,8 +123,13 @@ class ModelRouter:
         )
         store = Prefixes(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self.prefixes = PrefixService(settings, store, self._index, self._fleet, tokenizer)
+        self.holding = Holding(
+            *(queue, self._fleet, self._liveness.trusted),
+            wake=wake,
+            routers=lambda: 1 + self._subscriber.alive,
+        )
         self._dispatcher = Dispatcher(
-            *(self._links, self._fleet, self._liveness),
+            *(self._links, self._fleet, self._liveness, self.holding),
             shared_tokens=self.prefixes.catalogue.shared_tokens,
         )
         self._calls = Calls(
@@ -159,6 +165,7 @@ class ModelRouter:
         self._run("peer subscriber", self._subscriber.run(self._index))
         self._run("links", self._links.run())
         self._run("liveness", self._liveness.run())
+        self._run("holding", self.holding.run())
         self._run("neighbours", self._neighbours.run())
         for name, work in (self.prefixes.tasks() | self._telemetry.tasks()).items():
             self._run(name, work)
