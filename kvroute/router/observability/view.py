@@ -165,6 +165,7 @@ class View:
                     attempt.placement.predicted_ttft_s(attempt.replica_id), 4
                 ),
                 "ttft_s": None if waited_s is None else round(waited_s, 4),
+                "queued_s": round(attempt.context.wait.waited_s, 4),
                 "outcome": attempt.outcome,
                 "is_resumed": attempt.context.is_resumed,
                 "ledger": ledger and msgspec.structs.asdict(ledger),

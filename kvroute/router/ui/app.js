@@ -96,7 +96,8 @@ function showFigures(router, ledger, replicas, decisions, queue) {
   const ready = processes(replicas.filter((replica) => replica.state === "ready"));
   const known = processes(replicas);
   const total = (name) => replicas.reduce((sum, replica) => sum + (replica[name] ?? 0), 0);
-  const waits = decisions.filter((one) => one.ttft_s !== null).map((one) => one.ttft_s).sort((a, b) => a - b);
+  const answered = decisions.filter((one) => one.ttft_s !== null);
+  const waits = answered.map((one) => one.queued_s + one.ttft_s).sort((a, b) => a - b);
   const minutes = Math.round(ledger.window_s / 60);
   const refused = sum(queue.recent.refused);
   const figures = [
