@@ -9,6 +9,12 @@ from kvroute.doctor.checks import Check, Facts
 LONG_S = 5.0  # of prefill in a queue
 FEW_REQUESTS = 20  # fewer are not judged
 LONG_WAIT_S = 1.0  # for a replica with room
+REFUSALS = {
+    "forecast": "would have waited too long",
+    "deadline": "had waited too long",
+    "full": "found too many waiting",
+    "no_replica": "found no replica",
+}
 BIGGER = "more replicas, or a larger --max-replicas"
 
 
@@ -117,7 +123,7 @@ def queues(found: Iterable[Facts]) -> Iterator[Check]:
     """found: what waits in one router, and what did in the last minutes, for each model."""
     for queue in found:
         troubles = [*_waiting(queue), *_refused(queue)]
-        yield from troubles or [Check("queue", "ok", _waited(queue))]
+        yield from troubles or [_have_waited(queue)]
 
 
 def _waiting(queue: Facts) -> Iterator[Check]:
@@ -138,18 +144,26 @@ def _refused(queue: Facts) -> Iterator[Check]:
     refused = queue["recent"]["refused"]
     if not refused:
         return
-    codes = ", ".join(f"{code} {count:,}" for code, count in refused.items())
+    reasons = ", ".join(f"{n:,} {REFUSALS.get(reason, reason)}" for reason, n in refused.items())
     finding = f"{_plural(sum(refused.values()), 'request')} for {queue['model']} refused in "
-    finding += f"{_minutes(queue['recent'])}: {codes}; {_waited(queue)}"
+    finding += f"{_minutes(queue['recent'])}: {reasons}"
     yield Check("queue", "warning", finding, f"{BIGGER}; a larger --max-wait-s for more patience")
+
+
+def _have_waited(queue: Facts) -> Check:
+    waits = queue["recent"]["waited"].get("default")
+    if waits is None or waits["mean_s"] < LONG_S:
+        return Check("queue", "ok", _waited(queue))
+    return Check("queue", "warning", _waited(queue), BIGGER)
 
 
 def _waited(queue: Facts) -> str:
     waits, minutes = queue["recent"]["waited"].get("default"), _minutes(queue["recent"])
     if waits is None:
         return f"no request for {queue['model']} had to wait for a replica in {minutes}"
-    times = f"{waits['mean_s']:.1f} s on average, {waits['longest_s']:.1f} s at most"
-    return f"{_plural(waits['requests'], 'request')} for {queue['model']} waited {times}"
+    finding = f"{_plural(waits['requests'], 'request')} for {queue['model']} had to wait for a "
+    finding += f"replica in {minutes}: {waits['mean_s']:.1f} s on average, "
+    return finding + f"{waits['longest_s']:.1f} s at most"
 
 
 def _shares(tokens: Mapping[str, int], total: int) -> str:

@@ -1,5 +1,7 @@
 """What people see of the queue: what waits, for how long, and who was refused."""
 
+from typing import get_args
+
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
@@ -17,7 +19,7 @@ from kvroute.router.observability.recent import WINDOW_S
 from kvroute.router.observability.recent_waits import RecentWaits
 from kvroute.router.observability.request_spans import Dispatches
 from kvroute.router.routing.queue import Held, Queue
-from kvroute.router.routing.waits import Wait
+from kvroute.router.routing.waits import Refusal, Wait
 
 ELSEWHERE = Waiting([1, 7], [0.5, 3.0], [0.25, 8.0])
 
@@ -156,20 +158,35 @@ def test_requests_that_wait_for_a_moment_and_batch_requests_are_well() -> None:
     assert check.finding == "no request for m had to wait for a replica in 5 minutes"
 
 
-def test_refused_requests_are_a_warning_with_reasons_and_waits() -> None:
+@pytest.mark.parametrize(("longest_s", "grade"), [(2.0, "ok"), (20.0, "warning")])
+def test_long_waits_of_the_last_minutes_are_a_warning(longest_s: float, grade: str) -> None:
     recent = RecentWaits()
-    for waited_s in (1.0, 20.0):
-        recent.waited(Wait("default", "busy", waited_s))
+    for waited_s in (1.0, longest_s):
+        recent.waited(Wait("interactive", "busy", waited_s))
+    recent.waited(Wait("batch", "busy", 300.0))
+    (check,) = judged(Queue(), at_s=0.0, recent=recent)
+    assert check.grade == grade
+    assert check.finding == (
+        "2 requests for m had to wait for a replica in 5 minutes: "
+        f"{(1 + longest_s) / 2} s on average, {longest_s} s at most"
+    )
+
+
+def test_refused_requests_are_a_warning_with_reasons() -> None:
+    recent = RecentWaits()
     for _ in range(3):
         recent.turned_away("default", "forecast")
     recent.turned_away("batch", "deadline")
     (check,) = judged(Queue(), at_s=0.0, recent=recent)
     assert check.grade == "warning"
     assert check.finding == (
-        "4 requests for m refused in 5 minutes: forecast 3, deadline 1; "
-        "2 requests for m waited 10.5 s on average, 20.0 s at most"
+        "4 requests for m refused in 5 minutes: 3 would have waited too long, 1 had waited too long"
     )
     assert "--max-wait-s" in check.remedy
+
+
+def test_the_doctor_has_words_for_each_refusal() -> None:
+    assert load_checks.REFUSALS.keys() == set(get_args(Refusal))
 
 
 # What `kvroute status` says of it.
