@@ -26,9 +26,10 @@ from kvroute.router.dispatch.losses import (
     SOON_TOKENS,
     Losses,
 )
-from kvroute.router.dispatch.start import begin_all
+from kvroute.router.dispatch.start import begin_all, placement_headers
 from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.waits import Urgency
 from kvroute.wire.server import Generate
 from tests.support.answers import (
     COMPLETIONS,
@@ -425,3 +426,93 @@ async def test_a_replica_that_serve_stops_finishes_what_it_runs() -> None:
         assert said(await asking)[3] == "length"
         assert [each.outcome for each in client.diary.attempts] == ["ok"]
         await until(lambda: not server.peers)
+
+
+# Waiting for its turn.
+
+
+def keep_busy(client: Client) -> list[Attempt]:
+    """Every replica has much to do until these end."""
+    now_s, tokens = time.monotonic(), np.full(100_000, 3, np.uint32)
+    placement = client.fleet.place(tokens, list(client.engines.all), now_s)
+    return [client.fleet.sent(placement, id_, f"long {id_}", now_s) for id_ in client.engines.all]
+
+
+@contextlib.asynccontextmanager
+async def releasing(client: Client) -> AsyncIterator[None]:
+    """Requests that wait go when it is their turn."""
+    async with client.serving():
+        task = asyncio.create_task(client.dispatcher._holding.run())
+        yield
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def waiting(client: Client) -> int:
+    return client.dispatcher._holding.states()["default"].requests
+
+
+async def test_a_request_waits_until_a_replica_has_time_and_says_so() -> None:
+    client, context = Client(IMMORTAL, IMMORTAL), RequestContext(time.monotonic())
+    async with releasing(client):
+        busy = keep_busy(client)
+        begun = asyncio.create_task(client.dispatcher.begin(PROMPT, completion(), context))
+        await until(lambda: waiting(client))
+        assert client.requests == []
+        busy[1].end()
+        generation = await begun
+        headers = placement_headers([generation])
+        generation.close()
+    assert generation.replica_id == "r1"
+    assert client.requests[0].order_s < 0.5  # it is short, and has waited
+    assert headers["x-kvroute-queued-for"] == "busy"
+    assert float(headers["x-kvroute-queued-s"]) > 0
+
+
+async def test_a_request_that_did_not_wait_says_so() -> None:
+    client, context = Client(IMMORTAL), RequestContext(time.monotonic())
+    async with client.serving():
+        generation = await client.dispatcher.begin(PROMPT, completion(), context)
+        generation.close()
+    headers = placement_headers([generation])
+    assert headers["x-kvroute-queued-for"] == "none"
+    assert headers["x-kvroute-queued-s"] == "0.000"
+
+
+async def test_who_leaves_while_he_waits_costs_no_replica_anything() -> None:
+    client, context = Client(IMMORTAL), RequestContext(time.monotonic())
+    async with releasing(client):
+        busy = keep_busy(client)
+        begun = asyncio.create_task(client.dispatcher.begin(PROMPT, completion(), context))
+        await until(lambda: waiting(client))
+        begun.cancel()
+        await asyncio.wait([begun])
+        assert not waiting(client)
+        busy[0].end()
+        await client.asked()
+    assert len(client.requests) == 1
+
+
+async def test_an_answer_whose_replica_was_lost_does_not_wait_again() -> None:
+    client = Client(3, IMMORTAL)
+    async with client.serving():  # nothing would let it go
+        context = RequestContext(time.monotonic())
+        generation = await client.dispatcher.begin(PROMPT, completion(max_tokens=12), context)
+        keep_busy(client)
+        while await generation.next():
+            pass
+    assert len(client.requests) == 2
+    assert client.requests[1].order_s <= 0
+
+
+async def test_only_the_first_prompt_of_a_call_is_refused_for_its_wait() -> None:
+    client = Client(IMMORTAL)
+    context = RequestContext(time.monotonic() - 1, urgency=Urgency(most_s=0.001), prompts=2)
+    async with releasing(client):
+        busy = keep_busy(client)
+        with pytest.raises(ApiError, match="has waited"):
+            await client.dispatcher.begin(PROMPT, completion(), context)
+        begun = asyncio.create_task(client.dispatcher.begin_in_turn(PROMPT, completion(), context))
+        await until(lambda: waiting(client))
+        busy[0].end()
+        (await begun).close()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvroute.contract.priority import Priority
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.dispatch import holding
 from kvroute.router.dispatch.holding import RECOVERY_S, Holding, Turn, Wake
@@ -22,7 +23,7 @@ from kvroute.router.routing.attempts import (
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.forecast import LEAST, MOST, RECENT_S, Arrivals, Correction
 from kvroute.router.routing.queue import BATCH_S, Queue, delay_s
-from kvroute.router.routing.waits import Priority, Refusal, Urgency, Wait
+from kvroute.router.routing.waits import Refusal, Urgency, Wait
 from tests.support.waiting import until
 
 SHORT, LONG = 100, 60_000  # tokens

@@ -73,6 +73,7 @@ class Generation:
     ) -> None:
         self.replica_id = current.replica_id  # the first one
         self.placement = current.placement  # what was known when it was chosen
+        self.wait = current.attempt.context.wait  # before it was sent
         self.cached_tokens = current.first.cached_tokens  # as the first replica reported
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # as the engine knows it

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
+from kvroute.contract.priority import Priority
 from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.ledger import NOTHING, Ledger, account
@@ -14,7 +15,7 @@ from kvroute.router.routing.limits import Entry
 from kvroute.router.routing.load import ReplicaLoad
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
-from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Priority, Refusal, Urgency, Wait
+from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
 
 
 @dataclass(frozen=True, slots=True)

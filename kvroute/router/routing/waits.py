@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# interactive: earlier by INTERACTIVE_S. batch: it fills what the others leave.
-Priority = Literal["interactive", "default", "batch"]
-PRIORITIES: tuple[Priority, ...] = ("interactive", "default", "batch")  # the most urgent first
+from kvroute.contract.priority import Priority
 
 # Why a request had to wait. busy: every replica had enough to do. order: others were before it.
 Reason = Literal["none", "busy", "order"]

@@ -25,6 +25,7 @@ from kvroute.keys.keyring import salted, tenant_of
 from kvroute.process.draining import draining
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.api.urgency import sharer_of
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.holding import Answer, Holding, Wake
@@ -56,6 +57,7 @@ from kvroute.router.routing.limits import Entry, Limits
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.receipts import receipt
+from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
@@ -208,6 +210,7 @@ class ModelRouter:
         with_receipts: bool,
         prefix_name: str | None,
         entry: Entry | None = None,
+        urgency: Urgency = AT_EASE,
     ) -> Response:
         """The response to a call that a replica's HTTP application answers. ApiError,
         OverLimitError.
@@ -221,6 +224,7 @@ class ModelRouter:
                 with_receipts=with_receipts,
                 prefix_name=prefix_name,
                 entry=entry,
+                urgency=urgency,
             )
         except RefusedCallError as error:
             response = whole_response(error.refusal)
@@ -238,11 +242,13 @@ class ModelRouter:
         with_receipts: bool,
         prefix_name: str | None,
         entry: Entry | None,
+        urgency: Urgency,
     ) -> Response:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
             call = await self._tokenizer.escaped(call)
             return await self._calls.passed_on(call, request_id)
+        self.holding.check(urgency)
         turn = await asked(call, self.conversations)
         call = await self._tokenizer.escaped(turn.call)
         prefix = await self._prefix_of(call, prefix_name)
@@ -262,6 +268,8 @@ class ModelRouter:
             named_tokens=self.prefixes.named_tokens(prefix, call.cache_salt),
             broken=self._broken(call, prefix, prompted, self._chats.see),
             features=prompted.features,
+            urgency=urgency,
+            sharer=sharer_of(call.caller, call.body.get("user")),
         )
         response = await self._calls.respond(
             call,
@@ -448,6 +456,8 @@ class ModelRouter:
             "replica": generation.replica_id,
             "expected_tokens": generation.expected_tokens,
             "cached_tokens": generation.cached_tokens,
+            "queued_s": round(generation.wait.waited_s, 3),
+            "queued_for": generation.wait.reason,
         }
 
     def _live(self) -> Live:
