@@ -10,10 +10,11 @@ from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.process.exposition import Readings
 from kvroute.router.routing.attempts import RequestObserver
 from kvroute.router.routing.queue import Queue, QueueState
-from kvroute.router.routing.waits import PRIORITIES, Priority, Refusal, Wait
+from kvroute.router.routing.waits import Refusal, Wait
 
 WAITS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvroute.contract.priority import Priority
 from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
 from kvroute.router.routing.attempts import RequestObserver
-from kvroute.router.routing.waits import Priority, Refusal, Wait
+from kvroute.router.routing.waits import Refusal, Wait
 
 
 @dataclass(slots=True)
