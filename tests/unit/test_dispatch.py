@@ -15,6 +15,7 @@ import pytest
 
 from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenIds
+from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.dispatch.dispatcher import MANY
@@ -29,7 +30,7 @@ from kvroute.router.dispatch.losses import (
 from kvroute.router.dispatch.start import begin_all, placement_headers
 from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.waits import Urgency
+from kvroute.router.routing.waits import Refusal, Urgency
 from kvroute.wire.server import Generate
 from tests.support.answers import (
     COMPLETIONS,
@@ -80,10 +81,14 @@ class Engines:
 
 
 class Diary(RequestObserver):
-    """Keeps what ended."""
+    """Keeps what ended, and what had no replica to go to."""
 
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
+        self.refusals: list[tuple[Priority, Refusal]] = []
+
+    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+        self.refusals.append((priority, refusal))
 
     def ended(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
@@ -138,6 +143,14 @@ async def test_images_are_placed_by_what_they_show_and_stay_off_the_wire() -> No
     assert chains[2][:1] == chains[0][:1]
     assert not {*chains[2][1:]} & {*chains[0][1:]}
     assert {request.features for request in client.requests} == {()}
+
+
+async def test_a_request_that_finds_no_replica_in_its_time_is_counted() -> None:
+    client = Client()
+    context = RequestContext(time.monotonic(), urgency=Urgency("interactive", own_s=0.0))
+    with pytest.raises(ApiError, match="no replica is ready"):
+        await client.dispatcher.begin(PROMPT, completion(), context)
+    assert client.diary.refusals == [("interactive", "no_replica")]
 
 
 def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:

@@ -27,6 +27,7 @@ from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.wire.link import LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")
@@ -291,7 +292,7 @@ class Dispatcher:
         turn = Turn(context.at_s) if context.is_resumed else None
         while True:
             losses.check()
-            running = await self._running(losses.gone, context.urgency.own_s)
+            running = await self._running(losses.gone, context.urgency)
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids, running, now_s, request.scope, request.features
@@ -314,13 +315,14 @@ class Dispatcher:
             except LOST:
                 continue
 
-    async def _running(self, gone: Collection[str], most_s: float | None = None) -> list[str]:
-        """The ranks that may get a request; waits for one if there is none. gone: replicas. most_s:
-        to wait, if that is shorter than usual."""
-        within_s = RECOVERY_S if most_s is None else min(RECOVERY_S, most_s)
+    async def _running(self, gone: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
+        """The ranks that may get a request; waits for one if there is none, for no longer than the
+        request says. gone: replicas."""
+        within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
         deadline = time.monotonic() + within_s
         while not (running := _left(self._liveness.trusted(), gone)):
             if time.monotonic() >= deadline:
+                self._fleet.observer.turned_away(urgency.priority, "no_replica")
                 raise no_replica()
             await asyncio.sleep(POLL_S)
         return running

@@ -179,11 +179,19 @@ class Queue(Generic[R]):
         return waiting_s(ahead_s, turn_s - now_s, arriving, replicas)
 
     def state(self, now_s: float) -> dict[str, QueueState]:
-        """By class: default and batch."""
-        lines = {"default": self._line.held, "batch": self._batch.held}
+        """By class: default and batch. Another thread may ask."""
+        lines = {"default": [*self._line.held], "batch": [*self._batch.held]}
         return {name: _state(held, now_s) for name, held in lines.items()}
 
     # The other routers.
+
+    def elsewhere(self) -> QueueState:
+        """What waits in the other routers, as they told: no batch requests, and not since when."""
+        others = self._others.values()
+        return QueueState(
+            sum(waiting.places[-1] for waiting in others),
+            sum(waiting.work_s[-1] for waiting in others),
+        )
 
     def report(self, now_s: float) -> Waiting | None:
         """What the other routers should know; None: nothing new. Clocks differ, so turns count from

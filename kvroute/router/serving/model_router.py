@@ -32,7 +32,7 @@ from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
-from kvroute.router.observability import request_spans
+from kvroute.router.observability import request_spans, waiting
 from kvroute.router.observability.accounts import as_json
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
@@ -107,7 +107,8 @@ class ModelRouter:
         self._unreadable = unreadable = Unreadable()
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
-        queue, wake = Queue[Answer](), Wake()
+        self._queue = queue = Queue[Answer]()
+        wake = Wake()
         self._publisher = PeerPublisher(router_id, limits=limits, queue=queue)
         self._accounts = _accounts(settings, redis, unreadable, router_id)
         also = RequestObservers(self._publisher, wake)
@@ -159,6 +160,7 @@ class ModelRouter:
             unreadable=self._unreadable,
             links=self._links,
             responses=self._responses,
+            queue=self._queue,
         )
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
@@ -419,6 +421,11 @@ class ModelRouter:
         running = self.running
         return dict(zip(running, self._fleet.backlogs_s(running, time.monotonic()), strict=True))
 
+    def queue(self) -> dict[str, Any]:
+        """What waits in this router and, as far as it knows, in all; and who waited lately."""
+        now = waiting.as_json(self._queue, time.monotonic())
+        return {"model": self.name, **now, "recent": self._telemetry.recent_waits.as_json()}
+
     def recent_sums(self) -> list[Sums]:
         """The sums over the prompts of the last minutes, for each replica."""
         return list(self._telemetry.recent.window.sums().values())
@@ -463,6 +470,7 @@ class ModelRouter:
             feed=self._feed,
             liveness=self._liveness,
             hottest=self.prefixes.hottest,
+            queue=self.queue,
             peers=self._subscriber,
         )
         return Live(view.snapshot, draining)
