@@ -35,9 +35,9 @@ class Clock:
 def filled() -> Queue[None]:
     """Two requests and a batch request wait here, and seven in another router."""
     queue = Queue[None]()
-    queue.add(Held(None, arrived_s=100.0, prefill_s=1.0), replicas=2)
-    queue.add(Held(None, arrived_s=103.0, prefill_s=0.5), replicas=2)
-    queue.add(Held(None, arrived_s=90.0, prefill_s=2.0, is_batch=True), replicas=2)
+    queue.add(Held(None, arrived_s=100.0, prefill_s=1.0))
+    queue.add(Held(None, arrived_s=103.0, prefill_s=0.5))
+    queue.add(Held(None, arrived_s=90.0, prefill_s=2.0, is_batch=True))
     queue.hear("other", ELSEWHERE, 104.0)
     return queue
 
@@ -52,7 +52,7 @@ def test_what_waits_is_told_by_class_and_of_all_routers() -> None:
         "oldest_s": 14.0,
         "classes": {
             "default": {"requests": 2, "prefill_s": 1.5, "oldest_s": 4.0},
-            "batch": {"requests": 1, "prefill_s": 2.0, "oldest_s": 14.0},
+            "filling": {"requests": 1, "prefill_s": 2.0, "oldest_s": 14.0},
         },
         "all_routers": {"requests": 10, "prefill_s": 11.5},
     }
@@ -107,7 +107,7 @@ def test_metrics_have_waits_refusals_and_how_good_forecasts_were() -> None:
     assert value("refused_requests_total", priority="batch", reason="forecast") == 1
     assert value("refused_requests_total", priority="default", reason="deadline") == 0
     assert value("requests", priority="default") == 2
-    assert value("prefill_seconds", priority="batch") == 2.0
+    assert value("prefill_seconds", priority="filling") == 2.0
     assert (value("oldest_seconds", priority="default") or 0) > 0
 
 
@@ -151,8 +151,8 @@ def test_requests_that_wait_for_long_are_a_warning_with_a_remedy() -> None:
 
 def test_requests_that_wait_for_a_moment_and_batch_requests_are_well() -> None:
     queue = Queue[None]()
-    queue.add(Held(None, arrived_s=0.0, prefill_s=1.0, is_batch=True), replicas=1)
-    queue.add(Held(None, arrived_s=59.5, prefill_s=1.0), replicas=1)
+    queue.add(Held(None, arrived_s=0.0, prefill_s=1.0, is_batch=True))
+    queue.add(Held(None, arrived_s=59.5, prefill_s=1.0))
     (check,) = judged(queue, at_s=60.0)
     assert check.grade == "ok"
     assert check.finding == "no request for m had to wait for a replica in 5 minutes"
