@@ -20,6 +20,7 @@ QUEUED_S, QUEUED_FOR = "x-kvroute-queued-s", "x-kvroute-queued-for"
 SHORT, LONG = 20, 3000  # tokens; a replica computes 2,000 a second
 MOST_S = 8
 TOKENS = 2  # of an answer
+CROWD = 12  # long prompts, which keep the fleet busy for some seconds
 
 numbers = itertools.count(1000)
 
@@ -52,19 +53,15 @@ def asked(client: httpx.AsyncClient, *given: Any, **more: Any) -> "asyncio.Task[
     return asyncio.create_task(completed(client, *given, **more))
 
 
-def waiting(queued: Cluster) -> int:
+def waiting(queued: Cluster, line: str = "default") -> int:
     """Requests, in both routers."""
-    return _sum(queued, "kvroute_queue_requests")
+    return int(total(queued, "router")[f"kvroute_queue_requests{{{line}}}"])
 
 
 def sent(queued: Cluster) -> int:
     """Requests that came to a replica and have ended there."""
-    return _sum(queued, "kvroute_requests_total")
-
-
-def _sum(queued: Cluster, metric: str) -> int:
     told = total(queued, "router")
-    return int(sum(value for name, value in told.items() if name.startswith(f"{metric}{{")))
+    return int(sum(n for name, n in told.items() if name.startswith("kvroute_requests_total{")))
 
 
 async def test_without_load_nobody_waits(client: httpx.AsyncClient) -> None:
@@ -97,7 +94,7 @@ async def test_under_overload_short_prompts_pass_and_what_would_wait_too_long_is
 async def test_a_request_has_a_deadline_of_its_own(
     client: httpx.AsyncClient, queued: Cluster
 ) -> None:
-    busy = [asked(client, LONG) for _ in range(12)]
+    busy = [asked(client, LONG) for _ in range(CROWD)]
     await until(lambda: waiting(queued) >= 2)
     hurried = {"x-kvroute-deadline-s": "0.01"}
     by_header = await completed(client, SHORT, hurried)
@@ -130,27 +127,29 @@ async def test_urgent_requests_pass_and_batch_requests_fill(
     client: httpx.AsyncClient, queued: Cluster
 ) -> None:
     kinds = ("batch", "default", "interactive")
-    busy = [asked(client, LONG) for _ in range(6)]
+    busy = [asked(client, LONG) for _ in range(CROWD)]
     await until(lambda: waiting(queued))
     tasks = [asked(client, 200, {"x-kvroute-priority": kind}) for kind in kinds]
     answers = dict(zip(kinds, await asyncio.gather(*tasks), strict=True))
     others = await asyncio.gather(*busy)
     waits_s = {kind: float(answer.headers[QUEUED_S]) for kind, answer in answers.items()}
     assert waits_s["batch"] > max(waits_s["default"], waits_s["interactive"])
-    assert {each.status_code for each in (*answers.values(), *others)} == {200}
+    assert {each.status_code for each in answers.values()} == {200}
+    assert {each.status_code for each in others} <= {200, 429}
 
 
 async def test_who_leaves_while_he_waits_costs_no_replica_anything(
     client: httpx.AsyncClient, queued: Cluster
 ) -> None:
     before = sent(queued)
-    busy = [asked(client, LONG) for _ in range(4)]
-    await until(lambda: waiting(queued) or any(task.done() for task in busy))
-    leaving = [asked(client, LONG) for _ in range(3)]
-    await until(lambda: waiting(queued) >= 3)
+    busy = [asked(client, LONG) for _ in range(CROWD)]
+    await until(lambda: waiting(queued))
+    leaving = [asked(client, SHORT, {"x-kvroute-priority": "batch"}) for _ in range(3)]
+    await until(lambda: waiting(queued, "filling") == len(leaving))
     for task in leaving:
         task.cancel()
+    await until(lambda: not waiting(queued, "filling"))
     answers = await asyncio.gather(*busy)
-    await until(lambda: not waiting(queued))
-    assert {each.status_code for each in answers} == {200}
-    assert sent(queued) - before == len(busy)
+    served = sum(answer.status_code == 200 for answer in answers)
+    await until(lambda: sent(queued) - before >= served)
+    assert sent(queued) - before == served

@@ -127,7 +127,7 @@ class Holding:
             self._arrivals.add(held.prefill_s, _delay_s(held), now_s)
             self._queue.sent(held, now_s)
             return Turn(held.arrived_s + _delay_s(held), Wait(urgency.priority))
-        raw_s = self._raw_forecast_s(held, len(placement.ranking), now_s)
+        raw_s = self._raw_forecast_s(held, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
         if len(self._queue) >= WAITING:
@@ -209,11 +209,14 @@ class Holding:
 
     # Forecasts.
 
-    def _raw_forecast_s(self, held: Held[Answer], replicas: int, now_s: float) -> float:
-        """Without the correction."""
+    def _raw_forecast_s(
+        self, held: Held[Answer], replicas: int, least_s: float, now_s: float
+    ) -> float:
+        """Without the correction. least_s: pending on the replica that will have room first."""
         lead_s = held.arrived_s + held.priority_s + delay_s(held.prefill_s) - now_s
         arriving = self._arrivals.per_second(lead_s, now_s) * self._routers()
-        return self._queue.forecast_s(held, replicas=replicas, arriving=arriving, now_s=now_s)
+        turn_s = self._queue.forecast_s(held, replicas=replicas, arriving=arriving, now_s=now_s)
+        return max(0.0, least_s - HOLD_S) + turn_s
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:
         """How long an empty prompt would wait that comes now."""
@@ -232,7 +235,7 @@ class Holding:
         least_s = min(self._fleet.backlogs_s(replicas, now_s), default=0.0)
         if not replicas or self._queue.is_free(empty, least_s):
             return 0.0
-        return self._correction.factor * self._raw_forecast_s(empty, len(replicas), now_s)
+        return self._correction.factor * self._raw_forecast_s(empty, len(replicas), least_s, now_s)
 
     # Refusing.
 
