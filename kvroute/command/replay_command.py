@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvroute.replay.output import check_folder
+from kvroute.replay.pace import Pace
 from kvroute.replay.profiles import DEFAULT_ENGINE, PROFILES, Profile, ProfileError, load_profile
 
 DEFAULT_LOAD = 0.8
@@ -33,13 +34,28 @@ def replay(
         float | None,
         typer.Option(
             min=0.01,
-            help=f"Arrivals as a share of saturation, found by overload (default: {DEFAULT_LOAD}).",
+            help="Arrivals as a share of saturation: of the prompt tokens that the best policy "
+            f"serves under overload (default: {DEFAULT_LOAD}).",
         ),
     ] = None,
     speed: Annotated[
         float | None,
         typer.Option(min=0.001, help="Arrivals as a multiple of the trace's, instead of --load."),
     ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Requests a second, instead of --load; with --closed-loop, sessions started.",
+        ),
+    ] = None,
+    closed_loop: Annotated[
+        bool,
+        typer.Option(
+            "--closed-loop",
+            help="A session's turn arrives as long after the last answer as in the trace.",
+        ),
+    ] = False,
     policy: Annotated[
         str, typer.Option(help="Policies to compare, comma-separated; or all.")
     ] = "kvroute",
@@ -48,8 +64,16 @@ def replay(
         float, typer.Option(min=0, help="From caching a block until routers know it.")
     ] = 10.0,
     share_delay_ms: Annotated[
-        float, typer.Option(min=0, help="From a router's decision until other routers know it.")
+        float,
+        typer.Option(min=0, help="From a router's decision until other routers know it; or inf."),
     ] = 5.0,
+    slow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE:SPEED",
+            help="Replicas that are slower than routers expect: 0.5:0.8 is half of them at 80%.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     model: Annotated[
         str | None, typer.Option(help="Only requests for this model, if the log has several.")
@@ -57,6 +81,9 @@ def replay(
     limit: Annotated[
         int | None, typer.Option(min=2, help="Only the first so many requests.")
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Policies that run at once, in processes of their own.")
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a list of objects instead of a table.")
     ] = False,
@@ -69,13 +96,13 @@ def replay(
     from rich.console import Console
     from rich.progress import Progress
 
+    from kvroute.replay.arrivals import arrivals_at
     from kvroute.replay.compare import compare, saturation_rps
-    from kvroute.replay.report import table
+    from kvroute.replay.report import tables
     from kvroute.replay.simulate import Cluster
-    from kvroute.replay.trace import TraceError, at_speed, native_rps, read
+    from kvroute.replay.trace import TraceError, read
 
-    if load is not None and speed is not None:
-        raise typer.BadParameter("--load and --speed exclude each other; give one of them")
+    pace = _pace(load, speed, rate, closed_loop=closed_loop)
     page = _page() if html else None
     names = _names(policy)
     profile = _profile(engine)
@@ -86,39 +113,80 @@ def replay(
         index_delay_ms / 1000,
         share_delay_ms / 1000,
         profile.engine(),
+        *_slow(slow),
     )
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         recorded = read(trace, limit=limit, seed=seed, model=model)
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
-            if speed is None:
-                load = load or DEFAULT_LOAD
-                saturation = saturation_rps(recorded, cluster, seed=seed, progress=progress)
-                notes.print(f"saturation: {saturation:.2f} requests/s")
-                speed = load * saturation / native_rps(recorded)
-            rate = speed * native_rps(recorded)
-            notes.print(f"arrivals: {rate:.2f} requests/s, {speed:.2f} x the trace's")
-            requests = at_speed(recorded, speed)
-            runs = compare(names, requests, cluster, seed=seed, progress=progress)
+
+            def saturation() -> float:
+                found = saturation_rps(recorded, cluster, seed=seed, progress=progress, jobs=jobs)
+                notes.print(f"saturation: {found:.2f} requests/s")
+                return found
+
+            arrivals = arrivals_at(pace, recorded, cluster.engine, saturation)
+            notes.print(
+                f"arrivals: {arrivals.rate:.2f} {pace.unit}/s, {arrivals.speed:.2f} x the trace's"
+            )
+            runs = compare(
+                names,
+                arrivals.requests,
+                cluster,
+                seed=seed,
+                progress=progress,
+                follow_ups=arrivals.follow_ups,
+                jobs=jobs,
+            )
+        summaries = [run.summary for run in runs]
         if as_json:
-            typer.echo(json.dumps([run.summary.row() for run in runs], indent=2))
+            typer.echo(json.dumps([summary.row() for summary in summaries], indent=2))
         else:
-            Console().print(table([run.summary for run in runs]))
+            for shown in tables(summaries):
+                Console().print(shown)
+                Console().print()
         if html and page:
-            pace = f"{load:.0%} of saturation" if load else f"{speed:g} times its own speed"
             title = f"{trace.name} on {replicas} replicas at {pace}"
             parameters = {
-                "requests": len(requests),
-                "requests_per_s": rate,
+                "requests": len(arrivals.requests),
+                f"{pace.unit}_per_s": arrivals.rate,
                 "seed": seed,
                 **asdict(cluster),
                 **profile.model_dump(exclude={"kv_tokens"}),
                 "engine": engine,
             }
-            html.write_text(page(title, requests, runs, parameters))
+            html.write_text(page(title, arrivals.requests, runs, parameters))
     except (OSError, TraceError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None
+
+
+def _pace(
+    load: float | None, speed: float | None, rate: float | None, *, closed_loop: bool
+) -> Pace:
+    if sum(each is not None for each in (load, speed, rate)) > 1:
+        raise typer.BadParameter("--load, --speed and --rate exclude each other; give one of them")
+    if closed_loop and load is not None:
+        raise typer.BadParameter(
+            "--load has no meaning with --closed-loop, where sessions wait for their answers; give "
+            "--rate or --speed"
+        )
+    if speed is None and rate is None and not closed_loop:
+        load = load or DEFAULT_LOAD
+    return Pace(load, speed, rate, is_closed_loop=closed_loop)
+
+
+def _slow(slow: str | None) -> tuple[float, float]:
+    """The share of slow replicas, and their speed as a multiple of the others'."""
+    if slow is None:
+        return 0.0, 1.0
+    try:
+        share, speed = map(float, slow.split(":"))
+    except ValueError:
+        share = speed = 0.0
+    if not 0 < share <= 1 or not speed > 0:
+        raise typer.BadParameter(f"--slow is {slow!r}; expected SHARE:SPEED, such as 0.5:0.8")
+    return share, speed
 
 
 def _page() -> Callable[..., str]:

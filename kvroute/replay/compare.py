@@ -1,16 +1,20 @@
 """Policies are compared on one trace at one arrival rate, a share of the highest possible rate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 from rich.progress import Progress
 
+from kvroute.replay.closed_loop import FollowUp
 from kvroute.replay.report import Summary, summarise
-from kvroute.replay.simulate import Cluster, Outcome, simulate
+from kvroute.replay.simulate import OPEN_LOOP, Cluster, Outcome, simulate
 from kvroute.replay.trace import Request, TraceError, at_speed, ideal_hit_tokens, native_rps
 
 REFERENCES = ("kvroute", "sglang")  # the saturation is the best throughput of these under overload
-OVERLOAD = 1.15  # arrivals over throughput; more would cost hits, and so throughput
+OVERLOAD = 1.05  # arrivals over throughput; with more, a policy can delay long prompts for ever
+OVERLOAD_STEPS = 4  # each comes nearer to that, from above
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +32,51 @@ def compare(
     *,
     seed: int,
     progress: Progress,
+    follow_ups: Mapping[int, FollowUp] = OPEN_LOOP,
+    jobs: int = 1,
 ) -> list[Run]:
-    """One run for each policy, in their order."""
-    return [_run(policy, requests, cluster, seed, progress, policy) for policy in policies]
+    """One run for each policy, in their order; so many at a time, in processes of their own."""
+    if jobs == 1:
+        return [_watched(each, requests, cluster, seed, follow_ups, progress) for each in policies]
+    task = progress.add_task(", ".join(policies), total=len(policies))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        runs = [pool.submit(_run, each, requests, cluster, seed, follow_ups) for each in policies]
+        for _ in as_completed(runs):
+            progress.advance(task)
+        return [run.result() for run in runs]
 
 
 def saturation_rps(
-    recorded: Sequence[Request], cluster: Cluster, *, seed: int, progress: Progress
+    recorded: Sequence[Request],
+    cluster: Cluster,
+    *,
+    seed: int,
+    progress: Progress,
+    jobs: int = 1,
 ) -> float:
-    """First tokens a second that the best reference policy reaches under deliberate overload."""
+    """The rate of requests at which the best reference policy can just serve as many prompt tokens
+    as come: measured in tokens, while a little more come than are served.
+
+    A policy that delays long prompts serves more requests with the same work, and a few more
+    tokens too, since those at a prompt's start take less: the more, the greater the overload.
+    """
+    tokens = sum(request.input_tokens for request in recorded) / len(recorded)
 
     def served_rps(offered_rps: float) -> float:
         requests = at_speed(recorded, offered_rps / native_rps(recorded))
-        rates = [
-            _run(
-                policy, requests, cluster, seed, progress, f"overload: {policy}"
-            ).summary.throughput_rps
-            for policy in REFERENCES
-        ]
-        if not any(rates):
+        runs = compare(REFERENCES, requests, cluster, seed=seed, progress=progress, jobs=jobs)
+        most = max(run.summary.prompt_tokens_per_s for run in runs)
+        if not most:
             raise TraceError(
-                f"{len(recorded)} requests are too few to find the saturation; give --speed, such "
-                "as 1, instead of --load"
+                f"{len(recorded)} requests are too few to find the saturation; give --rate or "
+                "--speed, such as 1, instead of --load"
             )
-        return max(rates)
+        return most / tokens
 
-    return served_rps(OVERLOAD * served_rps(_prefill_bound_rps(recorded, cluster)))
+    found = _prefill_bound_rps(recorded, cluster)
+    for _ in range(OVERLOAD_STEPS):
+        found = served_rps(OVERLOAD * found)
+    return found
 
 
 def _prefill_bound_rps(recorded: Sequence[Request], cluster: Cluster) -> float:
@@ -62,7 +85,19 @@ def _prefill_bound_rps(recorded: Sequence[Request], cluster: Cluster) -> float:
         cluster.engine.prefill.seconds(hits, request.input_tokens)
         for request, hits in zip(recorded, ideal_hit_tokens(recorded), strict=True)
     )
-    return len(recorded) * cluster.replicas / prefill_s
+    return len(recorded) * sum(cluster.speeds) / prefill_s
+
+
+def _watched(
+    policy: str,
+    requests: Sequence[Request],
+    cluster: Cluster,
+    seed: int,
+    follow_ups: Mapping[int, FollowUp],
+    progress: Progress,
+) -> Run:
+    task = progress.add_task(policy, total=len(requests))
+    return _run(policy, requests, cluster, seed, follow_ups, lambda: progress.advance(task))
 
 
 def _run(
@@ -70,11 +105,15 @@ def _run(
     requests: Sequence[Request],
     cluster: Cluster,
     seed: int,
-    progress: Progress,
-    label: str,
+    follow_ups: Mapping[int, FollowUp],
+    on_first_token: Callable[[], None] = lambda: None,
 ) -> Run:
-    task = progress.add_task(label, total=len(requests))
     outcome = simulate(
-        requests, cluster, policy, seed=seed, on_first_token=lambda: progress.advance(task)
+        requests,
+        cluster,
+        policy,
+        seed=seed,
+        follow_ups=follow_ups,
+        on_first_token=on_first_token,
     )
     return Run(outcome, summarise(policy, requests, outcome))

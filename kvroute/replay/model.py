@@ -3,7 +3,7 @@
 Separate from the engine itself, so that the command line, which names profiles, starts fast.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvroute.contract.speed import PrefillModel
 
@@ -18,3 +18,24 @@ class EngineModel:
     context_token_s: float = 27e-9  # each token that a decode reads
     chunk_tokens: int = 8192  # tokens of one step, prefill and decode together
     max_sequences: int = 256
+
+    def alone_s(self, hit_tokens: int, input_tokens: int, output_tokens: int) -> float:
+        """From the arrival to the last token, of a request that is alone on a replica."""
+        decodes = output_tokens - 1  # the prefill's last step has the first token
+        steps = -(-(input_tokens - hit_tokens) // self.chunk_tokens) + decodes
+        context_tokens = decodes * input_tokens + decodes * output_tokens // 2  # read, in all
+        return (
+            self.prefill.seconds(hit_tokens, input_tokens)
+            + steps * (self.step_s + self.sequence_s)
+            + context_tokens * self.context_token_s
+        )
+
+    def at_speed(self, factor: float) -> "EngineModel":
+        """The same engine, everything `factor` times as fast."""
+        return replace(
+            self,
+            prefill=PrefillModel(factor * self.prefill.tokens_per_s, self.prefill.attention_tokens),
+            step_s=self.step_s / factor,
+            sequence_s=self.sequence_s / factor,
+            context_token_s=self.context_token_s / factor,
+        )

@@ -7,10 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, takewhile
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.records import Load
 from kvroute.replay.model import EngineModel
+from kvroute.replay.protocol import Report
 from kvroute.replay.trace import Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
 
@@ -73,6 +75,8 @@ class Replica:
         self.prefill_s = 0.0  # spent on prompts so far
         self.plan: Plan | None = None
         self._model = model
+        self._capacity_blocks = capacity_blocks
+        self._missing_tokens: dict[int, int] = {}  # request waiting -> prompt tokens to compute
         self._waiting: list[tuple[float, int, Request]] = []  # heap: its turn, its index
         self._prefilling: list[Running] = []
         self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index
@@ -87,6 +91,8 @@ class Replica:
         """Queues a request, to be admitted in the order of now_s + order_s. Planned decode steps
         are shortened, so that it can be admitted."""
         heappush(self._waiting, (now_s + order_s, next(self._arrivals), request))
+        hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
+        self._missing_tokens[request.index] = request.input_tokens - hits * request.block_tokens
         if self.plan is None:
             self._start(now_s)
         elif self.plan.steps > 1 and self._waiting[0][2] is request:
@@ -117,6 +123,16 @@ class Replica:
             result.finished.append(request)
         self._start(plan.ends_s)
         return result
+
+    def report(self) -> Report:
+        """Its load now; a step counts when it has ended. The hits of waiting requests are those
+        that the cache had when they came."""
+        prefilling = sum(each.request.input_tokens - each.computed for each in self._prefilling)
+        used_blocks = self._capacity_blocks - len(self.cache.free)
+        return Report(
+            Load(running=self._sequences, waiting=len(self._waiting), used_blocks=used_blocks),
+            pending_tokens=prefilling + sum(self._missing_tokens.values()),
+        )
 
     def _decode(self, sequence: Running) -> None:
         request = sequence.request
@@ -155,6 +171,7 @@ class Replica:
             if admitted is None:
                 break
             heappop(self._waiting)
+            del self._missing_tokens[admitted.request.index]
             self._prefilling.append(admitted)
             self.hit_tokens[admitted.request.index] = admitted.hit_tokens
             budget -= self._chunk(admitted, budget, chunks)

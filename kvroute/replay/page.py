@@ -4,21 +4,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvroute.replay.compare import Run
 from kvroute.replay.plot import Line, Plot, svg
-from kvroute.replay.report import COLUMNS, WARM_UP
-from kvroute.replay.trace import Request, ideal_hit_tokens, span_s
+from kvroute.replay.report import COLUMNS, MORE_COLUMNS, WARM_UP, Column, cells
+from kvroute.replay.trace import Request, ideal_hit_tokens
 
 QUANTILES = np.linspace(0, 1, 201)
 WINDOWS = 30  # of time, over which hits are averaged
 
+Ints = NDArray[np.int64]
+
 TABLE_NOTE = (
     "Hits are the share of prompt tokens found cached; ideal is one shared cache that forgets "
     "nothing. Times to the first token (TTFT) are in seconds, the time for each later one (TPOT) "
-    "is in milliseconds. Imbalance is the prefill time of the busiest replica over the mean. The "
-    "first tenth of the requests fills the caches: it counts in req/s, imbalance and the two later "
-    "plots alone."
+    "is in milliseconds. Tokens/s are prompt tokens whose request had its first token while "
+    "requests still came. Imbalance is the prefill time of the busiest replica over the mean. The "
+    "first tenth of the requests fills the caches: it counts in req/s, tokens/s, imbalance and the "
+    "two later plots alone."
 )
 
 CSS = """
@@ -56,7 +60,8 @@ def page(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{CSS}</style></head>
 <body><h1>{escape(title)}</h1>
-<div class="scroll">{_table(runs)}</div>
+<div class="scroll">{_table(runs, COLUMNS)}</div>
+<div class="scroll">{_table(runs, MORE_COLUMNS)}</div>
 <p class="note">{TABLE_NOTE}</p>
 <div class="plots">{"".join(map(_figure, plots(requests, runs)))}</div>
 <h2>Parameters</h2>
@@ -67,10 +72,10 @@ def page(
 
 def first_tokens(requests: Sequence[Request], runs: Sequence[Run]) -> list[Line]:
     """Quantiles of the time to first token of the measured requests, in seconds."""
-    arrivals_s = np.array([request.arrival_s for request in requests])
 
     def points(run: Run) -> list[tuple[float, float]]:
-        waits_s = (np.array(run.outcome.first_token_s) - arrivals_s)[len(requests) // WARM_UP :]
+        waits_s = np.array(run.outcome.first_token_s) - run.outcome.arrival_s
+        waits_s = waits_s[len(requests) // WARM_UP :]
         quantiles_s = np.quantile(waits_s, QUANTILES)
         return list(zip(quantiles_s.tolist(), (100 * QUANTILES).tolist(), strict=True))
 
@@ -79,19 +84,33 @@ def first_tokens(requests: Sequence[Request], runs: Sequence[Run]) -> list[Line]
 
 def hits_over_time(requests: Sequence[Request], runs: Sequence[Run]) -> list[Line]:
     """Percent of the prompt tokens that were cached, by arrival window; also the ideal."""
-    after_s = np.array([request.arrival_s for request in requests]) - requests[0].arrival_s
-    window = np.minimum(WINDOWS * after_s // span_s(requests), WINDOWS - 1).astype(int)
-    input_tokens = np.bincount(window, [r.input_tokens for r in requests], WINDOWS)
-    middles_s = (np.arange(WINDOWS) + 0.5) * span_s(requests) / WINDOWS
+    input_tokens = np.array([request.input_tokens for request in requests])
+    recorded_s = [request.arrival_s for request in requests]
+    ideal = _shares_over_time(recorded_s, input_tokens, ideal_hit_tokens(requests))
+    return [
+        Line("ideal", ideal, is_reference=True),
+        *_lines(
+            runs,
+            lambda run: _shares_over_time(
+                run.outcome.arrival_s, input_tokens, run.outcome.hit_tokens
+            ),
+        ),
+    ]
 
-    def points(hit_tokens: Sequence[int]) -> list[tuple[float, float]]:
-        hits = np.bincount(window, hit_tokens, WINDOWS)
-        some = input_tokens > 0
-        percent = 100 * hits[some] / input_tokens[some]
-        return list(zip(middles_s[some].tolist(), percent.tolist(), strict=True))
 
-    ideal = Line("ideal", points(ideal_hit_tokens(requests)), is_reference=True)
-    return [ideal, *_lines(runs, lambda run: points(run.outcome.hit_tokens))]
+def _shares_over_time(
+    arrivals_s: Sequence[float], input_tokens: Ints, hit_tokens: Sequence[int]
+) -> list[tuple[float, float]]:
+    """The middle of each arrival window in seconds, and the percentage there."""
+    after_s = np.array(arrivals_s) - min(arrivals_s)
+    span_s = after_s.max()
+    window = np.minimum(WINDOWS * after_s // span_s, WINDOWS - 1).astype(int)
+    tokens = np.bincount(window, input_tokens, WINDOWS)
+    hits = np.bincount(window, hit_tokens, WINDOWS)
+    middles_s = (np.arange(WINDOWS) + 0.5) * span_s / WINDOWS
+    some = tokens > 0
+    percent = 100 * hits[some] / tokens[some]
+    return list(zip(middles_s[some].tolist(), percent.tolist(), strict=True))
 
 
 def balance(runs: Sequence[Run]) -> list[Line]:
@@ -143,16 +162,15 @@ def _figure(plot: Plot) -> str:
     )
 
 
-def _table(runs: Sequence[Run]) -> str:
-    headings = "".join(f'<th scope="col">{heading}</th>' for heading, _, _ in COLUMNS)
-    return f"<table><tr>{headings}</tr>{''.join(map(_row, runs))}</table>"
+def _table(runs: Sequence[Run], columns: Sequence[Column]) -> str:
+    headings = "".join(f'<th scope="col">{heading}</th>' for heading, _, _ in columns)
+    rows = "".join(_row(cells(run.summary, columns)) for run in runs)
+    return f"<table><tr>{headings}</tr>{rows}</table>"
 
 
-def _row(run: Run) -> str:
-    row = run.summary.row()
-    policy, *numbers = (escape(form.format(row[name])) for _, name, form in COLUMNS)
-    cells = "".join(f"<td>{number}</td>" for number in numbers)
-    return f'<tr><th scope="row">{policy}</th>{cells}</tr>'
+def _row(values: Sequence[str]) -> str:
+    policy, *numbers = map(escape, values)
+    return f'<tr><th scope="row">{policy}</th>{"".join(f"<td>{n}</td>" for n in numbers)}</tr>'
 
 
 def _parameter(name: str, value: object) -> str:

@@ -73,7 +73,7 @@ def svg(plot: Plot) -> str:
 
 
 def _draw(axes: Axes, plot: Plot) -> None:
-    colours = cycle((colour, dash) for dash in ("-", "--") for colour in COLOURS)
+    colours = cycle((colour, dash) for dash in ("-", "--", "-.") for colour in COLOURS)
     for line in plot.lines:
         colour, dash = (TEXT, ":") if line.is_reference else next(colours)
         x, y = zip(*line.points, strict=True)

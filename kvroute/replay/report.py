@@ -1,17 +1,23 @@
 """A replay's results for a policy: hits, latencies, throughput and balance."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from kvroute.replay.simulate import Outcome
-from kvroute.replay.trace import Request, ideal_hit_tokens, span_s
+from kvroute.replay.trace import Request, ideal_hit_tokens
 
 WARM_UP = 10  # the first tenth of the requests fills the caches and is not measured
+SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # of prompts, in tokens
 
-COLUMNS = (  # heading, field of Summary, format
+Column = tuple[str, str, str]  # heading, field of Summary, format
+Floats = NDArray[np.float64]
+
+COLUMNS: Sequence[Column] = (
     ("policy", "policy", "{}"),
     ("hits", "hit_share", "{:.3f}"),
     ("of ideal", "ideal_share", "{:.1%}"),
@@ -20,7 +26,15 @@ COLUMNS = (  # heading, field of Summary, format
     ("p99", "ttft_p99_s", "{:.2f}"),
     ("TPOT p90", "tpot_p90_ms", "{:.0f}"),
     ("req/s", "throughput_rps", "{:.1f}"),
+    ("tokens/s", "prompt_tokens_per_s", "{:,.0f}"),
+)
+MORE_COLUMNS: Sequence[Column] = (
+    ("policy", "policy", "{}"),
     ("imbalance", "imbalance", "{:.2f}"),
+    ("TTFT p90 under 4k", "ttft_p90_under_4k_s", "{:.2f}"),
+    ("4k-16k", "ttft_p90_4k_16k_s", "{:.2f}"),
+    ("16k-48k", "ttft_p90_16k_48k_s", "{:.2f}"),
+    ("over 48k tokens", "ttft_p90_over_48k_s", "{:.2f}"),
 )
 
 
@@ -34,47 +48,70 @@ class Summary:
     ttft_p99_s: float
     tpot_p90_ms: float  # between two tokens of a response
     throughput_rps: float  # first tokens a second, while requests arrive
+    prompt_tokens_per_s: float  # of the prompts with these first tokens, cached ones included
     imbalance: float  # prefill seconds of the busiest replica, over the mean
+    ttft_p90_under_4k_s: float | None  # of the prompts of that many tokens; None: there are none
+    ttft_p90_4k_16k_s: float | None
+    ttft_p90_16k_48k_s: float | None
+    ttft_p90_over_48k_s: float | None
 
-    def row(self) -> dict[str, str | float]:
+    def row(self) -> dict[str, str | float | None]:
         return asdict(self)
 
 
 def summarise(policy: str, requests: Sequence[Request], outcome: Outcome) -> Summary:
     measured = slice(len(requests) // WARM_UP, None)
-    input_tokens = sum(request.input_tokens for request in requests[measured])
+    input_tokens = np.array([request.input_tokens for request in requests], dtype=float)
     hit_tokens = sum(outcome.hit_tokens[measured])
     ideal_tokens = sum(ideal_hit_tokens(requests)[measured])
-    first_s = np.array(outcome.first_token_s)
-    ttft_s = first_s - [request.arrival_s for request in requests]
-    p50_s, p90_s, p99_s = np.percentile(ttft_s[measured], [50, 90, 99])
+    arrival_s, first_s = np.array(outcome.arrival_s), np.array(outcome.first_token_s)
+    ttft_s = (first_s - arrival_s)[measured]
+    p50_s, p90_s, p99_s = np.percentile(ttft_s, [50, 90, 99])
+    span_s = float(arrival_s.max() - arrival_s.min())
+    in_time = first_s <= arrival_s.max()
     return Summary(
-        policy=policy,
-        hit_share=hit_tokens / input_tokens,
+        policy,
+        hit_share=hit_tokens / float(input_tokens[measured].sum()),
         ideal_share=hit_tokens / ideal_tokens if ideal_tokens else 1.0,
         ttft_p50_s=float(p50_s),
         ttft_p90_s=float(p90_s),
         ttft_p99_s=float(p99_s),
         tpot_p90_ms=_tpot_p90_ms(requests[measured], outcome, measured),
-        throughput_rps=throughput_rps(requests, outcome),
+        throughput_rps=int(in_time.sum()) / span_s,
+        prompt_tokens_per_s=float(input_tokens[in_time].sum()) / span_s,
         imbalance=max(outcome.prefill_s) * len(outcome.prefill_s) / sum(outcome.prefill_s),
+        **dict(zip(_SIZE_FIELDS, _p90_by_size_s(input_tokens[measured], ttft_s), strict=True)),
     )
 
 
-def throughput_rps(requests: Sequence[Request], outcome: Outcome) -> float:
-    """First tokens a second, from the first arrival to the last."""
-    in_time = sum(time_s <= requests[-1].arrival_s for time_s in outcome.first_token_s)
-    return in_time / span_s(requests)
+def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """The results of all requests; then the replicas' balance, and the TTFT by prompt size."""
+    yield _table(summaries, COLUMNS)
+    yield _table(summaries, MORE_COLUMNS)
 
 
-def table(summaries: Sequence[Summary]) -> Table:
+def cells(summary: Summary, columns: Sequence[Column]) -> list[str]:
+    """The summary's values as they are shown."""
+    row = summary.row()
+    return ["-" if row[name] is None else form.format(row[name]) for _, name, form in columns]
+
+
+def _table(summaries: Sequence[Summary], columns: Sequence[Column]) -> Table:
     shown = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    for heading, name, _ in COLUMNS:
+    for heading, name, _ in columns:
         shown.add_column(heading, justify="left" if name == "policy" else "right", no_wrap=True)
     for summary in summaries:
-        row = summary.row()
-        shown.add_row(*(form.format(row[name]) for _, name, form in COLUMNS))
+        shown.add_row(*cells(summary, columns))
     return shown
+
+
+_SIZE_FIELDS = [name for _, name, _ in MORE_COLUMNS[2:]]
+
+
+def _p90_by_size_s(input_tokens: Floats, ttft_s: Floats) -> list[float | None]:
+    groups = np.digitize(input_tokens, SIZE_LIMITS)
+    by_size = [ttft_s[groups == group] for group in range(1, len(SIZE_LIMITS))]
+    return [float(np.percentile(each, 90)) if each.size else None for each in by_size]
 
 
 def _tpot_p90_ms(requests: Sequence[Request], outcome: Outcome, measured: slice) -> float:

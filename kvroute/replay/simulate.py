@@ -1,19 +1,23 @@
 """A trace runs through modelled routers and replicas, event by event, in modelled time."""
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
+from kvroute.replay.closed_loop import FollowUp
 from kvroute.replay.model import EngineModel
 from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
-from kvroute.replay.policies import POLICIES, Policy, Setup
+from kvroute.replay.policies import POLICIES
+from kvroute.replay.protocol import Policy, Report, Setup
 from kvroute.replay.trace import Request, TraceError
 
 ENGINE = EngineModel()
+OPEN_LOOP: Mapping[int, FollowUp] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +28,23 @@ class Cluster:
     kv_tokens: int  # of each replica's cache
     routers: int = 1
     index_delay_s: float = 0.010  # from the end of a step until routers know its blocks
-    share_delay_s: float = 0.005  # from a router's decision until the other routers know it
+    share_delay_s: float = 0.005  # from a router's decision until others know it; inf: never
     engine: EngineModel = ENGINE
+    slow_share: float = 0.0  # of the replicas; routers expect all to be as fast as `engine`
+    slow_speed: float = 1.0  # of these, as a multiple of the others'
+
+    @property
+    def speeds(self) -> list[float]:
+        """Of each replica, as a multiple of `engine`. Slow ones are spread among the others."""
+        counts = [int(n * self.slow_share + 1e-9) for n in range(self.replicas + 1)]
+        return [self.slow_speed if n < then else 1.0 for n, then in pairwise(counts)]
 
 
 @dataclass(slots=True)
 class Outcome:
     """The results for each request, by its index, and for the replicas."""
 
+    arrival_s: list[float]
     first_token_s: list[float]
     finished_s: list[float]
     hit_tokens: list[int]
@@ -67,7 +80,20 @@ class Wake:
     router: int
 
 
-Event = Arrival | StepEnd | IndexChange | PeerMessage | Wake
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """A router asks for the replicas' reports."""
+
+    router: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    router: int
+    reports: Sequence[Report]  # of each replica
+
+
+Event = Arrival | StepEnd | IndexChange | PeerMessage | Wake | Poll | Reports
 
 
 def simulate(
@@ -76,11 +102,16 @@ def simulate(
     policy: str,
     *,
     seed: int = 0,
+    follow_ups: Mapping[int, FollowUp] = OPEN_LOOP,
     on_first_token: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Replays the requests until the last is answered. Equal arguments give equal outcomes."""
+    """Replays the requests until the last is answered. Equal arguments give equal outcomes.
+
+    follow_ups: by the index of a request, the one that comes after its answer; their arrival times
+    do not count.
+    """
     _check_room(requests, cluster)
-    return _Simulation(requests, cluster, policy, seed, on_first_token).run()
+    return _Simulation(requests, cluster, policy, seed, follow_ups, on_first_token).run()
 
 
 class _Simulation:
@@ -90,6 +121,7 @@ class _Simulation:
         cluster: Cluster,
         policy: str,
         seed: int,
+        follow_ups: Mapping[int, FollowUp],
         on_first_token: Callable[[], None],
     ) -> None:
         setup = Setup(
@@ -97,23 +129,32 @@ class _Simulation:
             cluster.kv_tokens,
             cluster.engine.prefill,
             requests[0].block_tokens,
+            cluster.engine.chunk_tokens,
         )
         self._cluster = cluster
+        self._requests = requests
+        self._follow_ups = follow_ups
         self._on_first_token = on_first_token
         self._routers: list[Policy] = [
             POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
         ]
         self._replicas = [
-            Replica(cluster.engine, setup.capacity_blocks) for _ in range(cluster.replicas)
+            Replica(cluster.engine.at_speed(speed), setup.capacity_blocks)
+            for speed in cluster.speeds
         ]
         self._waking = set[int]()  # routers
         self._order = count()  # of events at the same time
+        later = {each.index for each in follow_ups.values()}
         self._events: list[tuple[float, int, Event]] = [
-            (request.arrival_s, next(self._order), Arrival(request)) for request in requests
+            (request.arrival_s, next(self._order), Arrival(request))
+            for request in requests
+            if request.index not in later
         ]
         heapify(self._events)
+        self._unfinished = len(requests)
+        self._begin_polls()
         none = [0.0] * len(requests)
-        self._outcome = Outcome(none, none.copy(), [0] * len(requests), [])
+        self._outcome = Outcome(none, none.copy(), none.copy(), [0] * len(requests), [])
 
     def run(self) -> Outcome:
         while self._events:
@@ -134,10 +175,16 @@ class _Simulation:
                 case Wake(number):
                     self._waking.discard(number)
                     self._ask(number, now_s)
+                case Poll(number):
+                    self._poll(number, now_s)
+                case Reports(number, reports):
+                    self._routers[number].reported(reports, now_s)
+                    self._ask(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
         return self._outcome
 
     def _arrive(self, request: Request, now_s: float) -> None:
+        self._outcome.arrival_s[request.index] = now_s
         router = request.index % len(self._routers)
         self._routers[router].arrived(request, now_s)
         self._ask(router, now_s)
@@ -155,6 +202,20 @@ class _Simulation:
             self._waking.add(router)
             self._push(now_s + after_s, Wake(router))
 
+    def _begin_polls(self) -> None:
+        """A single router gets no reports: it knows all that is sent."""
+        count = len(self._routers)
+        for number, router in enumerate(self._routers):
+            if count > 1 and router.report_s < math.inf:
+                self._push(router.report_s * number / count, Poll(number))
+
+    def _poll(self, number: int, now_s: float) -> None:
+        router = self._routers[number]
+        reports = [replica.report() for replica in self._replicas]
+        self._push(now_s + router.report_age_s, Reports(number, reports))
+        if self._unfinished:
+            self._push(now_s + router.report_s, Poll(number))
+
     def _end_step(self, replica: int, at_s: float) -> None:
         plan = self._replicas[replica].plan
         if plan is None or plan.ends_s != at_s:
@@ -168,9 +229,13 @@ class _Simulation:
             )
             self._routers[request.index % len(self._routers)].first_token(request, at_s)
             self._on_first_token()
+        self._unfinished -= len(result.finished)
         for request in result.finished:
             self._outcome.finished_s[request.index] = at_s
             self._routers[request.index % len(self._routers)].finished(request)
+            if follow_up := self._follow_ups.get(request.index):
+                arrival = Arrival(self._requests[follow_up.index])
+                self._push(at_s + follow_up.think_s, arrival)
         if self._replicas[replica].plan:
             self._await_step(replica)
         for router in {
@@ -195,8 +260,9 @@ class _Simulation:
     def _share(self, router: int, at_s: float) -> None:
         """Sends the router's latest events to the other routers."""
         message = self._routers[router].take_message(at_s)
-        if message is not None and len(self._routers) > 1:
-            self._push(at_s + self._cluster.share_delay_s, PeerMessage(router, message))
+        there_s = at_s + self._cluster.share_delay_s
+        if message is not None and len(self._routers) > 1 and there_s < math.inf:
+            self._push(there_s, PeerMessage(router, message))
 
 
 def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:

@@ -3,7 +3,8 @@
 The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input_length` and
 `output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: equal
 ids mean equal prefixes up to that block. A cluster's own request log (request_log.py) also has the
-block size, the requested model, and the outcome of each request.
+block size, the requested model, and the time and outcome of each request. A trace may say which
+`session` a request belongs to.
 """
 
 import json
@@ -33,6 +34,8 @@ class Request:
     blocks: tuple[Fingerprint, ...]  # the prompt's full blocks
     block_tokens: int = BLOCK_TOKENS  # of each block, the same in all requests of a trace
     model: str | None = None  # also the same in all; None when the trace has none
+    session: str | None = None  # of which it is a turn
+    answered_s: float | None = None  # from its arrival to the answer's end, as recorded
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
@@ -135,6 +138,8 @@ def _request(where: str, line: str) -> Request | None:
             blocks=tuple(Fingerprint(int(id_) + 1) for id_ in ids),
             block_tokens=block_tokens,
             model=row.get("model"),
+            session=None if row.get("session") is None else str(row["session"]),
+            answered_s=row.get("duration_s"),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None

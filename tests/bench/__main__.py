@@ -14,13 +14,14 @@ from tests.bench.events import memory, rate
 from tests.bench.keys import keys
 from tests.bench.metrics import metrics
 from tests.bench.path import path
-from tests.bench.policies import policies
+from tests.bench.policies import policies, policies_on_made
 from tests.bench.report import Section
 from tests.bench.resize import resize
 from tests.bench.routers import routers
 from tests.bench.sizing import growth, streaming
 from tests.bench.stream.tables import tables
 from tests.bench.successor import successor
+from tests.support.traces import WORKLOADS
 
 
 def main(
@@ -28,7 +29,7 @@ def main(
         Path | None,
         typer.Option(
             envvar="KVROUTE_BENCH_TRACE",
-            help="A trace in Mooncake's format: adds the table of policies, in about two minutes.",
+            help="A trace in Mooncake's format: adds tables of policies, in about half an hour.",
         ),
     ] = None,
     with_routers: Annotated[
@@ -80,7 +81,7 @@ def main(
         typer.echo(section.markdown() + "\n")
         found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
     if trace is None:
-        typer.echo("The table of policies is left out; `--trace FILE` brings it.")
+        typer.echo("The tables of policies are left out; `--trace FILE` brings them.")
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -115,6 +116,7 @@ def sections(
         yield from apart(tables)
     if trace is not None:
         yield apart(policies, trace)
+        yield from (apart(policies_on_made, workload) for workload in WORKLOADS)
 
 
 if __name__ == "__main__":

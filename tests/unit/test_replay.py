@@ -5,22 +5,34 @@ import random
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from kvroute.cli import app
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.speed import PrefillModel
+from kvroute.replay.compare import compare, saturation_rps
 from kvroute.replay.model import EngineModel
 from kvroute.replay.modelled_engine import Replica
 from kvroute.replay.policies import POLICIES
+from kvroute.replay.report import Summary, summarise
 from kvroute.replay.simulate import Cluster, simulate
-from kvroute.replay.trace import BLOCK_TOKENS, Request, TraceError, at_speed, ideal_hit_tokens, read
+from kvroute.replay.trace import (
+    BLOCK_TOKENS,
+    Request,
+    TraceError,
+    at_speed,
+    ideal_hit_tokens,
+    native_rps,
+    read,
+)
 
 NO_ATTENTION = PrefillModel(tokens_per_s=1000.0, attention_tokens=1e12)
 ROUND = EngineModel(NO_ATTENTION, step_s=1.0, sequence_s=0.0, context_token_s=0.001)
 KEYS = (
     "policy hit_share ideal_share ttft_p50_s ttft_p90_s ttft_p99_s tpot_p90_ms throughput_rps "
-    "imbalance"
+    "prompt_tokens_per_s imbalance ttft_p90_under_4k_s ttft_p90_4k_16k_s ttft_p90_16k_48k_s "
+    "ttft_p90_over_48k_s"
 ).split()
 
 
@@ -249,7 +261,7 @@ def test_a_trace_too_short_for_a_saturation_asks_for_a_speed(tmp_path: Path) -> 
     path = tmp_path / "short.jsonl"
     path.write_text(line(0, [1]) + line(10, [1]))
     result = CliRunner().invoke(app, ["replay", str(path)])
-    assert "2 requests are too few to find the saturation; give --speed" in result.stderr
+    assert "2 requests are too few to find the saturation; give --rate or --speed" in result.stderr
     assert CliRunner().invoke(app, ["replay", str(path), "--speed", "1"]).exit_code == 0
 
 
@@ -278,6 +290,10 @@ def test_the_command_prints_a_table_for_people(trace: Path) -> None:
     [
         (["--policy", "best"], "known are"),
         (["--load", "0.5", "--speed", "2"], "exclude each other"),
+        (["--rate", "5", "--speed", "2"], "exclude each other"),
+        (["--closed-loop", "--load", "0.5"], "give --rate or --speed"),
+        (["--slow", "half"], "expected SHARE:SPEED, such as 0.5:0.8"),
+        (["--slow", "2:0.5"], "expected SHARE:SPEED, such as 0.5:0.8"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(trace: Path, options: list[str], message: str) -> None:
@@ -294,3 +310,106 @@ def test_a_log_of_several_models_is_replayed_one_model_at_a_time(tmp_path: Path)
     assert [len(read(path, limit=None, seed=0, model=model)) for model in "ab"] == [3, 2]
     with pytest.raises(TraceError, match="holds 0 requests of c"):
         read(path, limit=None, seed=0, model="c")
+
+
+def test_a_replica_reports_what_waits_what_runs_and_the_tokens_to_compute() -> None:
+    replica = Replica(ROUND, 20)
+    replica.arrive(request(0, list(range(1, 19)), 2), 0.0)  # 19 blocks: all but one
+    replica.arrive(request(1, [1, 2], rest=88), 0.1)
+    load, pending_tokens = replica.report()
+    assert (load.running, load.waiting, load.used_blocks) == (1, 1, 19)
+    assert pending_tokens == 18 * BLOCK_TOKENS + 1 + 88
+    replica.end_step()
+    assert replica.report().pending_tokens == 18 * BLOCK_TOKENS + 1 - ROUND.chunk_tokens + 88
+
+
+@pytest.mark.parametrize("policy", ["kvroute", "llm-d"])
+def test_routers_that_hear_nothing_of_each_other_go_by_reports(policy: str) -> None:
+    """The second router's requests find out what the first one has done."""
+    long = [request(2 * i, [], rest=100_000, at_s=0.01 * i) for i in range(7)]
+    late = [request(2 * i + 1, [], rest=100, at_s=3.0 + 0.01 * i) for i in range(7)]
+    cluster = Cluster(8, 400_000, routers=2, share_delay_s=float("inf"))
+    requests = sorted(long + late, key=lambda each: each.index)
+    outcome = simulate(requests, cluster, policy)
+    assert outcome.finished_s[1] - 3.0 < 0.1
+
+
+def test_a_slow_replica_takes_longer_and_routers_notice() -> None:
+    assert Cluster(4, 80_000, slow_share=0.5, slow_speed=0.5).speeds == [1.0, 0.5, 1.0, 0.5]
+    requests = [request(i, [], rest=8000, at_s=0.2 * i) for i in range(60)]
+
+    def prefills(slow_share: float) -> list[float]:
+        cluster = Cluster(2, 400_000, slow_share=slow_share, slow_speed=0.25)
+        return simulate(requests, cluster, "kvroute").prefill_s
+
+    alone_s = Cluster(2, 400_000).engine.prefill.seconds(0, 8000)
+    assert sum(prefills(1.0)) == pytest.approx(60 * 4 * alone_s)
+    fast_s, slow_s = prefills(0.5)
+    assert slow_s / 4 < 0.7 * fast_s  # fewer requests
+
+
+def test_tokens_per_second_are_those_of_prompts_answered_while_requests_come() -> None:
+    requests = [
+        request(0, [], rest=1000),
+        request(1, [], rest=999_999, at_s=0.5),  # takes many times the rest
+        request(2, [], rest=2000, at_s=10.0),
+    ]
+    outcome = simulate(requests, Cluster(1, 2_000_000), "kvroute")
+    summary = summarise("kvroute", requests, outcome)
+    assert summary.prompt_tokens_per_s == pytest.approx(1000 / 10)
+    assert summary.throughput_rps == pytest.approx(1 / 10)
+
+
+def test_first_tokens_are_timed_by_prompt_size() -> None:
+    sizes = [3999, 4000, 16_000, 48_000]
+    requests = [request(i, [], rest=size, at_s=60.0 * i) for i, size in enumerate(sizes)]
+    summary = summarise("x", requests, simulate(requests, Cluster(1, 400_000), "kvroute"))
+    model = Cluster(1, 1).engine
+    waits_s = [
+        summary.ttft_p90_under_4k_s,
+        summary.ttft_p90_4k_16k_s,
+        summary.ttft_p90_16k_48k_s,
+        summary.ttft_p90_over_48k_s,
+    ]
+    assert waits_s == pytest.approx([model.alone_s(0, size, 1) for size in sizes])
+
+
+def test_the_saturation_is_not_raised_by_delaying_long_prompts() -> None:
+    """Requests a second are the tokens a second that are served, over a request's mean tokens."""
+    requests = [
+        request(i, [], rest=60_000 if i % 10 == 0 else 1000, at_s=0.01 * i) for i in range(400)
+    ]
+    cluster = Cluster(2, 400_000)
+    with Progress(disable=True) as progress:
+        found = saturation_rps(requests, cluster, seed=0, progress=progress)
+        fast = at_speed(requests, 2 * found / native_rps(requests))
+        (run,) = compare(["dynamo-wspt"], fast, cluster, seed=0, progress=progress)
+    mean_tokens = sum(each.input_tokens for each in requests) / len(requests)
+    bound_rps = 2 / (0.1 * model_s(60_000) + 0.9 * model_s(1000))
+    assert 0.7 * bound_rps < found <= bound_rps
+    assert run.summary.prompt_tokens_per_s / mean_tokens < 1.1 * found
+
+
+def model_s(tokens: int) -> float:
+    return Cluster(1, 1).engine.prefill.seconds(0, tokens)
+
+
+def test_policies_compared_in_processes_have_the_same_results() -> None:
+    def summaries(jobs: int) -> list[Summary]:
+        with Progress(disable=True) as progress:
+            runs = compare(
+                ["random", "kvroute"],
+                conversations(20),
+                Cluster(2, 80_000),
+                seed=3,
+                progress=progress,
+                jobs=jobs,
+            )
+        return [run.summary for run in runs]
+
+    assert summaries(2) == summaries(1)
+
+
+def test_a_rate_is_requests_a_second(trace: Path) -> None:
+    result = CliRunner().invoke(app, ["replay", str(trace), "--rate", "12.5", "--limit", "50"])
+    assert "arrivals: 12.50 requests/s" in result.stderr

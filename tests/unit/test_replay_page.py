@@ -97,10 +97,12 @@ def test_the_page_asks_for_nothing_else(document: str) -> None:
 
 def test_the_table_has_each_policy_with_its_figures(document: str, runs: list[Run]) -> None:
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', document)
-    assert [policy for policy, _ in rows] == NAMES
-    for (_, cells), run in zip(rows, runs, strict=True):
+    assert [policy for policy, _ in rows] == NAMES + NAMES
+    for (_, cells), (_, more), run in zip(rows[:3], rows[3:], runs, strict=True):
         assert f"<td>{run.summary.hit_share:.3f}</td>" in cells
         assert f"<td>{run.summary.ttft_p90_s:.2f}</td>" in cells
+        assert f"<td>{run.summary.ttft_p90_under_4k_s:.2f}</td>" in more
+        assert more.endswith("<td>-</td>")  # no prompt is longer than 48k tokens
 
 
 def test_every_plot_has_units_a_legend_and_one_sentence(document: str, shown: list[Plot]) -> None:

@@ -306,7 +306,7 @@ class Dispatcher:
                 context = replace(context, wait=turn.wait)
                 if turn.wait.reason != "none":
                     continue  # what replicas have cached has changed
-            request = replace(request, order_s=turn.at_s - now_s)
+            request = replace(request, order_s=turn.at_s - now_s, waited_s=turn.missed_s)
             try:
                 return await self._try(request, context, placement, losses)
             except RefusedError:

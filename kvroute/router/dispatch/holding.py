@@ -46,6 +46,11 @@ class Turn:
     at_s: float
     wait: Wait = NO_WAIT
 
+    @property
+    def missed_s(self) -> float:
+        """For how long it has missed a replica; batch requests want none of their own."""
+        return 0.0 if self.wait.priority == "batch" else self.wait.waited_s
+
 
 class Wake(RequestObserver):
     """Says when replicas may have room again."""

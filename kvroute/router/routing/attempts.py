@@ -17,6 +17,8 @@ from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
 from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
 
+MUCH = 0.25  # of a prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -43,6 +45,13 @@ class Placement:
     def known_prefix(self) -> tuple[Fingerprint, ...]:
         """The longest part of the prompt that some replica has."""
         return self.chain[: self.best_hit_blocks]
+
+    @property
+    def home(self) -> str:
+        """A replica that has the longest part of the prompt, if that is much of it; else empty."""
+        if self.reusable_tokens < MUCH * self.prompt_tokens:
+            return ""
+        return max(self.ranking, key=lambda candidate: candidate.hit_blocks).replica_id
 
     @property
     def reusable_tokens(self) -> int:

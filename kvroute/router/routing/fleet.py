@@ -34,6 +34,7 @@ from kvroute.router.routing.load import (
 )
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate, rank
+from kvroute.router.routing.queue import Room
 
 EVERYBODY = Scope()
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
@@ -134,6 +135,16 @@ class Fleet:
         """Seconds of prefill queued or running on each."""
         loads = [self._load(replica_id) for replica_id in replica_ids]
         return [load.backlog_s(load.speed.slowness, now_s) for load in loads]
+
+    def rooms(self, replica_ids: Sequence[str], now_s: float) -> list[Room]:
+        """What each can take, as far as is known."""
+        rooms = []
+        for replica_id in replica_ids:
+            load, capacity = self._load(replica_id), self._capacity_tokens(replica_id)
+            free_share = 1.0 - load.tokens / capacity if capacity else 1.0
+            backlog_s = load.backlog_s(load.speed.slowness, now_s)
+            rooms.append(Room(replica_id, backlog_s, free_share))
+        return rooms
 
     def prefill_s(self, replica_id: str, tokens: int) -> float:
         """Seconds to compute a prompt of `tokens` tokens there, on an idle replica."""
@@ -401,6 +412,11 @@ class Fleet:
         if not self._caches(replica_id):
             return 0
         return self._records[replica_id].facts.capacity_blocks
+
+    def _capacity_tokens(self, replica_id: str) -> int:
+        """The KV cache's size; 0: the replica is unknown."""
+        record = self._records.get(replica_id)
+        return record.facts.capacity_blocks * record.facts.block_size if record else 0
 
     def _caches(self, replica_id: str) -> bool:
         record = self._records.get(replica_id)

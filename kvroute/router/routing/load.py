@@ -36,6 +36,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
     decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
     # Derived from the requests and updated with each one, since every decision reads them all.
     pending_tokens: int = 0
+    prompt_tokens: int = 0  # of requests without a first token
     decoding_tokens: int = 0
     decode_step_s: float = 0.0  # what the requests decoding there add to each step
     recent_tokens: float = 0.0  # as of recent_at_s
@@ -55,6 +56,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
             self.loras.use(sent.lora)
             self.loras_sent[0].append(sent.lora)
         self.pending_tokens += sent.new_tokens
+        self.prompt_tokens += sent.prompt_tokens
         self.recent_tokens = self.recent(sent.sent_s) + sent.new_tokens
         self.recent_at_s = sent.sent_s
         self.mean_prefill_s += MEAN_SHARE * (sent.prefill_s - self.mean_prefill_s)
@@ -83,6 +85,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
             return
         self.served(request_id, now_s, teaches=not sent.loads_lora)
         self.pending_tokens -= sent.new_tokens
+        self.prompt_tokens -= sent.prompt_tokens
         self.prefilled_s += sent.prefill_s
         self._count_decoding(request_id, sent.prompt_tokens)
 
@@ -90,7 +93,13 @@ class ReplicaLoad(PrefillQueue[Sent]):
         """Answered, failed or cancelled: the replica no longer works on it."""
         if sent := self.leave(request_id):
             self.pending_tokens -= sent.new_tokens
+            self.prompt_tokens -= sent.prompt_tokens
         self._count_decoding(request_id, 0)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all its requests, for which the KV cache needs room."""
+        return self.prompt_tokens + self.decoding_tokens
 
     @property
     def is_busy(self) -> bool:

@@ -2,32 +2,39 @@
 
 Arithmetic: no clocks, no sockets. Times are of a monotonic clock, in seconds.
 
-    turn = begin + priority + min(20 x prefill, 150 s)
+    turn = arrival + priority + min(40 x prefill, 150 s)
 
-The least turn goes first. `begin` is the arrival; where there are tenants, it is later for those
-that have more than their share (start-time fair queueing). So short prompts pass long ones, and no
-prompt is passed for ever. A bound of the bonus keeps long prompts from waiting for all short ones.
+The least turn goes first. So short prompts pass long ones, and none is passed for ever. The bound
+keeps the longest prompts from waiting for all others.
 
-Each router tells the others the turns of its first requests. It sends a request only if fewer
-requests with an earlier turn wait elsewhere than replicas have room. Routers that disagree about
-the replicas do not wait for each other longer than PATIENCE_S.
+Some requests only *fill* what others leave: those of batch jobs, and those of a tenant that had
+more than its share of the fleet's time lately. They go to replicas that are nearly idle and have
+memory to spare, while nothing else waits. After BATCH_S they are like all others.
+
+Each router tells the others the turns of its first requests. It sends one only if fewer requests
+with an earlier turn wait elsewhere than replicas have room. Routers that disagree about the
+replicas do not wait for each other longer than PATIENCE_S.
 """
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvroute.contract.messages import Waiting
 
 HOLD_S = 2.0  # of prefill on every replica: further requests wait in the router
-FILL_S = 0.25  # the same for batch requests, which fill what others leave
+FILL_S = 0.25  # of prefill on a replica: nothing more of what fills goes there
+SPARE_SHARE = 0.5  # of its KV cache, that it leaves to others
 SECONDS_A_SECOND = 40.0  # by which a second of prefill delays a turn
 MOST_DELAY_S = 150.0  # by which a long prompt delays its turn
-BATCH_S = 300.0  # after so long, a batch request is one like others that came first
+BATCH_S = 300.0  # after so long, what fills is like what came first
+LOOKED_AT = 64  # of the first that fill, for one whose prompt is cached where there is room
+SHARE_S = 30.0  # time constant of what tenants had lately
+LEEWAY = 1.5  # equal shares that a tenant can have before it only fills
+FORGOTTEN_S = 1e-3  # of prefill: so little of a tenant's is forgotten
 AGAIN_S = 0.9  # the others are told again, as one may be new
 PATIENCE_S = 0.1  # for another router to send the request whose turn it is
 WAKE_S = 0.02  # between two looks at the replicas while requests wait
@@ -45,10 +52,19 @@ class Held(Generic[R]):
     prefill_s: float  # predicted, of what no replica has cached
     priority_s: float = 0.0  # by which its turn is later
     is_batch: bool = False  # it fills what others leave
-    tenant: str = ""  # empty: it shares with nobody
+    tenant: str = ""
+    home: str = ""  # the replica that has most of its prompt cached; empty: none has much
     turn_s: float = 0.0  # set by the queue
-    begin_s: float = 0.0  # the same
-    cost_s: float = 0.0  # the same: what its tenant pays for it
+    has_aged: bool = False  # the same: it fills no longer
+    among: Sequence[str] = ()  # the same: the replicas that it may go to; empty: all
+
+
+class Room(NamedTuple):
+    """What a replica can take."""
+
+    replica_id: str
+    backlog_s: float  # seconds of prefill pending
+    free_share: float = 1.0  # of its KV cache, without what its requests need
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +86,16 @@ class _Line(Generic[R]):
 
     def __init__(self) -> None:
         self.held: list[Held[R]] = []
-        self._shares = FairShares()
 
-    def add(self, held: Held[R], capacity: float) -> None:
-        held.begin_s = self._shares.begin_s(held, capacity)
-        held.turn_s = held.begin_s + held.priority_s + delay_s(held.prefill_s)
+    def add(self, held: Held[R]) -> None:
         insort(self.held, held, key=_turn)
 
-    def send_first(self) -> Held[R]:
-        held = self.held.pop(0)
-        self._shares.sent(held)
-        return held
-
     def remove(self, held: Held[R]) -> bool:
-        """It is not sent. False: it is not here."""
+        """False: it is not here."""
         at = bisect_left(self.held, held.turn_s, key=_turn)
         while at < len(self.held) and self.held[at].turn_s == held.turn_s:
             if self.held[at] is held:
                 del self.held[at]
-                self._shares.gone(held)
                 return True
             at += 1
         return False
@@ -98,63 +105,103 @@ class Queue(Generic[R]):
     """One router's waiting requests."""
 
     def __init__(self) -> None:
-        self._line = _Line[R]()
-        self._batch = _Line[R]()
         self.on_change: Callable[[], object] = lambda: None
+        self._line = _Line[R]()
+        self._filling = _Line[R]()
+        self._shares = Shares()
         self._others: dict[str, Waiting] = {}  # by router; their turns on our clock
         self._has_changed = False  # since the others were told
         self._told_s = -math.inf
         self._since_s = math.inf  # when replicas had room first while another router's turn it was
 
     def __len__(self) -> int:
-        return len(self._line.held) + len(self._batch.held)
+        return len(self._line.held) + len(self._filling.held)
 
     def __iter__(self) -> Iterator[Held[R]]:
         yield from self._line.held
-        yield from self._batch.held
+        yield from self._filling.held
 
-    def is_free(self, backlogs_s: Sequence[float], *, is_batch: bool = False) -> bool:
-        """Whether a new request need not wait: some replica has room, and nobody is before it."""
-        room_s = FILL_S if is_batch else HOLD_S
-        if self._line.held or self._others or (is_batch and self._batch.held):
-            return False
-        return min(backlogs_s, default=0.0) < room_s
+    def is_free(self, held: Held[R], backlog_s: float) -> bool:
+        """Whether a new request need not wait: a replica has room, and nobody is before it.
 
-    def add(self, held: Held[R], *, replicas: int) -> None:
-        """It waits from now on. replicas: that take requests."""
-        line = self._batch if held.is_batch else self._line
-        line.add(held, max(1, replicas) / (1 + len(self._others)))
+        backlog_s: the least of any replica.
+        """
+        return not (self._line.held or self._others or backlog_s >= HOLD_S or self._fills(held))
+
+    def add(self, held: Held[R]) -> None:
+        """It waits from now on."""
+        held.turn_s = held.arrived_s + held.priority_s + delay_s(held.prefill_s)
+        (self._filling if self._fills(held) else self._line).add(held)
         self._changed()
 
     def remove(self, held: Held[R]) -> bool:
         """It no longer waits, and was not sent; False: it did not wait."""
         self._changed()
-        return self._line.remove(held) or self._batch.remove(held)
+        return self._line.remove(held) or self._filling.remove(held)
 
-    def due(self, backlogs_s: Sequence[float], now_s: float) -> Held[R] | None:
+    def sent(self, held: Held[R], now_s: float) -> None:
+        """It goes to a replica, whether it has waited or not."""
+        self._shares.use(held.tenant, held.prefill_s, now_s)
+
+    def due(self, rooms: Sequence[Room], now_s: float) -> Held[R] | None:
         """The request that goes to a replica now; it no longer waits. None: none does yet.
 
-        backlogs_s: seconds of prefill pending on each replica that takes requests.
+        rooms: of the replicas that take requests.
         """
-        line = self._line if self._line.held else self._batch
-        if not line.held or not self._is_turn(line, backlogs_s, now_s):
-            return None
-        self._since_s = math.inf
-        self._changed()
-        return line.send_first()
+        self._reconsider(now_s)
+        if self._line.held:
+            held = self._line.held[0] if self._is_turn(rooms, now_s) else None
+        else:
+            held = self._filler(rooms)
+        if held is not None:
+            self.remove(held)
+            self._since_s = math.inf
+        return held
 
-    def _is_turn(self, line: _Line[R], backlogs_s: Sequence[float], now_s: float) -> bool:
-        """Whether the first request of the line goes now."""
-        if line is self._batch:
-            return not self._others and min(backlogs_s, default=0.0) < FILL_S
-        room = sum(backlog_s < HOLD_S for backlog_s in backlogs_s)
+    def _reconsider(self, now_s: float) -> None:
+        """The first ones wait in the other line, if what their tenants had has changed since."""
+        while self._line.held and self._fills(self._line.held[0]):
+            self._filling.add(self._line.held.pop(0))
+        while self._filling.held:
+            held = self._filling.held[0]
+            held.has_aged = now_s > held.turn_s + BATCH_S
+            if self._fills(held):
+                break
+            self._line.add(self._filling.held.pop(0))
+
+    def _fills(self, held: Held[R]) -> bool:
+        """Whether it waits for what others leave."""
+        if held.has_aged:
+            return False
+        return held.is_batch or self._shares.are_exceeded(held.tenant)
+
+    def _is_turn(self, rooms: Sequence[Room], now_s: float) -> bool:
+        """Whether the first request goes now."""
+        room = sum(each.backlog_s < HOLD_S for each in rooms)
         if not room:
             self._since_s = math.inf
             return False
-        if self._before(line.held[0].turn_s) < room:
+        if self._before(self._line.held[0].turn_s) < room:
             return True
         self._since_s = min(self._since_s, now_s)
         return now_s - self._since_s > PATIENCE_S
+
+    def _filler(self, rooms: Sequence[Room]) -> Held[R] | None:
+        """The first request that fills, and whose prompt is cached on an idle replica or on none;
+        without such a one, the first. The idle replicas are noted in it."""
+        if not self._filling.held or self._others:
+            return None
+        idle = [
+            each.replica_id
+            for each in rooms
+            if each.backlog_s < FILL_S and each.free_share > SPARE_SHARE
+        ]
+        if not idle:
+            return None
+        first = self._filling.held[:LOOKED_AT]
+        held = next((each for each in first if not each.home or each.home in idle), first[0])
+        held.among = idle
+        return held
 
     def _changed(self) -> None:
         self._has_changed = True
@@ -174,13 +221,13 @@ class Queue(Generic[R]):
         turn_s = held.turn_s or held.arrived_s + held.priority_s + delay_s(held.prefill_s)
         ahead_s = sum(other.prefill_s for other in self._line.held if other.turn_s < turn_s)
         ahead_s += sum(_work_s(waiting, turn_s) for waiting in self._others.values())
-        if held.is_batch:
-            ahead_s += sum(other.prefill_s for other in self._batch.held if other.turn_s < turn_s)
+        if self._fills(held):
+            ahead_s += sum(other.prefill_s for other in self._filling.held if other.turn_s < turn_s)
         return waiting_s(ahead_s, turn_s - now_s, arriving, replicas)
 
     def state(self, now_s: float) -> dict[str, QueueState]:
-        """By class: default and batch. Another thread may ask."""
-        lines = {"default": [*self._line.held], "batch": [*self._batch.held]}
+        """By class: default and those that fill. Another thread may ask."""
+        lines = {"default": [*self._line.held], "filling": [*self._filling.held]}
         return {name: _state(held, now_s) for name, held in lines.items()}
 
     # The other routers.
@@ -220,45 +267,32 @@ class Queue(Generic[R]):
         self._others.pop(router, None)
 
 
-class FairShares:
-    """Start-time fair queueing over tenants, in seconds of prefill, so that what is cached costs
-    nothing. A request begins when the last one of its tenant would have ended with a share of the
-    fleet, and not before the latest begin of those that were sent."""
+class Shares:
+    """How much of the fleet's time each tenant had lately, in seconds of prefill: what is cached
+    costs nothing."""
 
     def __init__(self) -> None:
-        self._ends_s: dict[str, float] = {}  # by tenant
-        self._waiting = Counter[str]()  # by tenant; others have no entry
-        self._now_s = -math.inf  # the latest begin of those that were sent
+        self._used_s: dict[str, float] = {}  # by tenant, as of _at_s
+        self._at_s = 0.0
 
-    def begin_s(self, held: Held[R], capacity: float) -> float:
-        """capacity: replicas. A tenant that shares with nobody is served as its requests come."""
-        tenant = held.tenant
-        is_alone = not self._waiting.keys() - {tenant}
-        ends_s = self._ends_s.get(tenant, -math.inf)
-        begin_s = held.arrived_s if is_alone else max(self._now_s, ends_s)
-        if begin_s == -math.inf:
-            begin_s = held.arrived_s
-        self._waiting[tenant] += 1
-        held.cost_s = held.prefill_s * len(self._waiting) / capacity
-        self._ends_s[tenant] = max(begin_s, ends_s) + held.cost_s
-        return begin_s
+    def use(self, tenant: str, prefill_s: float, now_s: float) -> None:
+        self._decay(now_s)
+        self._used_s[tenant] = self._used_s.get(tenant, 0.0) + prefill_s
 
-    def sent(self, held: Held[R]) -> None:
-        self._now_s = max(self._now_s, held.begin_s)
-        self._leave(held.tenant)
+    def are_exceeded(self, tenant: str) -> bool:
+        """Whether the tenant had clearly more than its equal share. One alone has no share."""
+        used_s = self._used_s.get(tenant, 0.0)
+        equal_s = sum(self._used_s.values()) / max(1, len(self._used_s))
+        return len(self._used_s) > 1 and used_s > LEEWAY * equal_s
 
-    def gone(self, held: Held[R]) -> None:
-        """It was not sent, so it cost nothing."""
-        self._ends_s[held.tenant] -= held.cost_s
-        self._leave(held.tenant)
-
-    def _leave(self, tenant: str) -> None:
-        self._waiting[tenant] -= 1
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
-        if not self._waiting:  # nobody competes any more
-            self._ends_s.clear()
-            self._now_s = -math.inf
+    def _decay(self, now_s: float) -> None:
+        """Once a second is enough."""
+        if now_s - self._at_s < 1.0:
+            return
+        keep = math.exp((self._at_s - now_s) / SHARE_S)
+        used_s = {tenant: keep * used_s for tenant, used_s in self._used_s.items()}
+        self._used_s = {tenant: used for tenant, used in used_s.items() if used > FORGOTTEN_S}
+        self._at_s = now_s
 
 
 def waiting_s(ahead_s: float, lead_s: float, arriving: float, replicas: int) -> float:

@@ -1,0 +1,27 @@
+"""How fast requests arrive, as a user says it.
+
+Separate from the replay itself, so that the command line starts fast.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """At most one of the three is given; none: the trace's own speed."""
+
+    load: float | None = None  # share of saturation
+    speed: float | None = None  # multiple of the trace's own
+    rate: float | None = None  # requests a second; in a closed loop, sessions started
+    is_closed_loop: bool = False
+
+    @property
+    def unit(self) -> str:
+        return "sessions" if self.is_closed_loop else "requests"
+
+    def __str__(self) -> str:
+        if self.load:
+            return f"{self.load:.0%} of saturation"
+        if self.rate:
+            return f"{self.rate:g} {self.unit}/s"
+        return f"{self.speed or 1:g} times its own speed"

@@ -1,0 +1,305 @@
+"""Other routers' policies, written from their sources; those of Dynamo are in dynamo.py."""
+
+import math
+import random
+from bisect import bisect
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.messages import Message
+from kvroute.replay.protocol import Report, Sending, Setup
+from kvroute.replay.trace import Request
+from kvroute.router.routing.baselines import RANKINGS
+from kvroute.router.routing.mirror import Mirror
+from kvroute.router.routing.policy import Candidate
+
+
+class Counting:
+    """A policy that counts its own requests and nothing else."""
+
+    report_s = math.inf
+    report_age_s = 0.0
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        self.replicas = range(setup.replicas)
+        self.setup = setup
+        self.rng = rng
+        self.active = [0] * setup.replicas  # requests not answered yet
+        self.queued = [0] * setup.replicas  # requests without a first token
+        self.at: dict[int, int] = {}  # request -> replica
+        self._arrived: list[Request] = []
+
+    def pick(self, request: Request) -> int:
+        """The replica for this request."""
+        raise NotImplementedError
+
+    def arrived(self, request: Request, now_s: float) -> None:
+        self._arrived.append(request)
+
+    def sends(self, now_s: float) -> Iterable[Sending]:
+        arrived, self._arrived = self._arrived, []
+        return [Sending(request, self.choose(request)) for request in arrived]
+
+    def wakes_s(self) -> float | None:
+        return None
+
+    def choose(self, request: Request) -> int:
+        replica = self.pick(request)
+        self.at[request.index] = replica
+        self.active[replica] += 1
+        self.queued[replica] += 1
+        self.sent(request, replica)
+        return replica
+
+    def sent(self, request: Request, replica: int) -> None: ...
+
+    def first_token(self, request: Request, now_s: float) -> None:
+        self.queued[self.at[request.index]] -= 1
+
+    def finished(self, request: Request) -> None:
+        self.active[self.at.pop(request.index)] -= 1
+
+    def index_changed(
+        self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
+    ) -> None: ...
+
+    def reported(self, reports: Sequence[Report], now_s: float) -> None: ...
+
+    def take_message(self, now_s: float) -> Message | None:
+        return None
+
+    def receive(self, message: Message, now_s: float) -> None: ...
+
+    def least(self, cost: Sequence[float], among: Sequence[int] | None = None) -> int:
+        """The replica with the least cost; ties are broken at random."""
+        return min(among or self.replicas, key=lambda replica: (cost[replica], self.rng.random()))
+
+
+class Baseline(Counting):
+    """A baseline policy that `--policy` also offers for a live router."""
+
+    def __init__(self, name: str, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        self._rank = RANKINGS[name]()
+
+    def pick(self, request: Request) -> int:
+        candidates = [
+            Candidate(f"{replica:05}", 0, 0.0, 0.0, unanswered=active)
+            for replica, active in enumerate(self.active)
+        ]
+        return int(self._rank(candidates, forks=0.0, rng=self.rng)[0].replica_id)
+
+
+class ConsistentHash(Counting):
+    """A ring with 100 points per replica.
+
+    A trace has no sessions, so the first two blocks are the key: all prompts may share one block.
+    """
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        points = random.Random(0)  # every router has the same ring
+        self.ring = sorted(
+            (points.random(), replica) for replica in self.replicas for _ in [0] * 100
+        )
+
+    def pick(self, request: Request) -> int:
+        key = random.Random(str(request.blocks[:2])).random()
+        return self.ring[bisect(self.ring, (key,)) % len(self.ring)][1]
+
+
+class RayPrefix(Counting):
+    """Ray Serve's PrefixCacheAffinityRouter, with its defaults: no load threshold, match >= 10%.
+
+    From ray 2.60, ray/llm/_internal/serve/routing_policies/prefix_aware. It remembers where it sent
+    each block. It picks the shortest queue among the longest matches; without a match, among the
+    replicas that received least text.
+    """
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        self.tree: dict[Fingerprint, int] = {}  # block -> bits of the replicas it was sent to
+        self.sizes = [0] * setup.replicas
+
+    def pick(self, request: Request) -> int:
+        known = list(takewhile(self.tree.__contains__, request.blocks))
+        if len(known) * request.block_tokens >= 0.1 * request.input_tokens and known:
+            holders = [r for r in self.replicas if self.tree[known[-1]] >> r & 1]
+            return self.least(self.active, holders)
+        smallest = min(self.sizes)
+        return self.least(self.active, [r for r in self.replicas if self.sizes[r] == smallest])
+
+    def sent(self, request: Request, replica: int) -> None:
+        for block in request.blocks:
+            bits = self.tree.get(block, 0)
+            self.sizes[replica] += not bits >> replica & 1
+            self.tree[block] = bits | 1 << replica
+
+
+class SGLang(Counting):
+    """SGLang's cache_aware: least load if out of balance, else the longest match above 30%.
+
+    From sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs; thresholds are the
+    defaults of RouterArgs. It remembers where it sent each block, without eviction: its tree has
+    room for more than a trace.
+    """
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        self.tree: dict[Fingerprint, int] = {}  # block -> the replica it was last sent to
+
+    def pick(self, request: Request) -> int:
+        most, fewest = max(self.active), min(self.active)
+        if most - fewest > 64 and most > 1.5 * fewest:
+            return self.least(self.active)
+        known = list(takewhile(self.tree.__contains__, request.blocks))
+        if len(known) * request.block_tokens > 0.3 * request.input_tokens:
+            return self.tree[known[-1]]
+        return self.least(self.active)
+
+    def sent(self, request: Request, replica: int) -> None:
+        self.tree.update(dict.fromkeys(request.blocks, replica))
+
+
+class Indexed(Counting):
+    """A policy that also follows the index."""
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        self.mirror = Mirror()
+        for replica in self.replicas:
+            self.mirror.join(str(replica))
+
+    def hits(self, request: Request) -> list[int]:
+        """How many leading blocks of the prompt each replica holds."""
+        hits = self.mirror.hits(request.reusable)
+        return [hits.get(str(replica), 0) for replica in self.replicas]
+
+    def index_changed(
+        self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
+    ) -> None:
+        self.mirror.remove(str(replica), removed)
+        self.mirror.add(str(replica), added)
+
+
+class Prefilling(Indexed):
+    """Least cost, by the prompt tokens to compute on each replica."""
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        self.prefill_tokens = [0] * setup.replicas
+        self.new_tokens: dict[int, int] = {}  # request -> prompt tokens to compute
+
+    def missing_tokens(self, request: Request) -> list[int]:
+        """How many tokens of the prompt each replica lacks."""
+        return [request.input_tokens - hit * request.block_tokens for hit in self.hits(request)]
+
+    def pick(self, request: Request) -> int:
+        missing = self.missing_tokens(request)
+        replica = self.least(self.cost(request, missing))
+        self.new_tokens[request.index] = missing[replica]
+        return replica
+
+    def cost(self, request: Request, missing: Sequence[int]) -> list[float]:
+        """Of sending it to each replica, which lacks so many tokens of the prompt."""
+        raise NotImplementedError
+
+    def sent(self, request: Request, replica: int) -> None:
+        self.prefill_tokens[replica] += self.new_tokens[request.index]
+
+    def first_token(self, request: Request, now_s: float) -> None:
+        super().first_token(request, now_s)
+        self.prefill_tokens[self.at[request.index]] -= self.new_tokens.pop(request.index)
+
+
+class LMetric(Prefilling):
+    """Prompt tokens to compute there, this prompt's included, times requests there, this one too.
+
+    From "LMetric: Simple is Better - Multiplication May Be All You Need for LLM Request
+    Scheduling", arXiv 2603.15202. In its favour, prompts also count as cached where they were sent.
+    """
+
+    def cost(self, request: Request, missing: Sequence[int]) -> list[float]:
+        return [(self.prefill_tokens[r] + missing[r]) * (self.active[r] + 1) for r in self.replicas]
+
+    def sent(self, request: Request, replica: int) -> None:
+        super().sent(request, replica)
+        self.mirror.expect(str(replica), request.blocks)
+
+    def finished(self, request: Request) -> None:
+        self.mirror.unexpect(str(self.at[request.index]), request.blocks)
+        super().finished(request)
+
+
+class LlmD(Indexed):
+    """llm-d's scorers: 2 x cached share of the prompt + free KV share + shortness of the queue.
+
+    From llm-d/llm-d-inference-scheduler: weights in
+    deploy/config/epp-precise-prefix-cache-config.yaml, which leaves speculative indexing at its
+    default, off; the queue's scale in queuedepth/README.md. It scrapes queues and KV use from vLLM,
+    every 50 ms by default (refreshMetricsInterval). A single router's own counters replace that
+    here, minus the one request that no longer waits: they are never late.
+    """
+
+    report_s = 0.05
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        self.kv_tokens = [0] * setup.replicas
+        self.scraped: list[tuple[int, float]] | None = None  # of each replica: waiting, KV in use
+
+    def pick(self, request: Request) -> int:
+        blocks = max(1, len(request.reusable))
+        hits = self.hits(request)
+        waiting, kv_use = zip(*(self.scraped or self.counted()), strict=True)
+        longest, spread = max(waiting), max(waiting) - min(waiting)
+        cost = [
+            -2.0 * hits[r] / blocks
+            - (1.0 - kv_use[r])
+            - ((longest - waiting[r]) / spread if spread else 1.0)
+            for r in self.replicas
+        ]
+        return self.least(cost)
+
+    def counted(self) -> list[tuple[int, float]]:
+        """What a scrape would show now if this router were the only one."""
+        return [
+            (max(0, queued - 1), min(1.0, tokens / self.setup.kv_tokens))
+            for queued, tokens in zip(self.queued, self.kv_tokens, strict=True)
+        ]
+
+    def reported(self, reports: Sequence[Report], now_s: float) -> None:
+        capacity = self.setup.capacity_blocks
+        self.scraped = [(load.waiting, load.used_blocks / capacity) for load, _ in reports]
+
+    def sent(self, request: Request, replica: int) -> None:
+        self.kv_tokens[replica] += request.input_tokens
+
+    def finished(self, request: Request) -> None:
+        self.kv_tokens[self.at[request.index]] -= request.input_tokens
+        super().finished(request)
+
+
+class LlmDSpeculative(LlmD):
+    """llm-d with speculative indexing: a prompt's blocks count as cached where it was sent, for the
+    default of 2 s, as in preciseprefixcache/README.md."""
+
+    EXPECTED_S = 2.0
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        self.expected = deque[tuple[float, int, Request]]()  # since when, on which replica
+
+    def sends(self, now_s: float) -> Iterable[Sending]:
+        while self.expected and self.expected[0][0] <= now_s - self.EXPECTED_S:
+            _, replica, request = self.expected.popleft()
+            self.mirror.unexpect(str(replica), request.blocks)
+        sendings = list(super().sends(now_s))
+        self.expected += ((now_s, replica, request) for request, replica, _ in sendings)
+        return sendings
+
+    def sent(self, request: Request, replica: int) -> None:
+        super().sent(request, replica)
+        self.mirror.expect(str(replica), request.blocks)

@@ -1,0 +1,127 @@
+"""Other routers' policies decide as their sources say."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.records import Load
+from kvroute.contract.speed import PrefillModel
+from kvroute.replay.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
+from kvroute.replay.protocol import Policy, Report, Setup
+from kvroute.replay.rivals import LlmD, LlmDSpeculative, LMetric
+from kvroute.replay.trace import BLOCK_TOKENS, Request
+
+SETUP = Setup(2, 800_000, PrefillModel(25_000.0, 32_768.0), BLOCK_TOKENS, chunk_tokens=1000)
+BUSY_TOKENS = 16_001  # more than 16 steps of 1000
+
+
+def prompt(index: int, tokens: int, blocks: Sequence[int] = ()) -> Request:
+    return Request(index, 0.0, tokens, 1, tuple(Fingerprint(block) for block in blocks))
+
+
+def sent(policy: Policy, *requests: Request, now_s: float = 0.0) -> list[tuple[int, int]]:
+    """The index and the replica of each request that goes out when these have arrived."""
+    for request in requests:
+        policy.arrived(request, now_s)
+    return [(each.request.index, each.replica) for each in policy.sends(now_s)]
+
+
+def both_busy(policy: Policy) -> tuple[Request, Request]:
+    """Two requests that fill the two replicas."""
+    long = prompt(0, BUSY_TOKENS), prompt(1, BUSY_TOKENS)
+    assert sorted(replica for _, replica in sent(policy, *long)) == [0, 1]
+    return long
+
+
+def test_dynamo_holds_requests_while_every_replica_has_too_many_tokens_to_compute() -> None:
+    policy = Dynamo(SETUP, random.Random(0))
+    first, _ = both_busy(policy)
+    assert sent(policy, prompt(2, 9000), prompt(3, 10)) == []
+    free = policy.at[first.index]
+    policy.first_token(first, 1.0)
+    assert sent(policy, now_s=1.0) == [(2, free), (3, free)]
+
+
+def test_dynamo_sends_while_one_replica_is_at_the_threshold_exactly() -> None:
+    policy = Dynamo(SETUP, random.Random(0))
+    sent(policy, prompt(0, BUSY_TOKENS), prompt(1, BUSY_TOKENS - 1))
+    assert len(sent(policy, prompt(2, 10))) == 1
+    assert sent(policy, prompt(3, 10)) == []
+
+
+def test_cached_tokens_do_not_fill_dynamos_replicas() -> None:
+    policy = Dynamo(SETUP, random.Random(0))
+    chain = list(range(1, 33))
+    policy.index_changed(0, [Fingerprint(block) for block in chain], [])
+    policy.index_changed(1, [Fingerprint(block) for block in chain], [])
+    requests = [prompt(n, 32 * BLOCK_TOKENS + 1, chain) for n in range(6)]
+    assert len(sent(policy, *requests)) == 6
+
+
+def test_dynamos_wspt_lets_the_fewest_uncached_tokens_go_first() -> None:
+    policy = DynamoShortestFirst(SETUP, random.Random(0))
+    first, _ = both_busy(policy)
+    policy.index_changed(0, [Fingerprint(block) for block in range(1, 11)], [])
+    cached = prompt(4, 10 * BLOCK_TOKENS + 5, range(1, 11))
+    assert sent(policy, prompt(2, 900), prompt(3, 10), cached) == []
+    policy.first_token(first, 1.0)
+    assert [index for index, _ in sent(policy, now_s=1.0)] == [4, 3, 2]
+
+
+def test_dynamo_without_a_threshold_never_waits() -> None:
+    policy = DynamoWithoutQueue(SETUP, random.Random(0))
+    both_busy(policy)
+    assert len(sent(policy, prompt(2, 10))) == 1
+
+
+def test_lmetric_multiplies_tokens_to_compute_with_requests() -> None:
+    policy = LMetric(SETUP, random.Random(0))
+    policy.index_changed(0, [Fingerprint(block) for block in range(1, 5)], [])
+
+    def chosen(index: int) -> int:
+        return sent(policy, prompt(index, 4 * BLOCK_TOKENS + 500, range(1, 5)))[0][1]
+
+    assert chosen(0) == 0  # 500 x 1 against 2548 x 1
+    assert chosen(1) == 0  # 1000 x 2
+    assert chosen(2) == 1  # 1500 x 3
+
+
+def test_lmetric_expects_prompts_where_it_sent_them_until_they_are_answered() -> None:
+    policy = LMetric(SETUP, random.Random(0))
+    request = prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))
+    sent(policy, request)
+    assert sorted(policy.hits(request)) == [0, 4]
+    policy.first_token(request, 1.0)
+    policy.finished(request)
+    assert policy.hits(request) == [0, 0]
+
+
+def test_llm_d_spreads_equal_prompts_until_the_index_knows_them_and_speculation_does_not() -> None:
+    def homes(policy: Policy) -> set[int]:
+        chains = [prompt(n, 4 * BLOCK_TOKENS, range(1, 5)) for n in range(2)]
+        return {replica for request in chains for _, replica in sent(policy, request)}
+
+    assert homes(LlmD(SETUP, random.Random(0))) == {0, 1}
+    assert len(homes(LlmDSpeculative(SETUP, random.Random(0)))) == 1
+
+
+def test_llm_ds_speculation_ends_after_two_seconds() -> None:
+    policy = LlmDSpeculative(SETUP, random.Random(0))
+    request = prompt(0, 4 * BLOCK_TOKENS, range(1, 5))
+    sent(policy, request)
+    sent(policy, now_s=1.9)
+    assert max(policy.hits(request)) == 3
+    sent(policy, now_s=2.0)
+    assert policy.hits(request) == [0, 0]
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_llm_d_goes_by_what_replicas_report(busy: int) -> None:
+    policy = LlmD(SETUP, random.Random(0))
+    idle, loaded = Report(Load(), 0), Report(Load(waiting=3, used_blocks=900), 5000)
+    policy.reported([loaded, idle] if busy == 0 else [idle, loaded], 0.0)
+    assert [replica for _, replica in sent(policy, *(prompt(n, 10) for n in range(5)))] == [
+        1 - busy
+    ] * 5
