@@ -190,7 +190,7 @@ async def test_a_decision_tells_how_long_it_was_held_back(client: Any, prompts: 
 
 async def test_what_waits_is_told(client: Any, prompts: Prompts) -> None:
     seen = Seen(client, prompts)
-    seen.queue.add(Held(None, arrived_s=1.0, prefill_s=0.5), replicas=2)
+    seen.queue.add(Held(None, arrived_s=1.0, prefill_s=0.5))
     (told,) = await seen.snapshot("queue")
     assert (told["requests"], told["prefill_s"], told["oldest_s"]) == (1, 0.5, 2.0)
 
