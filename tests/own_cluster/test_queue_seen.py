@@ -15,7 +15,7 @@ from tests.support.untested import needs
 
 pytestmark = pytest.mark.timeout(240)
 
-LONG = 3000  # tokens; the replica computes 1,000 a second
+LONG = 3000  # tokens; the replica computes 2,000 a second
 REQUESTS = 12
 HELD_BACK = (
     "[...document.querySelectorAll('#figures > div')]"
@@ -28,7 +28,7 @@ numbers = itertools.count(1000)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One slow replica behind one router."""
-    speed = ("--simulated-prefill-tokens-per-s", "1000", "--simulated-decode-ms", "1")
+    speed = ("--simulated-prefill-tokens-per-s", "2000", "--simulated-decode-ms", "1")
     with start_cluster("--engine", "simulated", "--max-wait-s", "100", *speed) as cluster:
         yield cluster
 
