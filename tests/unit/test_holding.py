@@ -92,6 +92,7 @@ class Router:
     ) -> "asyncio.Task[Turn]":
         """Returns when it waits."""
         waiting = len(self.queue)
+        self.now_s += 0.001  # no two come at the same time
         task = asyncio.create_task(self.turn(tokens, urgency))
         await until(lambda: len(self.queue) > waiting)
         return task
@@ -193,14 +194,14 @@ async def test_what_has_waited_too_long_is_refused() -> None:
 
 async def test_even_an_empty_prompt_would_wait_too_long() -> None:
     router, hurried = Router("a"), Urgency(most_s=1)
-    router.holding.check(hurried)
+    router.holding.check(hurried, "")
     router.send(LONG, "a")
-    router.holding.check(hurried)
+    router.holding.check(hurried, "")
     waiting = [await router.asks(30_000) for _ in range(3)]
     router.now_s += 300  # those that wait are before everybody who comes now
     with pytest.raises(ApiError, match="would wait"):
-        router.holding.check(hurried)
-    router.holding.check(Urgency())  # it has no deadline
+        router.holding.check(hurried, "")
+    router.holding.check(Urgency(), "")  # it has no deadline
     for task in waiting:
         task.cancel()
 
@@ -210,7 +211,7 @@ async def test_a_fleet_that_has_time_refuses_nobody() -> None:
     for _ in range(50):  # much has come of late
         router.send(20_000, "a").first_token(router.now_s)
         await router.turn(20_000)
-    router.holding.check(Urgency(later_s=3600, most_s=1))
+    router.holding.check(Urgency(later_s=3600, most_s=1), "")
     await router.turn(LONG, Urgency(later_s=3600, most_s=1))
 
 
@@ -267,9 +268,11 @@ async def test_an_interactive_request_goes_first_and_a_batch_one_last() -> None:
 
 async def test_engines_get_the_same_order() -> None:
     router = Router("a")
-    default = await router.turn(1000)
-    interactive = await router.turn(1000, Urgency("interactive"))
-    batch = await router.turn(1000, Urgency("batch"))
+    async with router.running():
+        default = await router.turn(1000)
+        interactive = await router.turn(1000, Urgency("interactive"))
+        batch = await router.turn(1000, Urgency("batch"))
+    assert batch.among == ["a"]
     prefill_s = router.place(1000).ranking[0].own_s
     assert default.at_s - router.now_s == pytest.approx(delay_s(prefill_s))
     assert interactive.at_s - default.at_s == pytest.approx(-30)
@@ -279,9 +282,19 @@ async def test_engines_get_the_same_order() -> None:
 def test_what_came_lately_tells_what_comes() -> None:
     arrivals = Arrivals()
     for second in range(100):
-        arrivals.add(3.0, float(second))
-    assert arrivals.per_second(100.0) == pytest.approx(3.0, rel=0.1)
-    assert arrivals.per_second(100.0 + 5 * RECENT_S) < 0.03
+        arrivals.add(3.0, 0.0, float(second))
+    assert arrivals.per_second(20.0, 100.0) == pytest.approx(3.0, rel=0.1)
+    assert arrivals.per_second(20.0, 100.0 + 5 * RECENT_S) < 0.03
+    assert arrivals.per_second(0.0, 100.0) == 0.0
+
+
+def test_only_what_passes_a_request_makes_it_wait() -> None:
+    """A prompt that comes 40 s before this one's turn, and whose own is 30 s later, passes it."""
+    arrivals = Arrivals()
+    arrivals.add(RECENT_S, 30.0, now_s=0.0)
+    assert arrivals.per_second(30.0, 0.0) == 0.0
+    assert arrivals.per_second(40.0, 0.0) == pytest.approx(0.25)
+    assert arrivals.per_second(300.0, 0.0) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,8 @@ class Dispatcher:
         while True:
             losses.check()
             running = await self._running(losses.gone, context.urgency)
+            if turn and turn.among:
+                running = [id_ for id_ in running if id_ in turn.among] or running
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids, running, now_s, request.scope, request.features

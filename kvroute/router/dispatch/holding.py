@@ -21,7 +21,6 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.forecast import Arrivals, Correction
 from kvroute.router.routing.queue import (
     BATCH_S,
-    FILL_S,
     HOLD_S,
     WAKE_S,
     Held,
@@ -41,10 +40,12 @@ Answer = asyncio.Future[Refusal | None]  # None: it is its turn
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request may go to a replica. at_s: its place in the engines' order, on the clock here."""
+    """A request may go to a replica. at_s: its place in the engines' order, on the clock here.
+    among: the replicas that it may go to; empty: all."""
 
     at_s: float
     wait: Wait = NO_WAIT
+    among: Sequence[str] = ()
 
     @property
     def missed_s(self) -> float:
@@ -101,7 +102,8 @@ class Holding:
         self._seen_s = 0.0  # when there was a replica, last
         self._arrivals = Arrivals()
         self._correction = Correction()
-        self._forecasts: dict[tuple[float, bool], float] = {}  # of empty prompts, as of _forecast_s
+        # By priority, batch and sharer; of empty prompts, as of _forecast_s.
+        self._forecasts: dict[tuple[float, bool, str], float] = {}
         self._forecast_s = -math.inf
 
     def states(self) -> Mapping[str, QueueState]:
@@ -120,33 +122,35 @@ class Holding:
         when it waits too long, or would."""
         now_s, urgency = self._clock(), context.urgency
         held = _held(placement, context)
-        backlogs_s = [candidate.backlog_s for candidate in placement.ranking]
-        if self._queue.is_free(backlogs_s, is_batch=held.is_batch):
-            self._arrivals.add(held.prefill_s, now_s)
-            at_s = held.arrived_s + held.priority_s + delay_s(held.prefill_s)
-            return Turn(_in_engines(at_s, held), Wait(urgency.priority))
-        raw_s = self._raw_forecast_s(held, len(backlogs_s), now_s)
+        least_s = min([candidate.backlog_s for candidate in placement.ranking])
+        if self._queue.is_free(held, least_s):
+            self._arrivals.add(held.prefill_s, _delay_s(held), now_s)
+            self._queue.sent(held, now_s)
+            return Turn(held.arrived_s + _delay_s(held), Wait(urgency.priority))
+        raw_s = self._raw_forecast_s(held, len(placement.ranking), now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
         if len(self._queue) >= WAITING:
             raise self._refusal(urgency, "full", forecast_s)
-        self._arrivals.add(held.prefill_s, now_s)
-        self._queue.add(held, replicas=len(backlogs_s))
+        self._arrivals.add(held.prefill_s, _delay_s(held), now_s)
+        self._queue.add(held)
         refusal = await self._released(held, held.arrived_s + urgency.most_s - now_s)
-        waited_s = self._clock() - now_s
+        later_s = self._clock()
+        waited_s = later_s - now_s
         if refusal != "no_replica":
             self._correction.learn(raw_s, waited_s)
         if refusal is not None:
-            raise self._refusal(urgency, refusal, waited_s)
-        reason: Reason = "order" if min(backlogs_s) < _room_s(held) else "busy"
+            raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
+        self._queue.sent(held, later_s)
+        reason: Reason = "busy" if least_s >= HOLD_S else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
-        return Turn(_in_engines(held.turn_s, held), wait)
+        return Turn(held.turn_s + _behind_s(held), wait, held.among)
 
-    def check(self, urgency: Urgency) -> None:
+    def check(self, urgency: Urgency, sharer: str) -> None:
         """ApiError if even an empty prompt would wait too long; takes microseconds."""
         if urgency.most_s < math.inf:
-            self._check(urgency, self._correction.factor * self._least_s(urgency))
+            self._check(urgency, self._least_s(urgency, sharer))
 
     async def _released(self, held: Held[Answer], within_s: float) -> Refusal | None:
         """Returns when it has left the queue: None if it is its turn."""
@@ -191,7 +195,7 @@ class Holding:
 
     def _due(self, replicas: Sequence[str]) -> Held[Answer] | None:
         now_s = self._clock()
-        return self._queue.due(self._fleet.backlogs_s(replicas, now_s), now_s) if replicas else None
+        return self._queue.due(self._fleet.rooms(replicas, now_s), now_s)
 
     def _replicas(self) -> list[str]:
         """Those that take requests. Without any for long, nobody waits on."""
@@ -207,27 +211,28 @@ class Holding:
 
     def _raw_forecast_s(self, held: Held[Answer], replicas: int, now_s: float) -> float:
         """Without the correction."""
-        arriving = self._arrivals.per_second(now_s) * self._routers()
+        lead_s = held.arrived_s + held.priority_s + delay_s(held.prefill_s) - now_s
+        arriving = self._arrivals.per_second(lead_s, now_s) * self._routers()
         return self._queue.forecast_s(held, replicas=replicas, arriving=arriving, now_s=now_s)
 
-    def _least_s(self, urgency: Urgency) -> float:
+    def _least_s(self, urgency: Urgency, sharer: str) -> float:
         """How long an empty prompt would wait that comes now."""
-        now_s, kind = self._clock(), (urgency.priority_s, urgency.is_batch)
+        now_s, kind = self._clock(), (urgency.priority_s, urgency.is_batch, sharer)
         if now_s - self._forecast_s > FRESH_S:
             self._forecasts.clear()
             self._forecast_s = now_s
         if kind not in self._forecasts:
-            self._forecasts[kind] = self._empty_s(urgency, now_s)
+            empty = Held(_answer(), now_s, 0.0, urgency.priority_s, urgency.is_batch, sharer)
+            self._forecasts[kind] = self._empty_s(empty, now_s)
         return self._forecasts[kind]
 
-    def _empty_s(self, urgency: Urgency, now_s: float) -> float:
+    def _empty_s(self, empty: Held[Answer], now_s: float) -> float:
         """The same, computed."""
         replicas = self._trusted()
-        backlogs_s = self._fleet.backlogs_s(replicas, now_s)
-        if not replicas or self._queue.is_free(backlogs_s, is_batch=urgency.is_batch):
+        least_s = min(self._fleet.backlogs_s(replicas, now_s), default=0.0)
+        if not replicas or self._queue.is_free(empty, least_s):
             return 0.0
-        empty = Held(_answer(), now_s, 0.0, urgency.priority_s, urgency.is_batch)
-        return self._raw_forecast_s(empty, len(replicas), now_s)
+        return self._correction.factor * self._raw_forecast_s(empty, len(replicas), now_s)
 
     # Refusing.
 
@@ -235,8 +240,10 @@ class Holding:
         if forecast_s > urgency.most_s:
             raise self._refusal(urgency, "forecast", forecast_s)
 
-    def _refusal(self, urgency: Urgency, refusal: Refusal, wait_s: float) -> ApiError:
-        """wait_s: as it is forecast, or as it was."""
+    def _refusal(
+        self, urgency: Urgency, refusal: Refusal, wait_s: float, then_s: float = 0.0
+    ) -> ApiError:
+        """wait_s: as it is forecast, or as it was. then_s: that of an empty prompt."""
         self._fleet.observer.turned_away(urgency.priority, refusal)
         if refusal == "no_replica":
             return no_replica()
@@ -245,7 +252,7 @@ class Holding:
                 429, "too many requests are waiting; try again later", code="overloaded"
             )
         if refusal == "deadline":
-            return too_long(urgency, f"has waited {wait_s:.3g} s", self._least_s(urgency))
+            return too_long(urgency, f"has waited {wait_s:.3g} s", then_s)
         return too_long(urgency, f"would wait {wait_s:.3g} s", wait_s)
 
 
@@ -276,6 +283,7 @@ def _held(placement: Placement, context: RequestContext) -> Held[Answer]:
         context.urgency.priority_s,
         context.urgency.is_batch,
         context.sharer,
+        placement.home,
     )
 
 
@@ -283,11 +291,11 @@ def _answer() -> Answer:
     return asyncio.get_running_loop().create_future()
 
 
-def _room_s(held: Held[Answer]) -> float:
-    """Prefill on a replica below which it has room."""
-    return FILL_S if held.is_batch else HOLD_S
+def _behind_s(held: Held[Answer]) -> float:
+    """A batch request is behind others for so long, in engines too."""
+    return BATCH_S if held.is_batch else 0.0
 
 
-def _in_engines(turn_s: float, held: Held[Answer]) -> float:
-    """Its turn there. A batch request is behind others as long as these come."""
-    return turn_s + BATCH_S if held.is_batch else turn_s
+def _delay_s(held: Held[Answer]) -> float:
+    """From its arrival to its turn, where all share alike."""
+    return held.priority_s + _behind_s(held) + delay_s(held.prefill_s)

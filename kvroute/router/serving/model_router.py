@@ -248,7 +248,8 @@ class ModelRouter:
         if call.path in PASSED_ON:
             call = await self._tokenizer.escaped(call)
             return await self._calls.passed_on(call, request_id)
-        self.holding.check(urgency)
+        sharer = sharer_of(call.caller, call.body.get("user"))
+        self.holding.check(urgency, sharer)
         turn = await asked(call, self.conversations)
         call = await self._tokenizer.escaped(turn.call)
         prefix = await self._prefix_of(call, prefix_name)
@@ -269,7 +270,7 @@ class ModelRouter:
             broken=self._broken(call, prefix, prompted, self._chats.see),
             features=prompted.features,
             urgency=urgency,
-            sharer=sharer_of(call.caller, call.body.get("user")),
+            sharer=sharer,
         )
         response = await self._calls.respond(
             call,
