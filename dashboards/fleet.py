@@ -8,8 +8,8 @@ from dashboards.replica import BLOCKS_IN_USE
 REQUESTS = router("kvroute_requests_total")
 CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
 TTFT = router("kvroute_time_to_first_token_seconds_bucket")
-NOT_BATCH = 'priority!="batch"'
-NOT_BATCH_WAITS = router("kvroute_queue_wait_seconds_bucket", NOT_BATCH)
+WAITS = router("kvroute_queue_wait_seconds_bucket", 'priority!="batch"')
+DEFAULT_LINE = 'line="default"'
 
 NOW = Row(
     "Now",
@@ -124,14 +124,15 @@ QUEUE = Row(
     (
         Panel(
             "Requests that wait for a replica",
-            "In the routers, while every replica has enough to do; `default` has interactive ones "
-            "too. Batch requests are there to wait. Others that wait for more than moments: more "
-            "replicas (`kvroute scale`, or a larger `--max-replicas`).",
+            "In the routers, while every replica has enough to do. filling: batch requests, and "
+            "those of tenants that had more than their share; they are there to wait. default: if "
+            "these wait for more than moments, more replicas (`kvroute scale`, or a larger "
+            "`--max-replicas`).",
             grafana.NUMBER,
             (
                 Query(
-                    total(router("kvroute_queue_requests"), "priority"),
-                    "{{priority}}",
+                    total(router("kvroute_queue_requests"), "line"),
+                    "{{line}}",
                 ),
             ),
             stacking="normal",
@@ -145,8 +146,8 @@ QUEUE = Row(
             grafana.SECONDS,
             (
                 Query(
-                    total(router("kvroute_queue_prefill_seconds"), "priority"),
-                    "{{priority}}",
+                    total(router("kvroute_queue_prefill_seconds"), "line"),
+                    "{{line}}",
                 ),
             ),
             stacking="normal",
@@ -159,9 +160,9 @@ QUEUE = Row(
             "replicas.",
             grafana.SECONDS,
             (
-                *quantiles(NOT_BATCH_WAITS, 0.5, 0.9, 0.99),
+                *quantiles(WAITS, 0.5, 0.9, 0.99),
                 Query(
-                    f"max ({router('kvroute_queue_oldest_seconds', NOT_BATCH)})",
+                    f"max ({router('kvroute_queue_oldest_seconds', DEFAULT_LINE)})",
                     "oldest now",
                 ),
             ),

@@ -127,8 +127,8 @@ def queues(found: Iterable[Facts]) -> Iterator[Check]:
 
 
 def _waiting(queue: Facts) -> Iterator[Check]:
-    """Batch requests are not told: they are there to wait."""
-    here, everywhere = queue["classes"]["default"], queue["all_routers"]["requests"]
+    """Requests that only fill what others leave are not told: they are there to wait."""
+    here, everywhere = queue["lines"]["default"], queue["all_routers"]["requests"]
     if here["oldest_s"] < LONG_WAIT_S:
         return
     finding = f"{_plural(here['requests'], 'request')} for {queue['model']} held back while every "
@@ -151,19 +151,18 @@ def _refused(queue: Facts) -> Iterator[Check]:
 
 
 def _have_waited(queue: Facts) -> Check:
-    waits = queue["recent"]["waited"].get("default")
-    if waits is None or waits["mean_s"] < LONG_S:
+    if queue["recent"]["mean_s"] < LONG_S:
         return Check("queue", "ok", _waited(queue))
     return Check("queue", "warning", _waited(queue), BIGGER)
 
 
 def _waited(queue: Facts) -> str:
-    waits, minutes = queue["recent"]["waited"].get("default"), _minutes(queue["recent"])
-    if waits is None:
+    recent, minutes = queue["recent"], _minutes(queue["recent"])
+    if not recent["waited"]:
         return f"no request for {queue['model']} had to wait for a replica in {minutes}"
-    finding = f"{_plural(waits['requests'], 'request')} for {queue['model']} had to wait for a "
-    finding += f"replica in {minutes}: {waits['mean_s']:.1f} s on average, "
-    return finding + f"{waits['longest_s']:.1f} s at most"
+    finding = f"{_plural(recent['waited'], 'request')} for {queue['model']} had to wait for a "
+    finding += f"replica in {minutes}: {recent['mean_s']:.1f} s on average, "
+    return finding + f"{recent['longest_s']:.1f} s at most"
 
 
 def _shares(tokens: Mapping[str, int], total: int) -> str:

@@ -161,7 +161,7 @@ async def test_only_the_last_decisions_are_remembered(client: Any, prompts: Prom
 
 
 async def test_a_receipt_of_a_large_fleet_has_the_best_of_it(client: Any, prompts: Prompts) -> None:
-    seen = Seen(client, prompts)
+    seen = Seen(client, prompts, replicas=120)
     seen.send()
     (told,) = await seen.snapshot("decision/")
     assert (len(told["receipt"]["replicas"]), told["of_replicas"]) == (RECEIPT_REPLICAS, 120)
@@ -169,7 +169,7 @@ async def test_a_receipt_of_a_large_fleet_has_the_best_of_it(client: Any, prompt
 
 
 async def test_a_replica_is_ready_silent_or_away(client: Any, prompts: Prompts) -> None:
-    seen = Seen(client, prompts)
+    seen = Seen(client, prompts, replicas=3)
     seen.serving.names = ["r000", "r001", "new"]
     seen.serving.hung = {"r001"}
     attempt = seen.send(to="r001")

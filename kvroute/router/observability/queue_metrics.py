@@ -1,6 +1,6 @@
 """Metrics of a router's queue: what waits, for how long, and who is turned away.
 
-Labels are priorities and reasons, so the number of series is fixed.
+Labels are lines, priorities and reasons, so the number of series is fixed.
 """
 
 import math
@@ -62,25 +62,26 @@ class QueueMetrics(RequestObserver):
 
 
 def export(queue: Queue[Any], readings: Readings, clock: Callable[[], float]) -> None:
-    """What waits now, by priority; interactive requests wait among the default ones."""
+    """What waits now, by line."""
 
     def each(value: Callable[[QueueState], float]) -> Callable[[], dict[str, float]]:
-        return lambda: {name: value(state) for name, state in queue.state(clock()).items()}
+        return lambda: {line: value(state) for line, state in queue.state(clock()).items()}
 
     readings.gauge_of(
-        "priority",
+        "line",
         "kvroute_queue_requests",
-        "Requests that wait in the router; `default` has interactive ones too.",
+        "Requests that wait in the router, by line: default, or filling (batch requests, and those "
+        "of tenants that had more than their share; they fill what others leave).",
         each(lambda state: state.requests),
     )
     readings.gauge_of(
-        "priority",
+        "line",
         "kvroute_queue_prefill_seconds",
         "Seconds of prefill that those requests are predicted to take.",
         each(lambda state: state.prefill_s),
     )
     readings.gauge_of(
-        "priority",
+        "line",
         "kvroute_queue_oldest_seconds",
         "How long the oldest of those requests has waited.",
         each(lambda state: state.oldest_s),

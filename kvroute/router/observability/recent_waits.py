@@ -13,63 +13,48 @@ from kvroute.router.routing.waits import Refusal, Wait
 
 
 @dataclass(slots=True)
-class Waits:
-    """Of one class of requests."""
-
-    requests: int = 0
-    sum_s: float = 0.0
-    longest_s: float = 0.0
-
-    def add(self, requests: int, sum_s: float, longest_s: float) -> None:
-        self.requests += requests
-        self.sum_s += sum_s
-        self.longest_s = max(self.longest_s, longest_s)
-
-    def as_json(self) -> dict[str, Any]:
-        mean_s = self.sum_s / self.requests if self.requests else 0.0
-        return {
-            "requests": self.requests,
-            "mean_s": round(mean_s, 3),
-            "longest_s": round(self.longest_s, 3),
-        }
-
-
-@dataclass(slots=True)
 class _Bucket:
     """What happened in BUCKET_S."""
 
     number: int
-    waits: dict[str, Waits] = field(default_factory=dict)  # by class, as in Queue.state
+    waits: int = 0
+    waited_s: float = 0.0  # all together
+    longest_s: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
 
 
 class RecentWaits(RequestObserver):
-    """Costs a microsecond for each request that waits or is refused."""
+    """Costs a microsecond for each request that waits or is refused. Waits of batch requests are
+    not counted: they are there to wait."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: deque[_Bucket] = deque()  # oldest first
 
     def waited(self, wait: Wait) -> None:
-        class_ = "batch" if wait.priority == "batch" else "default"
-        waits = self._now().waits.setdefault(class_, Waits())
-        waits.add(1, wait.waited_s, wait.waited_s)
+        if wait.priority == "batch":
+            return
+        bucket = self._now()
+        bucket.waits += 1
+        bucket.waited_s += wait.waited_s
+        bucket.longest_s = max(bucket.longest_s, wait.waited_s)
 
     def turned_away(self, priority: Priority, refusal: Refusal) -> None:
         self._now().refused[refusal] += 1
 
     def as_json(self) -> dict[str, Any]:
-        """The sums: of requests that had to wait, by class, and of refusals by reason."""
+        """How many had to wait, for how long, and the refusals by reason."""
         self._drop_old()
-        waits, refused = dict[str, Waits](), Counter[str]()
+        waits = sum(bucket.waits for bucket in self._buckets)
+        waited_s = sum(bucket.waited_s for bucket in self._buckets)
+        refused = Counter[str]()
         for bucket in self._buckets:
             refused.update(bucket.refused)
-            for class_, each in bucket.waits.items():
-                total = waits.setdefault(class_, Waits())
-                total.add(each.requests, each.sum_s, each.longest_s)
         return {
             "window_s": WINDOW_S,
-            "waited": {class_: each.as_json() for class_, each in waits.items()},
+            "waited": waits,
+            "mean_s": round(waited_s / max(1, waits), 3),
+            "longest_s": round(max((each.longest_s for each in self._buckets), default=0.0), 3),
             "refused": dict(refused),
         }
 

@@ -7,15 +7,15 @@ from kvroute.router.routing.queue import Queue, QueueState
 
 
 def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:
-    """Requests, seconds of prefill, and how long the oldest has waited; by class, too.
+    """Requests, seconds of prefill, and how long the oldest has waited; by line, too.
 
-    `all_routers` has what the others told, which is nothing of batch requests.
+    `all_routers` has what the others told, which is nothing of requests that only fill.
     """
-    classes = queue.state(now_s)
-    here, elsewhere = total(classes.values()), queue.elsewhere()
+    lines = queue.state(now_s)
+    here, elsewhere = total(lines.values()), queue.elsewhere()
     everywhere = total([here, elsewhere])
     return _state(here) | {
-        "classes": {name: _state(state) for name, state in classes.items()},
+        "lines": {name: _state(state) for name, state in lines.items()},
         "all_routers": {
             "requests": everywhere.requests,
             "prefill_s": round(everywhere.prefill_s, 3),
@@ -24,7 +24,7 @@ def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:
 
 
 def total(states: Iterable[QueueState]) -> QueueState:
-    """Of several classes or routers."""
+    """Of several lines or routers."""
     states = list(states)
     return QueueState(
         sum(state.requests for state in states),
