@@ -30,7 +30,7 @@ P = TypeVar("P", bound=Prefill)
 class PrefillQueue(Generic[P]):
     waiting: dict[str, P] = field(default_factory=dict)  # no first token yet, oldest first
     speed: Speed = field(default_factory=Speed)  # learned from first tokens
-    unknown_s: float = 0.0  # estimated prefill of other waiting requests
+    unknown_s: float = 0.0  # estimated prefill of requests of routers that are not heard
     last_first_token_s: float = -math.inf
     # Derived values, updated with every change: each decision reads those of all replicas.
     waiting_s: float = 0.0

@@ -26,6 +26,11 @@ class Running:
     computed: int  # prompt tokens in the cache, hits included
     blocks: list[int]  # of the cache, for its prompt and its answer
 
+    @property
+    def missing_tokens(self) -> int:
+        """Of its prompt, when it came."""
+        return self.request.input_tokens - self.hit_tokens
+
 
 @dataclass(slots=True)
 class StepResult:
@@ -125,9 +130,8 @@ class Replica:
         return result
 
     def report(self) -> Report:
-        """Its load now; a step counts when it has ended. The hits of waiting requests are those
-        that the cache had when they came."""
-        prefilling = sum(each.request.input_tokens - each.computed for each in self._prefilling)
+        """Its load now. What waits finds what was cached when it came."""
+        prefilling = sum(each.missing_tokens for each in self._prefilling)
         used_blocks = self._capacity_blocks - len(self.cache.free)
         return Report(
             Load(running=self._sequences, waiting=len(self._waiting), used_blocks=used_blocks),

@@ -24,7 +24,6 @@ from kvroute.replay.rivals import (
 from kvroute.replay.trace import Request
 from kvroute.router.routing.attempts import Attempt, Placement
 from kvroute.router.routing.baselines import RANKINGS
-from kvroute.router.routing.feed import POLL_S
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.policy import Candidate
@@ -34,8 +33,8 @@ from kvroute.router.routing.queue import WAKE_S, Held, Queue
 class Production:
     """kvroute: a Router's Fleet, loads, branches, ranking and messages, on the trace's clock."""
 
-    report_s = POLL_S
-    report_age_s = 0.5  # on average: a replica renews its record every second, lease / 3
+    report_s = 0.25  # as replicas do (TELL_INTERVAL_S in replica/deployment.py)
+    report_age_s = 0.002
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self._names = [str(replica) for replica in range(setup.replicas)]
@@ -56,14 +55,14 @@ class Production:
             queue=self._queue,
         )
         self._attempts: dict[int, Attempt] = {}
-        self._facts = EngineFacts(
+        facts = EngineFacts(
             block_size=setup.block_tokens,
             capacity_blocks=setup.capacity_blocks,
             max_model_len=setup.kv_tokens,
             prefill_tokens_per_s=setup.prefill.tokens_per_s,
             attention_tokens=setup.prefill.attention_tokens,
         )
-        self._update([Load()] * setup.replicas)
+        self._fleet.update(ReplicaRecord(name, "replay", 0, facts, Load()) for name in self._names)
         for name in self._names:
             self._fleet.mirror.join(name)
 
@@ -110,13 +109,8 @@ class Production:
         self._fleet.mirror.add(self._names[replica], added)
 
     def reported(self, reports: Sequence[Report], now_s: float) -> None:
-        self._update([report.load for report in reports])
-
-    def _update(self, loads: Sequence[Load]) -> None:
-        self._fleet.update(
-            ReplicaRecord(name, "replay", 0, self._facts, load)
-            for name, load in zip(self._names, loads, strict=True)
-        )
+        for name, report in zip(self._names, reports, strict=True):
+            self._fleet.told(name, report.pending_tokens)
 
     def take_message(self, now_s: float) -> Message | None:
         self._now_s = now_s

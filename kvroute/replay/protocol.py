@@ -38,7 +38,7 @@ class Report(NamedTuple):
     """What a replica says of itself."""
 
     load: Load
-    pending_tokens: int  # prompt tokens to compute, of the requests waiting and in prefill there
+    pending_tokens: int  # uncached prompt tokens of the requests without a first token
 
 
 class Policy(Protocol):

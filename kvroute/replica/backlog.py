@@ -17,6 +17,7 @@ BUSY_S = 10.0  # time constant of what fades: the busy share, what waited elsewh
 class _Pending:
     prefill_s: float  # at the engine's claimed speed
     sent_s: float
+    new_tokens: int
 
 
 class Backlog:
@@ -44,7 +45,7 @@ class Backlog:
         self._came += 1.0
         self._waited_s += waited_s
         prefill_s = STEP_S + new_tokens / self._tokens_per_s
-        self._queue.join(request_id, _Pending(prefill_s, now_s))
+        self._queue.join(request_id, _Pending(prefill_s, now_s, new_tokens))
         self._mean_s += (MEAN_SHARE if self._mean_s else 1.0) * (prefill_s - self._mean_s)
 
     def first_token(self, request_id: str, now_s: float) -> None:
@@ -56,6 +57,11 @@ class Backlog:
         """The request ended; no effect if it had its first token."""
         self._advance(now_s)
         self._queue.leave(request_id)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens to compute, of requests without a first token."""
+        return sum(each.new_tokens for each in self._queue.waiting.values())
 
     def wait_s(self, now_s: float) -> float:
         """The time until all pending requests have their first token, after the mean wait in the

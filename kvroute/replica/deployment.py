@@ -39,6 +39,7 @@ from kvroute.wire.structs import request_in
 log = logging.getLogger("kvroute.replica")
 
 CHECK_INTERVAL_S = 0.5  # between checks of the engine
+TELL_INTERVAL_S = 0.25  # between two messages about what is pending
 AUDIT_S = 10.0  # the timeout of an audit; it waits for the engine's step and for Redis
 MOST_REQUESTS = 1024  # running and waiting here before further ones are refused
 
@@ -78,6 +79,7 @@ class Replica:
         self._refusals = 0  # at the last report
         self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
         await self._server.start(self._host, self._settings.ports)
+        self._tasks.append(asyncio.create_task(self._tell_pending(), name="tell-pending"))
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Routers ask for it, through Serve's process: where their connections go."""
@@ -194,6 +196,12 @@ class Replica:
     async def _check_engines(self) -> None:
         for rank in self._ranks:
             await rank.engine.check()
+
+    async def _tell_pending(self) -> None:
+        """Routers that hear of each other know it already; the others need it."""
+        while True:
+            self._server.tell([rank.backlog.pending_tokens for rank in self._ranks])
+            await asyncio.sleep(TELL_INTERVAL_S)
 
     async def _die_with_engine(self) -> None:
         """Ends this process when the engine dies. Callers get an error at once, and Serve starts a

@@ -25,6 +25,7 @@ class Kind(IntEnum):
     CALL = 6
     DELTAS = 7
     REPLY = 8
+    PENDING = 9
 
 
 class FramingError(ValueError):

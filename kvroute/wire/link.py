@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvroute.contract.generation import (
@@ -20,6 +20,13 @@ from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, encode
 
 SLICE = 32  # chunks that are delivered in one round of the loop
 MOST_UNSENT = 64_000_000  # bytes for a replica that does not read; then it gets no more
+
+
+Told = Callable[[Sequence[int]], object]  # prompt tokens to compute, of each rank
+
+
+def nothing(_: object) -> None:
+    """Nobody wants to know."""
 
 
 class LostError(Exception):
@@ -111,9 +118,10 @@ class Link(Connection):
     """The connection to one replica. `ready` is done when both ends have proven themselves, and
     has a LostError if they never do."""
 
-    def __init__(self, replica_id: str, secret: bytes) -> None:
+    def __init__(self, replica_id: str, secret: bytes, told: Told = nothing) -> None:
         super().__init__()
         self.replica_id = replica_id
+        self._told = told
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.closed: asyncio.Future[None] = self.loop.create_future()
@@ -128,6 +136,7 @@ class Link(Connection):
             Kind.WELCOME: self._welcome,
             Kind.DELTAS: self._deltas,
             Kind.REPLY: self._reply,
+            Kind.PENDING: self._pending,
         }
 
     def __str__(self) -> str:
@@ -252,15 +261,26 @@ class Link(Connection):
         elif (answer := self._calls.get(ended.stream)) and not answer.done():
             answer.set_exception(error)
 
+    def _pending(self, payload: bytes) -> None:
+        self._told(structs.decode_pending(payload).tokens)
+
     def _reply(self, payload: bytes) -> None:
         reply = structs.decode_reply(payload)
         if (answer := self._calls.get(reply.stream)) and not answer.done():
             answer.set_result(reply.body)
 
 
-async def connect(replica_id: str, host: str, port: int, secret: bytes, *, within_s: float) -> Link:
-    """A link that is ready. Raises LostError."""
-    link = Link(replica_id, secret)
+async def connect(
+    replica_id: str,
+    host: str,
+    port: int,
+    secret: bytes,
+    *,
+    within_s: float,
+    told: Told = nothing,
+) -> Link:
+    """A link that is ready. told: called with what the replica says to be pending. LostError."""
+    link = Link(replica_id, secret, told)
     try:
         async with asyncio.timeout(within_s):
             await link.loop.create_connection(lambda: link, host, port)

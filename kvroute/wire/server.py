@@ -46,6 +46,7 @@ class Server:
         self.refusals = 0  # since the start
         self.peers = set["Peer"]()
         self._most = most
+        self.told: list[int] = []  # what routers were told to be pending
         self._is_stopping = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -71,6 +72,14 @@ class Server:
         if self._is_stopping:
             return "the replica is to stop"
         return f"the replica has {self.running} requests" if self.running >= self._most else ""
+
+    def tell(self, pending_tokens: Sequence[int]) -> None:
+        """Tells all routers what each rank has to compute, if it is not as they were told."""
+        if pending_tokens == self.told:
+            return
+        self.told = [*pending_tokens]
+        for peer in self.peers:
+            peer.tell(self.told)
 
     def stop(self) -> None:
         """From now on all requests are refused; those that run go on. A dead engine stops it too:
@@ -154,6 +163,11 @@ class Peer(Connection):
                 call = structs.decode_call(payload)
                 self._run(call.stream, self._answer(call))
 
+    def tell(self, pending_tokens: Sequence[int]) -> None:
+        """A router that does not read is not told."""
+        if self._is_proven and not self._is_paused:
+            self.send(Kind.PENDING, encode(structs.Pending([*pending_tokens])))
+
     def pause_writing(self) -> None:
         self._is_paused = True
 
@@ -178,6 +192,7 @@ class Peer(Connection):
         self._is_proven = True
         self._reader.largest = LARGEST_MESSAGE
         self.send(Kind.WELCOME, encode(structs.Welcome(proof(secret, b"replica", given.nonce))))
+        self.tell(self._server.told)
 
     def _begin(self, payload: bytes) -> None:
         begin = structs.decode_begin(payload)

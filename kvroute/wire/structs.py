@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from kvroute.contract.generation import Chunk, GenerateRequest, TokenIds
 from kvroute.contract.http_call import HttpCall
+from kvroute.contract.records import Count
 
 VERSION = 2
 NONCE_BYTES = 16
@@ -85,6 +86,12 @@ class Ended(Struct, array_like=True, gc=False):
     message: str = ""
 
 
+class Pending(Struct, array_like=True):
+    """What a replica has to compute, for routers that do not hear of each other."""
+
+    tokens: list[Count]  # of each rank: uncached prompt tokens of requests without a first token
+
+
 class Deltas(Struct, array_like=True):
     """What an engine's step has brought for all streams of one connection."""
 
@@ -100,6 +107,7 @@ decode_begin = msgspec.msgpack.Decoder(Begin).decode
 decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
 decode_call = msgspec.msgpack.Decoder(Call).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_pending = msgspec.msgpack.Decoder(Pending).decode
 decode_deltas = msgspec.msgpack.Decoder(Deltas).decode
 
 TOKEN_ID = np.dtype("<u4")

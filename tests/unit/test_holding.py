@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,7 +20,6 @@ from kvroute.router.routing.attempts import (
     RequestObservers,
 )
 from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.forecast import LEAST, MOST, RECENT_S, Arrivals, Correction
 from kvroute.router.routing.queue import BATCH_S, Queue, delay_s
 from kvroute.router.routing.waits import Refusal, Urgency, Wait
 from tests.support.waiting import until
@@ -277,39 +275,3 @@ async def test_engines_get_the_same_order() -> None:
     assert default.at_s - router.now_s == pytest.approx(delay_s(prefill_s))
     assert interactive.at_s - default.at_s == pytest.approx(-30)
     assert batch.at_s - default.at_s == pytest.approx(BATCH_S)
-
-
-def test_what_came_lately_tells_what_comes() -> None:
-    arrivals = Arrivals()
-    for second in range(100):
-        arrivals.add(3.0, 0.0, float(second))
-    assert arrivals.per_second(20.0, 100.0) == pytest.approx(3.0, rel=0.1)
-    assert arrivals.per_second(20.0, 100.0 + 5 * RECENT_S) < 0.03
-    assert arrivals.per_second(0.0, 100.0) == 0.0
-
-
-def test_only_what_passes_a_request_makes_it_wait() -> None:
-    """A prompt that comes 40 s before this one's turn, and whose own is 30 s later, passes it."""
-    arrivals = Arrivals()
-    arrivals.add(RECENT_S, 30.0, now_s=0.0)
-    assert arrivals.per_second(30.0, 0.0) == 0.0
-    assert arrivals.per_second(40.0, 0.0) == pytest.approx(0.25)
-    assert arrivals.per_second(300.0, 0.0) == pytest.approx(0.9)
-
-
-@pytest.mark.parametrize(
-    ("waited_s", "factor"), [(20.0, 2.0), (5.0, 0.5), (900.0, MOST), (0.0, LEAST)]
-)
-def test_forecasts_learn_from_their_errors(waited_s: float, factor: float) -> None:
-    correction = Correction()
-    assert correction.factor == 1.0
-    for _ in range(200):
-        correction.learn(10.0, waited_s)
-    assert correction.factor == pytest.approx(factor, rel=0.01)
-
-
-def test_a_correction_is_finite_without_forecasts() -> None:
-    correction = Correction()
-    for _ in range(20_000):
-        correction.learn(0.0, 0.0)
-    assert math.isfinite(correction.factor)

@@ -13,9 +13,10 @@ from kvroute.router.routing.load import (
 )
 
 MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
+TOKENS = 1000  # of each prompt
 
 
-def sent(at_s: float, tokens: int = 1000, prefill_s: float = 1.0) -> Sent:
+def sent(at_s: float, tokens: int = TOKENS, prefill_s: float = 1.0) -> Sent:
     return Sent(prefill_s=prefill_s, new_tokens=tokens, prompt_tokens=tokens, sent_s=at_s)
 
 
@@ -125,22 +126,35 @@ def test_requests_that_the_replica_has_and_nobody_told_us_of_count_as_the_mean_o
     for number in range(200):
         load.send(str(number), sent(0.0, prefill_s=0.5))
         load.finish(str(number))
-    load.report(waiting=0)
-    load.report(waiting=0)
-    load.report(waiting=4)
+    load.report(pending_tokens=0)
+    load.report(pending_tokens=0)
+    load.report(pending_tokens=4 * TOKENS)
     assert load.backlog_s(1.0, 0.0) == pytest.approx(4 * 0.5, rel=0.01)
-    load.report(waiting=0)
+    load.report(pending_tokens=0)
     assert load.backlog_s(1.0, 0.0) == 0.0
+
+
+def test_what_others_compute_teaches_nothing_about_the_speed() -> None:
+    load = ReplicaLoad(MODEL)
+    load.send("a", sent(0.0))
+    load.report(pending_tokens=100 * TOKENS)
+    load.first_token("a", 100.0)
+    assert load.speed.slowness == 1.0
+    load.report(pending_tokens=0)
+    load.report(pending_tokens=0)
+    load.send("b", sent(200.0))
+    load.first_token("b", 300.0)
+    assert load.speed.slowness > 1.0
 
 
 def test_a_report_that_is_late_adds_nothing_to_what_we_knew_then() -> None:
     load = ReplicaLoad(MODEL)
     for name in "abc":
         load.send(name, sent(0.0))
-    load.report(waiting=3)
+    load.report(pending_tokens=3 * TOKENS)
     for name in "abc":
         load.finish(name)
-    load.report(waiting=3)
+    load.report(pending_tokens=3 * TOKENS)
     assert load.backlog_s(1.0, 0.0) == 0.0
 
 

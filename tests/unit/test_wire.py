@@ -5,7 +5,7 @@ import contextlib
 import math
 import random
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -406,6 +406,20 @@ async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.Mon
 
 
 # Strangers.
+
+
+async def test_a_replica_tells_what_is_pending_when_that_has_changed() -> None:
+    async with served(Engine(), links=0) as (server, _):
+        heard: list[Sequence[int]] = []
+        server.tell([1, 2])
+        early = await connect(
+            *("a", LOOPBACK, server.port, server.secret), within_s=5, told=heard.append
+        )
+        await until(lambda: heard == [[1, 2]])
+        server.tell([1, 2])
+        server.tell([3, 0])
+        await until(lambda: heard == [[1, 2], [3, 0]])
+        early.lose(LostError("over"))
 
 
 async def test_both_ends_must_know_the_secret() -> None:

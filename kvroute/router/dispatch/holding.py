@@ -213,9 +213,9 @@ class Holding:
         self, held: Held[Answer], replicas: int, least_s: float, now_s: float
     ) -> float:
         """Without the correction. least_s: pending on the replica that will have room first."""
-        lead_s = held.arrived_s + held.priority_s + delay_s(held.prefill_s) - now_s
-        arriving = self._arrivals.per_second(lead_s, now_s) * self._routers()
-        turn_s = self._queue.forecast_s(held, replicas=replicas, arriving=arriving, now_s=now_s)
+        routers = self._routers()
+        sooner = [routers * rate for rate in self._arrivals.sooner(now_s)]
+        turn_s = self._queue.forecast_s(held, replicas=replicas, sooner=sooner, now_s=now_s)
         return max(0.0, least_s - HOLD_S) + turn_s
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:

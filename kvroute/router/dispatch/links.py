@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ray.exceptions import RayError
 
@@ -37,7 +38,13 @@ class Links:
     Requests and questions go to ranks; all else is about replicas.
     """
 
-    def __init__(self, replicas: Callable[[], Replicas]) -> None:
+    def __init__(
+        self,
+        replicas: Callable[[], Replicas],
+        told: Callable[[str, int], object] = lambda rank_id, pending_tokens: None,
+    ) -> None:
+        """told: called with what a rank says that it has to compute."""
+        self._told = told
         self.losses = 0  # connections that ended while Serve ran the replica
         self._failures: dict[str, tuple[float, str]] = {}  # replica id -> since when, and why
         self._replicas = replicas
@@ -158,7 +165,9 @@ class Links:
             async with asyncio.timeout(CONNECT_S):
                 address = await self._replicas().address(replica_id)
             link = await connect(
-                replica_id, address.host, address.port, address.secret, within_s=CONNECT_S
+                *(replica_id, address.host, address.port, address.secret),
+                within_s=CONNECT_S,
+                told=partial(self._tell, replica_id),
             )
         except (RayError, UnknownReplicaError, LostError, TimeoutError, *DECODE_ERRORS) as error:
             self._note(replica_id, str(error) or f"silence for {CONNECT_S:g} s")
@@ -170,6 +179,10 @@ class Links:
         del self._links[replica_id]
         self.losses += 1
         return True
+
+    def _tell(self, replica_id: str, pending_tokens: Sequence[int]) -> None:
+        for rank_id, tokens in zip(self.told_ranks(replica_id), pending_tokens, strict=False):
+            self._told(rank_id, tokens)
 
     def _note(self, replica_id: str, reason: str) -> None:
         since_s, known = self._failures.get(replica_id, (time.monotonic(), ""))

@@ -180,8 +180,12 @@ class Fleet:
         for replica_id, load in self._loads.items():
             load.model = self._speed(replica_id)
             if record := self._records.get(replica_id):
-                load.report(record.load.waiting)
                 _report_loras(load, record)
+
+    def told(self, replica_id: str, pending_tokens: int) -> None:
+        """What it says just now that it has to compute, for all routers."""
+        if replica_id in self._records:
+            self._load(replica_id).report(pending_tokens)
 
     def chain(
         self,

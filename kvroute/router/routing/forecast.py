@@ -1,42 +1,59 @@
-"""What forecasts of waits need besides the queue: the load that comes, and earlier errors.
+"""How long a request will wait: the work before it, the work that will pass it, earlier errors.
 
 Arithmetic: no clocks, no sockets. Times are of a monotonic clock, in seconds.
 """
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 
 RECENT_S = 10.0  # time constant of the mean of what came
-STEP_S = 5.0  # of delay; what differs by less counts as equal
-TRACE_S = 1e-3  # of prefill; less is forgotten
+DELAYS_S = (*(2.0**k for k in range(-2, 8)), math.inf)  # upper bounds of classes of turns' delays
 KEEP = 0.95  # of the earlier waits' weight, at each further one
 PRIOR_S = 5.0  # of waits as forecast, before any was seen
 LEAST, MOST = 0.25, 4.0  # bounds of a correction
 
 
 class Arrivals:
-    """Seconds of prefill that came each second, of late."""
+    """Seconds of prefill that come each second, of late, by how much their turns are delayed."""
 
     def __init__(self) -> None:
-        self._recent_s: dict[int, float] = {}  # of prefill, by delay in steps; as of _at_s
+        self._recent_s = [0.0] * len(DELAYS_S)  # of prefill, as of _at_s
         self._at_s = 0.0
 
     def add(self, prefill_s: float, delay_s: float, now_s: float) -> None:
-        """delay_s: from its arrival to its turn."""
         keep = math.exp((self._at_s - now_s) / RECENT_S)
-        step = round(delay_s / STEP_S)
-        self._recent_s = {at: keep * each for at, each in self._recent_s.items() if each > TRACE_S}
-        self._recent_s[step] = self._recent_s.get(step, 0.0) + prefill_s
+        self._recent_s = [keep * recent_s for recent_s in self._recent_s]
+        self._recent_s[bisect_right(DELAYS_S, delay_s)] += prefill_s
         self._at_s = now_s
 
-    def per_second(self, lead_s: float, now_s: float) -> float:
-        """Of what will come within the next lead_s, as far as its turn comes within it too."""
-        if lead_s <= 0:
-            return 0.0
-        recent_s = sum(
-            each * max(0.0, 1.0 - max(0.0, at * STEP_S) / lead_s)
-            for at, each in self._recent_s.items()
-        )
-        return recent_s * math.exp((self._at_s - now_s) / RECENT_S) / RECENT_S
+    def sooner(self, now_s: float) -> list[float]:
+        """For each of DELAYS_S, what comes with a shorter delay: seconds of prefill a second."""
+        scale = math.exp((self._at_s - now_s) / RECENT_S) / RECENT_S
+        sums, total = [], 0.0
+        for recent_s in self._recent_s:
+            total += scale * recent_s
+            sums.append(total)
+        return sums
+
+
+def waiting_s(ahead_s: float, lead_s: float, sooner: Sequence[float], replicas: int) -> float:
+    """The time until so many seconds of prefill are done, and those that come meanwhile and have
+    an earlier turn: after t seconds, turns that are delayed by less than `lead_s - t`.
+
+    sooner: of Arrivals. lead_s: from now until the turn.
+    """
+    if replicas <= 0:
+        return math.inf
+    after_s = 0.0
+    for at in range(bisect_right(DELAYS_S, lead_s) - 1, -1, -1):
+        span_s = lead_s - DELAYS_S[at] - after_s
+        done = replicas - sooner[at]  # seconds of prefill a second
+        if ahead_s <= done * span_s:
+            return after_s + ahead_s / done if done else after_s
+        ahead_s -= done * span_s
+        after_s += span_s
+    return after_s + ahead_s / replicas
 
 
 class Correction:

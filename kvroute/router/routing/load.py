@@ -47,8 +47,9 @@ class ReplicaLoad(PrefillQueue[Sent]):
     loras_sent: tuple[list[str], list[str]] = field(
         default_factory=lambda: ([], [])
     )  # since the last report, and between the two last reports
-    # The most requests that we knew waiting: since the last report, and between the two last ones.
+    # The most pending tokens that we knew: since the last report, and between the two last ones.
     peaks: tuple[int, int] = (0, 0)
+    mean_tokens: float = 0.0  # to compute, of recent requests
 
     def send(self, request_id: str, sent: Sent) -> None:
         self.join(request_id, sent)
@@ -60,7 +61,8 @@ class ReplicaLoad(PrefillQueue[Sent]):
         self.recent_tokens = self.recent(sent.sent_s) + sent.new_tokens
         self.recent_at_s = sent.sent_s
         self.mean_prefill_s += MEAN_SHARE * (sent.prefill_s - self.mean_prefill_s)
-        self.peaks = (max(self.peaks[0], len(self.waiting)), self.peaks[1])
+        self.mean_tokens += MEAN_SHARE * (sent.new_tokens - self.mean_tokens)
+        self.peaks = (max(self.peaks[0], self.pending_tokens), self.peaks[1])
 
     def report_loras(self, names: Iterable[str], capacity: int) -> None:
         """The replica reports its loaded adapters, as of some time after the last report but one.
@@ -71,19 +73,27 @@ class ReplicaLoad(PrefillQueue[Sent]):
             self.loras.use(name)
         self.loras_sent = ([], since)
 
-    def report(self, waiting: int) -> None:
-        """The replica reports its waiting requests, as of some time after the last report but one.
-        Those above the most that we knew of since then come from others; each counts as one mean
-        prefill of those that we know."""
-        self.unknown_s = self.mean_prefill_s * max(0, waiting - max(self.peaks))
-        self.peaks = (len(self.waiting), self.peaks[0])
+    def report(self, pending_tokens: int) -> None:
+        """The replica reports the uncached prompt tokens of its requests without a first token, as
+        of some time after the last report but one. Those above the most that we knew of since then
+        come from routers that we do not hear."""
+        unknown = max(0, pending_tokens - max(self.peaks))
+        self.unknown_s = self._seconds(unknown) if unknown else 0.0
+        self.peaks = (self.pending_tokens, self.peaks[0])
+
+    def _seconds(self, tokens: int) -> float:
+        """To compute tokens of prompts like those that we know."""
+        if not self.mean_tokens:
+            return self.model.seconds(0, tokens)
+        return tokens * self.mean_prefill_s / self.mean_tokens
 
     def first_token(self, request_id: str, now_s: float) -> None:
         """The request's prefill is over: its time updates the replica's speed."""
         sent = self.waiting.get(request_id)
         if sent is None:
             return
-        self.served(request_id, now_s, teaches=not sent.loads_lora)
+        is_alone = not self.unknown_s  # else its time was partly that of others
+        self.served(request_id, now_s, teaches=is_alone and not sent.loads_lora)
         self.pending_tokens -= sent.new_tokens
         self.prompt_tokens -= sent.prompt_tokens
         self.prefilled_s += sent.prefill_s

@@ -24,6 +24,7 @@ from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 from kvroute.contract.messages import Waiting
+from kvroute.router.routing.forecast import waiting_s
 
 HOLD_S = 2.0  # of prefill on every replica: further requests wait in the router
 FILL_S = 0.25  # of prefill on a replica: nothing more of what fills goes there
@@ -130,7 +131,7 @@ class Queue(Generic[R]):
 
     def add(self, held: Held[R]) -> None:
         """It waits from now on."""
-        held.turn_s = held.arrived_s + held.priority_s + delay_s(held.prefill_s)
+        held.turn_s = _turn_s(held)
         (self._filling if self._fills(held) else self._line).add(held)
         self._changed()
 
@@ -213,17 +214,19 @@ class Queue(Generic[R]):
 
     # Forecast.
 
-    def forecast_s(self, held: Held[R], *, replicas: int, arriving: float, now_s: float) -> float:
-        """How long a request will wait that has just come, or waits already.
+    def forecast_s(
+        self, held: Held[R], *, replicas: int, sooner: Sequence[float], now_s: float
+    ) -> float:
+        """How long a request will wait that has just come.
 
-        arriving: seconds of prefill that come each second, to all routers.
+        sooner: what comes to all routers, as Arrivals tells it.
         """
-        turn_s = held.turn_s or held.arrived_s + held.priority_s + delay_s(held.prefill_s)
-        ahead_s = sum(other.prefill_s for other in self._line.held if other.turn_s < turn_s)
-        ahead_s += sum(_work_s(waiting, turn_s) for waiting in self._others.values())
+        turn_s = _turn_s(held)
+        ahead_s = sum(_work_s(waiting, turn_s) for waiting in self._others.values())
+        ahead_s += _sooner_s(self._line.held, turn_s)
         if self._fills(held):
-            ahead_s += sum(other.prefill_s for other in self._filling.held if other.turn_s < turn_s)
-        return waiting_s(ahead_s, turn_s - now_s, arriving, replicas)
+            ahead_s += _sooner_s(self._filling.held, turn_s)
+        return waiting_s(ahead_s, turn_s - now_s, sooner, replicas)
 
     def state(self, now_s: float) -> dict[str, QueueState]:
         """By line: default, and filling. Another thread may ask."""
@@ -295,17 +298,13 @@ class Shares:
         self._at_s = now_s
 
 
-def waiting_s(ahead_s: float, lead_s: float, arriving: float, replicas: int) -> float:
-    """The time until so many seconds of prefill are done. What comes within `lead_s` has an
-    earlier turn, so its work is done before, too."""
-    if replicas <= 0:
-        return math.inf
-    lead_s = max(0.0, lead_s)
-    if arriving < replicas:
-        soon_s = ahead_s / (replicas - arriving)
-        if soon_s <= lead_s:
-            return soon_s
-    return (ahead_s + arriving * lead_s) / replicas
+def _turn_s(held: Held[R]) -> float:
+    return held.arrived_s + held.priority_s + delay_s(held.prefill_s)
+
+
+def _sooner_s(line: Sequence[Held[R]], turn_s: float) -> float:
+    """Prefill of those with an earlier turn."""
+    return sum(held.prefill_s for held in line[: bisect_left(line, turn_s, key=_turn)])
 
 
 def _turn(held: Held[R]) -> float:

@@ -119,7 +119,7 @@ class ModelRouter:
         self._feed = Feed(self._index, self._fleet)
         self._subscriber = PeerSubscriber(self._fleet, own=router_id, limits=limits, queue=queue)
         known = partial(serves.replicas, self._deployment)
-        self._links = Links(known)
+        self._links = Links(known, self._fleet.told)
         self._liveness = Liveness(
             known, self._links, self._fleet, hang_timeout_s=settings.hang_timeout_s
         )

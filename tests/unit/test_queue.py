@@ -1,0 +1,304 @@
+"""Which requests wait in a router, and which one goes next."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.messages import FEW, Message, Waiting, decode, encode
+from kvroute.contract.records import VERSION
+from kvroute.router.routing.forecast import DELAYS_S, LEAST, MOST, Arrivals, Correction, waiting_s
+from kvroute.router.routing.queue import (
+    BATCH_S,
+    FILL_S,
+    HOLD_S,
+    LOOKED_AT,
+    MOST_DELAY_S,
+    PATIENCE_S,
+    SHARE_S,
+    Held,
+    Queue,
+    Room,
+    delay_s,
+)
+
+IDLE, BUSY = Room("idle", 0.0), Room("busy", HOLD_S)
+Requests = Queue[str]
+
+
+def held(name: str, at_s: float = 0.0, prefill_s: float = 0.1, **more: object) -> Held[str]:
+    return Held(name, at_s, prefill_s, **more)  # type: ignore[arg-type]
+
+
+def queue_of(*requests: Held[str]) -> Requests:
+    queue = Requests()
+    for each in requests:
+        queue.add(each)
+    return queue
+
+
+def sent(queue: Requests, *rooms: Room, now_s: float = 0.0) -> list[str]:
+    """All that go now, if replicas stay as they are."""
+    names = []
+    while due := queue.due(rooms, now_s):
+        names.append(due.request)
+    return names
+
+
+def test_requests_wait_while_every_replica_has_enough_to_do() -> None:
+    queue = queue_of(held("a"))
+    assert sent(queue, BUSY, BUSY) == []
+    assert sent(queue) == []
+    assert sent(queue, BUSY, Room("free", HOLD_S - 0.01)) == ["a"]
+    assert len(queue) == 0
+
+
+def test_a_new_request_need_not_wait_while_a_replica_has_room_and_nobody_is_before_it() -> None:
+    queue = Requests()
+    assert queue.is_free(held("a"), 0.0)
+    assert not queue.is_free(held("a"), HOLD_S)
+    queue.add(held("a"))
+    assert not queue.is_free(held("b"), 0.0)
+
+
+times = st.floats(0.0, 300.0)
+requests = st.builds(
+    held,
+    st.just("r"),
+    times,
+    st.floats(0.0, 20.0),
+    priority_s=st.floats(-60.0, 60.0),
+    is_batch=st.booleans(),
+    tenant=st.sampled_from(["", "a", "b"]),
+)
+
+
+@given(st.lists(requests, max_size=40), st.randoms(use_true_random=False))
+def test_each_request_leaves_once(given: list[Held[str]], rng: random.Random) -> None:
+    queue = queue_of(*given)
+    gone = [each for each in given if rng.random() < 0.3]
+    assert all(queue.remove(each) for each in gone)
+    assert not any(queue.remove(each) for each in gone)
+    left = [each for each in given if each not in gone]
+    assert len(queue) == len(left) == len([*queue])
+    now_s, due = 0.0, []
+    while len(queue):
+        now_s += 10.0
+        rooms = [rng.choice((IDLE, BUSY)) for _ in range(3)]
+        while one := queue.due(rooms, now_s):
+            queue.sent(one, now_s)
+            due.append(one)
+    assert sorted(map(id, due)) == sorted(map(id, left))
+
+
+@given(st.lists(requests.filter(lambda each: not each.is_batch), max_size=40))
+def test_the_least_turn_goes_first(given: list[Held[str]]) -> None:
+    queue = queue_of(*given)
+    turns_s = []
+    while due := queue.due([IDLE], 0.0):
+        turns_s.append(due.turn_s)
+    assert turns_s == sorted(turns_s)
+
+
+def test_short_prompts_pass_long_ones_and_nobody_is_passed_for_ever() -> None:
+    queue = queue_of(held("long", 0.0, 100.0), held("short", 1.0, 0.01))
+    assert sent(queue, IDLE) == ["short", "long"]
+    queue = queue_of(held("long", 0.0, 100.0), held("late", MOST_DELAY_S + 0.1, 0.0))
+    assert sent(queue, IDLE) == ["long", "late"]
+    assert delay_s(1e9) == MOST_DELAY_S
+
+
+def test_a_priority_is_seconds_of_waiting() -> None:
+    queue = queue_of(held("default"), held("sooner", 20.0, priority_s=-30.0))
+    assert sent(queue, IDLE) == ["sooner", "default"]
+
+
+# Requests that fill.
+
+
+def test_a_batch_request_goes_to_an_idle_replica_with_memory_to_spare_when_nobody_waits() -> None:
+    queue = queue_of(held("batch", is_batch=True), held("other", 50.0))
+    assert sent(queue, Room("a", FILL_S)) == ["other"]
+    assert sent(queue, Room("a", 0.0, free_share=0.4)) == []
+    rooms = Room("a", FILL_S), Room("b", 0.0), Room("c", 0.0, free_share=0.1)
+    batch = queue.due(rooms, 0.0)
+    assert batch
+    assert batch.among == ["b"]
+
+
+def test_no_batch_request_goes_while_one_of_another_router_waits() -> None:
+    queue = queue_of(held("batch", is_batch=True))
+    queue.hear("other", told(held("a")), 0.0)
+    assert sent(queue, IDLE) == []
+    queue.forget("other")
+    assert sent(queue, IDLE) == ["batch"]
+
+
+def test_a_batch_request_waits_for_so_long_and_then_it_is_like_the_others() -> None:
+    queue = queue_of(held("batch", is_batch=True), held("other", BATCH_S))
+    soon = Room("a", HOLD_S - 0.1)
+    assert sent(queue, soon, now_s=BATCH_S) == ["other"]
+    queue.add(held("other", BATCH_S + 10.0))
+    assert sent(queue, soon, now_s=BATCH_S + 11.0) == ["batch", "other"]
+
+
+def test_a_tenant_above_its_share_fills_what_others_leave() -> None:
+    queue = Requests()
+    for tenant, prefill_s in (("greedy", 9.0), ("modest", 1.0)):
+        queue.sent(held("past", prefill_s=prefill_s, tenant=tenant), 0.0)
+    assert not queue.is_free(held("g", tenant="greedy"), 0.0)
+    assert queue.is_free(held("m", tenant="modest"), 0.0)
+    queue.add(held("g", tenant="greedy"))
+    queue.add(held("m", 100.0, tenant="modest"))
+    soon = Room("a", HOLD_S - 0.1)
+    assert sent(queue, soon) == ["m"]
+    assert sent(queue, IDLE) == ["g"]
+
+
+def test_what_a_tenant_had_is_forgotten_with_time() -> None:
+    queue = Requests()
+    queue.sent(held("past", prefill_s=9.0, tenant="greedy"), 0.0)
+    queue.sent(held("past", prefill_s=1.0, tenant="modest"), 0.0)
+    queue.add(held("g", tenant="greedy"))
+    queue.sent(held("past", prefill_s=1.0, tenant="modest"), 10 * SHARE_S)
+    assert sent(queue, Room("a", HOLD_S - 0.1), now_s=10 * SHARE_S) == ["g"]
+
+
+def test_a_tenant_alone_has_all() -> None:
+    queue = Requests()
+    queue.sent(held("past", prefill_s=1e6, tenant="only"), 0.0)
+    assert queue.is_free(held("next", tenant="only"), 0.0)
+
+
+def test_of_what_fills_a_prompt_that_is_cached_where_there_is_room_goes_first() -> None:
+    homes = ["busy"] * 5 + ["idle"] + ["busy"] * LOOKED_AT
+    fillers = [held(str(n), n, is_batch=True, home=home) for n, home in enumerate(homes)]
+    queue = queue_of(*fillers)
+    assert sent(queue, IDLE)[:2] == ["5", "0"]
+
+
+# Several routers.
+
+
+def told(*requests: Held[str]) -> Waiting:
+    """As it comes from another router."""
+    waiting = queue_of(*requests).report(0.0)
+    message = decode(encode(Message(VERSION, "other", [], waiting=waiting)))
+    assert message.waiting
+    return message.waiting
+
+
+def test_with_room_for_one_only_the_earliest_turn_of_all_routers_goes() -> None:
+    queue = queue_of(held("mine", 5.0), held("mine too", 6.0))
+    queue.hear("other", told(held("theirs", 1.0)), 0.0)
+    assert sent(queue, IDLE, BUSY) == []
+    assert sent(queue, IDLE, IDLE) == ["mine", "mine too"]
+
+
+def test_a_router_that_sends_nothing_is_not_waited_for() -> None:
+    queue = queue_of(held("mine", 5.0))
+    queue.hear("other", told(held("theirs", 1.0)), 0.0)
+    assert sent(queue, IDLE) == []
+    assert sent(queue, BUSY, now_s=PATIENCE_S) == []
+    assert sent(queue, IDLE, now_s=PATIENCE_S + 0.01) == []
+    assert sent(queue, IDLE, now_s=2 * PATIENCE_S + 0.02) == ["mine"]
+
+
+@pytest.mark.parametrize("ends", ["forgotten", "empty"])
+def test_a_router_without_waiting_requests_delays_nobody(ends: str) -> None:
+    queue = queue_of(held("mine", 5.0))
+    queue.hear("other", told(held("theirs", 1.0)), 0.0)
+    if ends == "empty":
+        queue.hear("other", Waiting(), 0.0)
+    else:
+        queue.forget("other")
+    assert sent(queue, IDLE) == ["mine"]
+
+
+@given(st.integers(1, 3000))
+def test_what_is_told_is_bounded_and_names_the_first_turns_and_the_sum(count: int) -> None:
+    waiting = told(*(held(str(n), n, 0.5) for n in range(count)))
+    assert len(waiting.places) <= FEW
+    assert waiting.places[:16] == [*range(1, 1 + min(16, count))]
+    assert waiting.places[-1] == count
+    assert waiting.work_s[-1] == pytest.approx(0.5 * count)
+
+
+def test_others_are_told_of_changes_and_again_after_a_while() -> None:
+    queue = Requests()
+    assert queue.report(0.0) is None
+    queue.add(held("a"))
+    assert queue.report(0.0) is not None
+    assert queue.report(0.1) is None
+    assert queue.report(2.0) is not None
+    assert sent(queue, IDLE) == ["a"]
+    assert queue.report(2.1) == Waiting()
+    assert queue.report(9.0) is None
+
+
+# Forecasts.
+
+NOTHING = Arrivals().sooner(0.0)
+
+
+def test_a_wait_is_the_work_before_over_the_replicas() -> None:
+    assert waiting_s(8.0, 5.0, NOTHING, 4) == 2.0
+    assert waiting_s(0.0, 5.0, NOTHING, 4) == 0.0
+    assert waiting_s(8.0, 5.0, NOTHING, 0) == float("inf")
+
+
+@given(
+    ahead_s=st.floats(0.0, 200.0),
+    lead_s=st.floats(0.0, MOST_DELAY_S),
+    replicas=st.integers(1, 16),
+    arrivals=st.lists(st.tuples(st.floats(0.01, 5.0), st.floats(0.0, 150.0)), max_size=30),
+)
+def test_a_wait_is_that_of_a_fluid_that_drains(
+    ahead_s: float, lead_s: float, replicas: int, arrivals: list[tuple[float, float]]
+) -> None:
+    rates = Arrivals()
+    for prefill_s, delayed_s in arrivals:
+        rates.add(prefill_s, delayed_s, 0.0)
+    sooner = rates.sooner(0.0)
+    step_s, at_s, left_s = 0.01, 0.0, ahead_s
+    while left_s > 0.0:
+        left_s += step_s * (_comes(sooner, lead_s - at_s) - replicas)
+        at_s += step_s
+    assert waiting_s(ahead_s, lead_s, sooner, replicas) == pytest.approx(at_s, abs=0.5, rel=0.02)
+
+
+def _comes(sooner: list[float], delay_s: float) -> float:
+    shorter = [rate for most_s, rate in zip(DELAYS_S, sooner, strict=True) if most_s <= delay_s]
+    return max(shorter, default=0.0)
+
+
+def test_arrivals_are_forgotten_with_time() -> None:
+    arrivals = Arrivals()
+    arrivals.add(10.0, 1.0, 0.0)
+    assert arrivals.sooner(0.0)[-1] == pytest.approx(1.0)
+    assert arrivals.sooner(100.0)[-1] < 1e-3
+
+
+def test_a_request_is_forecast_to_wait_for_those_before_it_at_all_routers() -> None:
+    queue = queue_of(held("a", prefill_s=1.0), held("long", prefill_s=30.0))
+    queue.hear("other", told(held("b", prefill_s=2.0)), 0.0)
+    new = held("new", 90.0, 0.0)
+    assert queue.forecast_s(new, replicas=1, sooner=NOTHING, now_s=90.0) == pytest.approx(3.0)
+    batch = held("new", 900.0, 0.0, is_batch=True)
+    assert queue.forecast_s(batch, replicas=1, sooner=NOTHING, now_s=900.0) == pytest.approx(33.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), max_size=50))
+def test_a_correction_is_bounded(waits: list[tuple[float, float]]) -> None:
+    correction = Correction()
+    for forecast_s, waited_s in waits:
+        correction.learn(forecast_s, waited_s)
+        assert LEAST <= correction.factor <= MOST
+
+
+def test_forecasts_learn_from_their_errors() -> None:
+    correction = Correction()
+    for _ in range(100):
+        correction.learn(1.0, 2.0)
+    assert correction.factor == pytest.approx(2.0, rel=0.05)
