@@ -523,7 +523,7 @@ async def test_only_the_first_prompt_of_a_call_is_refused_for_its_wait() -> None
     context = RequestContext(time.monotonic() - 1, urgency=Urgency(most_s=0.001), prompts=2)
     async with releasing(client):
         busy = keep_busy(client)
-        with pytest.raises(ApiError, match="has waited"):
+        with pytest.raises(ApiError, match="would wait"):
             await client.dispatcher.begin(PROMPT, completion(), context)
         begun = asyncio.create_task(client.dispatcher.begin_in_turn(PROMPT, completion(), context))
         await until(lambda: waiting(client))

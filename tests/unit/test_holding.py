@@ -238,6 +238,17 @@ async def test_without_replicas_nobody_waits_for_ever() -> None:
     assert router.diary.refusals == [("default", "no_replica")]
 
 
+async def test_it_is_the_fleets_fault_if_no_replica_runs_until_the_deadline() -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(LONG, "a")
+        task = await router.asks(SHORT, Urgency(most_s=20))
+        router.replicas.clear()
+        router.holding._overdue(next(iter(router.queue)))
+        with pytest.raises(ApiError, match="no replica is ready"):
+            await task
+
+
 async def test_a_replica_that_comes_is_used() -> None:
     router = Router("a")
     async with router.running():

@@ -157,7 +157,7 @@ class Holding:
         answer = held.request
         timer = None
         if within_s < math.inf:
-            timer = asyncio.get_running_loop().call_later(within_s, self._expire, held, "deadline")
+            timer = asyncio.get_running_loop().call_later(within_s, self._overdue, held)
         self._seen_s = max(self._seen_s, self._clock())
         self._has_waiting.set()
         self._wake.ring()
@@ -168,6 +168,9 @@ class Holding:
                 timer.cancel()
             if answer.cancelled():  # the client has left
                 self._queue.remove(held)
+
+    def _overdue(self, held: Held[Answer]) -> None:
+        self._expire(held, "deadline" if self._trusted() else "no_replica")
 
     def _expire(self, held: Held[Answer], refusal: Refusal) -> None:
         if not held.request.done() and self._queue.remove(held):
