@@ -8,6 +8,8 @@ from dashboards.replica import BLOCKS_IN_USE
 REQUESTS = router("kvroute_requests_total")
 CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
 TTFT = router("kvroute_time_to_first_token_seconds_bucket")
+WAITS = router("kvroute_queue_wait_seconds_bucket", 'priority!="batch"')
+DEFAULT_LINE = 'line="default"'
 
 NOW = Row(
     "Now",
@@ -117,6 +119,72 @@ CLIENTS = Row(
         ),
     ),
 )
+QUEUE = Row(
+    "The routers' queue",
+    (
+        Panel(
+            "Requests that wait for a replica",
+            "In the routers, while every replica has enough to do. filling: batch requests, and "
+            "those of tenants that had more than their share; they are there to wait. default: if "
+            "these wait for more than moments, more replicas (`kvroute scale`, or a larger "
+            "`--max-replicas`).",
+            grafana.NUMBER,
+            (
+                Query(
+                    total(router("kvroute_queue_requests"), "line"),
+                    "{{line}}",
+                ),
+            ),
+            stacking="normal",
+            width=6,
+        ),
+        Panel(
+            "Prefill that waits",
+            "Seconds of prefill of those requests. Over the number of replicas, it is about how "
+            "long it takes to begin with all of them. When it keeps growing, there is more to do "
+            "than the fleet can: requests are refused next.",
+            grafana.SECONDS,
+            (
+                Query(
+                    total(router("kvroute_queue_prefill_seconds"), "line"),
+                    "{{line}}",
+                ),
+            ),
+            stacking="normal",
+            width=6,
+        ),
+        Panel(
+            "Wait in the queue",
+            "Of interactive and default requests that had to wait; the oldest is one that waits "
+            "now. When p99 alone is long, long prompts let short ones pass. When all are: more "
+            "replicas.",
+            grafana.SECONDS,
+            (
+                *quantiles(WAITS, 0.5, 0.9, 0.99),
+                Query(
+                    f"max ({router('kvroute_queue_oldest_seconds', DEFAULT_LINE)})",
+                    "oldest now",
+                ),
+            ),
+            width=6,
+        ),
+        Panel(
+            "Turned away",
+            "forecast: requests that would wait longer than they may. deadline: they did. full: "
+            "too many wait. no_replica: none is ready, see `kvroute status`. For the others: more "
+            "replicas, or a larger `--max-wait-s` where clients have the patience.",
+            grafana.REQUESTS_PER_S,
+            (
+                Query(
+                    per_second(router("kvroute_queue_refused_requests_total"), "reason"),
+                    "{{reason}}",
+                ),
+            ),
+            stacking="normal",
+            width=6,
+        ),
+    ),
+)
 WORK = Row(
     "Work",
     (
@@ -216,5 +284,5 @@ FLEET = Dashboard(
     "kvroute-fleet",
     "kvroute / Fleet",
     "Is the fleet well, and do its clients feel well?",
-    (NOW, CLIENTS, WORK, PROCESSES),
+    (NOW, CLIENTS, QUEUE, WORK, PROCESSES),
 )

@@ -53,6 +53,16 @@ FORESIGHT = Row(
             "routers have not learned the replicas' speed yet.",
             grafana.NUMBER,
             quantiles(RATIO, 0.1, 0.5, 0.9),
+            width=6,
+        ),
+        Panel(
+            "Wait in the queue, real over forecast",
+            "1 is right; requests are refused by this forecast. A median far above: replicas are "
+            "slower than the routers believe, or other routers are not heard. Far below: requests "
+            "are refused too early.",
+            grafana.NUMBER,
+            quantiles(router("kvroute_queue_forecast_ratio_bucket"), 0.1, 0.5, 0.9),
+            width=6,
         ),
         Panel(
             "Backlog where requests went",
@@ -60,6 +70,7 @@ FORESIGHT = Row(
             "above what your users may wait, add replicas.",
             grafana.SECONDS,
             quantiles(router("kvroute_backlog_seconds_bucket"), 0.5, 0.9),
+            width=6,
         ),
         Panel(
             "Sent again",
@@ -75,6 +86,7 @@ FORESIGHT = Row(
                 ),
             ),
             stacking="normal",
+            width=6,
         ),
     ),
 )

@@ -43,12 +43,15 @@ def kvroute(
 
 @app.command()
 def status(url: Url = LOCAL) -> None:
-    """Show the replicas of a running cluster."""
-    replicas, console = call("GET", url, "/v1/cluster")["replicas"], Console()
-    console.print(_table(replicas))
-    for replica in replicas:
+    """Show the replicas of a running cluster, and what waits for them."""
+    found, console = call("GET", url, "/v1/cluster"), Console()
+    console.print(_table(found["replicas"]))
+    for replica in found["replicas"]:
         if reason := replica["degraded"]:
             console.print(f"{replica['id']} is DEGRADED, its cache is ignored: {reason}")
+    for queue in found.get("queues", ()):
+        if queue["all_routers"]["requests"]:
+            console.print(_queued(queue))
 
 
 @app.command()
@@ -92,6 +95,15 @@ def _table(replicas: list[dict[str, Any]]) -> Table:
         cells = replica | {"blocks": blocks}
         table.add_row(*(str(cells[column]) for column in columns))
     return table
+
+
+def _queued(queue: dict[str, Any]) -> str:
+    everywhere = queue["all_routers"]
+    return (
+        f"{everywhere['requests']} requests for {queue['model']} wait for a replica with room: "
+        f"{everywhere['prefill_s']:.1f} s of prefill, {queue['requests']} of them in the router "
+        f"that answered, there for up to {queue['oldest_s']:.1f} s"
+    )
 
 
 app.command("serve")(Serve)

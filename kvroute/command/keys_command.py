@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from kvroute.client import fail
 from kvroute.command.keys_limit import NONE, changed, check_tenant, shown
+from kvroute.contract.priority import PRIORITIES, Priority, named
 from kvroute.keys.key_file import (
     ROLES,
     KeyFileError,
@@ -25,7 +26,7 @@ from kvroute.keys.key_file import (
 )
 from kvroute.keys.limits import ANY, OTHER, TenantLimits
 
-COLUMNS = ("id", "tenant", "roles", "created")
+COLUMNS = ("id", "tenant", "roles", "priority", "created")
 
 File = Annotated[
     Path,
@@ -48,13 +49,21 @@ def add(
         list[str] | None,
         typer.Option(help=f"What it may do: {', '.join(ROLES)}; several: one --role each."),
     ] = None,
+    priority: Annotated[
+        str,
+        typer.Option(
+            help=f"How urgent its requests can be: {', '.join(PRIORITIES)}. A request can ask for "
+            "less.",
+        ),
+    ] = "default",
 ) -> None:
     """Add a key, and print it: it is in no file, so it cannot be shown again."""
     roles = _roles(role or ["use"])
     if tenant == OTHER:
         fail(f"--tenant is {OTHER!r}, as accounts and metrics call all that have no room there")
     try:
-        key, entry = new_key(tenant, roles, datetime.now(UTC).date().isoformat())
+        created = datetime.now(UTC).date().isoformat()
+        key, entry = new_key(tenant, roles, created, _priority(priority))
     except msgspec.ValidationError:
         fail(f"--tenant is {tenant[:80]!r}; expected up to 64 letters, digits and . _ @ -")
     with _usable(file), locked(file):
@@ -70,7 +79,7 @@ def list_keys(file: File) -> None:
     with _usable(file):
         found = read(file)
     for key in found.keys:
-        table.add_row(key.id, key.tenant, " ".join(key.roles), key.created)
+        table.add_row(key.id, key.tenant, " ".join(key.roles), key.priority, key.created)
     Console().print(table)
     for tenant, limits in sorted(found.tenants.items()):
         typer.echo(f" {tenant}: {shown(limits)}")
@@ -150,6 +159,10 @@ def _usable(path: Path) -> Iterator[None]:
         yield
     except (KeyFileError, PermissionError) as error:
         fail(f"--file {path}: {error}")
+
+
+def _priority(given: str) -> Priority:
+    return named(given) or fail(f"--priority is {given[:80]!r}; expected {', '.join(PRIORITIES)}")
 
 
 def _roles(given: list[str]) -> list[Role]:

@@ -37,6 +37,7 @@ class GenerateRequest:
     # Its turn in the engine, counted from its arrival there, since hosts' clocks differ. The
     # smallest is first; negative: it has waited elsewhere.
     order_s: float = 0.0
+    waited_s: float = 0.0  # in the router, for want of replicas
 
     @property
     def scope(self) -> Scope:

@@ -90,6 +90,7 @@ class _Collection:
         yield checks.rendering(replicas.get("rendering_differences", {}))
         yield from load_checks.hits(found["hits"])
         yield from load_checks.load(replicas["backlogs_s"])
+        yield from load_checks.queues(found.get("queues", ()))
         yield checks.haproxy(found["serve"])
         yield checks.access(found["access"])
         yield checks.versions(found["versions"], ours, found["nodes"])

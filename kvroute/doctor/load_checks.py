@@ -1,13 +1,21 @@
-"""Checks of recent requests: the causes of missed hits, changed chats, and overloaded replicas."""
+"""Checks of recent requests: causes of missed hits, changed chats, busy replicas, and waits."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
 
 LONG_S = 5.0  # of prefill in a queue
 FEW_REQUESTS = 20  # fewer are not judged
+LONG_WAIT_S = 1.0  # for a replica with room
+REFUSALS = {
+    "forecast": "would have waited too long",
+    "deadline": "had waited too long",
+    "full": "found too many waiting",
+    "no_replica": "found no replica",
+}
+BIGGER = "more replicas, or a larger --max-replicas"
 
 
 class Limit(NamedTuple):
@@ -99,7 +107,7 @@ def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
     busy = {replica_id: s for replica_id, s in backlogs_s.items() if s > LONG_S}
     if median_s > LONG_S:
         finding = f"half of the replicas have {median_s:.0f} s of prefill queued, or more"
-        yield Check("load", "warning", finding, "more replicas, or a larger --max-replicas")
+        yield Check("load", "warning", finding, BIGGER)
         return
     for replica_id, backlog_s in busy.items():
         finding = f"replica {replica_id} has {backlog_s:.0f} s of prefill queued"
@@ -111,12 +119,62 @@ def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
         yield Check("load", "ok", f"{longest_s:.1f} s of prefill in the longest queue")
 
 
+def queues(found: Iterable[Facts]) -> Iterator[Check]:
+    """found: what waits in one router, and what did in the last minutes, for each model."""
+    for queue in found:
+        troubles = [*_waiting(queue), *_refused(queue)]
+        yield from troubles or [_have_waited(queue)]
+
+
+def _waiting(queue: Facts) -> Iterator[Check]:
+    """Requests that only fill what others leave are not told: they are there to wait."""
+    here, everywhere = queue["lines"]["default"], queue["all_routers"]["requests"]
+    if here["oldest_s"] < LONG_WAIT_S:
+        return
+    finding = f"{_plural(here['requests'], 'request')} for {queue['model']} held back while every "
+    finding += f"replica is busy: {here['prefill_s']:.0f} s of prefill, the oldest for "
+    finding += f"{here['oldest_s']:.0f} s"
+    if everywhere > queue["requests"]:
+        finding += f"; {everywhere:,} in all routers"
+    yield Check("queue", "warning", finding, BIGGER)
+
+
+def _refused(queue: Facts) -> Iterator[Check]:
+    """Those that would have waited too long, or did."""
+    refused = queue["recent"]["refused"]
+    if not refused:
+        return
+    reasons = ", ".join(f"{n:,} {REFUSALS.get(reason, reason)}" for reason, n in refused.items())
+    finding = f"{_plural(sum(refused.values()), 'request')} for {queue['model']} refused in "
+    finding += f"{_minutes(queue['recent'])}: {reasons}"
+    yield Check("queue", "warning", finding, f"{BIGGER}; a larger --max-wait-s for more patience")
+
+
+def _have_waited(queue: Facts) -> Check:
+    if queue["recent"]["mean_s"] < LONG_S:
+        return Check("queue", "ok", _waited(queue))
+    return Check("queue", "warning", _waited(queue), BIGGER)
+
+
+def _waited(queue: Facts) -> str:
+    recent, minutes = queue["recent"], _minutes(queue["recent"])
+    if not recent["waited"]:
+        return f"no request for {queue['model']} had to wait for a replica in {minutes}"
+    finding = f"{_plural(recent['waited'], 'request')} for {queue['model']} had to wait for a "
+    finding += f"replica in {minutes}: {recent['mean_s']:.1f} s on average, "
+    return finding + f"{recent['longest_s']:.1f} s at most"
+
+
 def _shares(tokens: Mapping[str, int], total: int) -> str:
     cached = (tokens["hit"] + tokens["unexpected_hit"]) / total
     missed = [cause for cause, n in tokens.items() if n and cause not in ("hit", "unexpected_hit")]
     missed.sort(key=lambda cause: -tokens[cause])
     each = [f"{cause} {tokens[cause] / total:.0%}" for cause in missed]
     return ", ".join([f"{cached:.0%} of prompt tokens from a cache", *each])
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _minutes(found: Facts) -> str:

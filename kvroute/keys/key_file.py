@@ -18,6 +18,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from kvroute.contract.priority import Priority
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.keys.limits import TenantLimits
 
@@ -51,6 +52,7 @@ class Key(Struct, frozen=True):
     salt: Annotated[bytes, Meta(min_length=16, max_length=16)]
     hash: Annotated[bytes, Meta(min_length=32, max_length=32)]
     created: str = ""  # ISO date
+    priority: Priority = "default"  # the most urgent that its requests can have
 
 
 class KeyFile(Struct, frozen=True):
@@ -67,12 +69,14 @@ def new_file() -> KeyFile:
     return KeyFile(secrets.token_bytes(32))
 
 
-def new_key(tenant: str, roles: Sequence[Role], created: str) -> tuple[str, Key]:
+def new_key(
+    tenant: str, roles: Sequence[Role], created: str, priority: Priority = "default"
+) -> tuple[str, Key]:
     """A key as its client gets it, and its entry. msgspec.ValidationError for a tenant or a role
     that is none."""
     id_, secret = secrets.token_hex(ID_BYTES), secrets.token_urlsafe(SECRET_BYTES)
     salt = secrets.token_bytes(16)
-    entry = Key(id_, tenant, tuple(roles), salt, hash_of(secret, salt), created)
+    entry = Key(id_, tenant, tuple(roles), salt, hash_of(secret, salt), created, priority)
     msgspec.convert(msgspec.to_builtins(entry), Key)
     return f"{PREFIX}-{id_}-{secret}", entry
 

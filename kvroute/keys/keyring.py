@@ -5,6 +5,7 @@ import secrets
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from kvroute.contract.priority import Priority
 from kvroute.keys.key_file import PREFIX, Key, KeyFile, hash_of
 from kvroute.keys.limits import ANY, TenantLimits
 
@@ -19,6 +20,7 @@ class Caller:
     roles: frozenset[str]
     salt: str  # of all that the tenant's requests leave in caches; replicas and Redis know it
     secret: str = ""  # of its stored responses; only routers know it
+    priority: Priority = "default"  # the most urgent that its requests can have
 
     def salted(self, own: str) -> str:
         """The salt of a request with a `cache_salt` of its own, which parts the tenant's caches
@@ -51,7 +53,8 @@ class Keyring:
         secrets = {tenant: _derived(tenant, file.secret, b"responses") for tenant in tenants}
         self._callers = {
             key.id: Caller(
-                *(key.tenant, frozenset(key.roles), salts[key.tenant], secrets[key.tenant])
+                *(key.tenant, frozenset(key.roles), salts[key.tenant], secrets[key.tenant]),
+                priority=key.priority,
             )
             for key in file.keys
         }

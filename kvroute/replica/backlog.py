@@ -10,7 +10,7 @@ from kvroute.contract.prefill_queue import PrefillQueue
 
 STEP_S = 0.02  # time of a first token in addition to its prompt's prefill
 MEAN_SHARE = 0.05  # weight of the latest request in the mean
-BUSY_S = 10.0  # time constant of the busy share's decay
+BUSY_S = 10.0  # time constant of what fades: the busy share, what waited elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,17 @@ class Backlog:
         self._mean_s = 0.0  # of one request's prefill, as predicted
         self._busy_share = 0.0  # as of _updated_s
         self._updated_s = 0.0
+        self._came = 0.0  # requests of late, as of _updated_s
+        self._waited_s = 0.0  # what these had waited in their routers, in all
 
-    def arrived(self, request_id: str, new_tokens: int, now_s: float) -> None:
-        """new_tokens: prompt tokens that are not expected in the KV cache."""
+    def arrived(
+        self, request_id: str, new_tokens: int, now_s: float, waited_s: float = 0.0
+    ) -> None:
+        """new_tokens: prompt tokens that are not expected in the KV cache. waited_s: in its
+        router, until replicas had time."""
         self._advance(now_s)
+        self._came += 1.0
+        self._waited_s += waited_s
         prefill_s = STEP_S + new_tokens / self._tokens_per_s
         self._queue.join(request_id, _Pending(prefill_s, now_s, new_tokens))
         self._mean_s += (MEAN_SHARE if self._mean_s else 1.0) * (prefill_s - self._mean_s)
@@ -57,13 +64,14 @@ class Backlog:
         return sum(each.new_tokens for each in self._queue.waiting.values())
 
     def wait_s(self, now_s: float) -> float:
-        """The time until all pending requests have their first token."""
+        """The time until all pending requests have their first token, after the mean wait in the
+        routers of those that came of late."""
         queue, speed = self._queue, self._queue.speed
         slowness, had_s = speed.slowness, now_s - queue.busy_since_s
         if queue.waiting and had_s > slowness * queue.head_s:
             # overdue: the engine is at least as slow as if the first token came now
             slowness = (speed.observed_s + had_s) / (speed.predicted_s + queue.head_s)
-        return queue.backlog_s(slowness, now_s)
+        return self._queued_s(now_s) + queue.backlog_s(slowness, now_s)
 
     def service_s(self) -> float:
         """The mean time that one request delays the others."""
@@ -74,9 +82,16 @@ class Backlog:
         self._advance(now_s)
         return self._busy_share
 
+    def _queued_s(self, now_s: float) -> float:
+        """It fades as nothing comes any more."""
+        self._advance(now_s)
+        return self._waited_s / max(1.0, self._came)
+
     def _advance(self, now_s: float) -> None:
         keep = math.exp((self._updated_s - now_s) / BUSY_S)
         self._busy_share = keep * self._busy_share + (1.0 - keep) * bool(self._queue.waiting)
+        self._came *= keep
+        self._waited_s *= keep
         self._updated_s = now_s
 
 

@@ -63,7 +63,7 @@ class Rank:
         """The engine's chunks; closing the generator aborts the request."""
         is_first, tokens, began_s = True, 0, time.monotonic()
         new_tokens = len(request.token_ids) - request.expected_tokens
-        self.backlog.arrived(request.request_id, new_tokens, began_s)
+        self.backlog.arrived(request.request_id, new_tokens, began_s, request.waited_s)
         try:
             async with contextlib.aclosing(self._run(request)) as chunks:
                 async for chunk in chunks:

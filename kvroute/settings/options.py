@@ -247,6 +247,15 @@ class RouterOptions(CommonOptions):
     max_requests: Annotated[
         int, Positive, Option(CLUSTER, "Requests under way in one router; more get a 429.")
     ] = 2000
+    max_wait_s: Annotated[
+        float,
+        Field(ge=0, le=1e6),
+        Option(
+            CLUSTER,
+            "Seconds that a request waits for a replica to begin with it. One that would wait "
+            "longer gets a 429 at once. Batch requests wait as long as they say; 0: so do all.",
+        ),
+    ] = 30.0
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),

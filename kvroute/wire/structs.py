@@ -59,6 +59,7 @@ class Begin(Struct, array_like=True):
     rank: int = 0
     shared_tokens: int = 0
     order_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class Cancel(Struct, array_like=True):
@@ -127,6 +128,7 @@ def begin_of(stream: int, request: GenerateRequest) -> Begin:
         request.rank,
         request.shared_tokens,
         request.order_s,
+        request.waited_s,
     )
 
 
@@ -150,14 +152,15 @@ def request_of(begin: Begin) -> GenerateRequest:
         rank=begin.rank,
         shared_tokens=begin.shared_tokens,
         order_s=bounded(begin.order_s),
+        waited_s=max(0.0, bounded(begin.waited_s)),
     )
 
 
-def bounded(order_s: float) -> float:
-    """An order that engines can count with; 0 for what is no number of seconds."""
-    if not math.isfinite(order_s):
+def bounded(given_s: float) -> float:
+    """A time that a replica can count with; 0 for what is no number of seconds."""
+    if not math.isfinite(given_s):
         return 0.0
-    return max(-MOST_ORDER_S, min(MOST_ORDER_S, order_s))
+    return max(-MOST_ORDER_S, min(MOST_ORDER_S, given_s))
 
 
 def token_ids_of(packed: bytes) -> TokenIds:

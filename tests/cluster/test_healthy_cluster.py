@@ -32,7 +32,7 @@ def test_a_cluster_that_is_well_has_exit_code_0_and_nothing_to_do(cluster: Clust
     assert examined.returncode == 0
     names = {check.name for check in found}
     assert names >= {"cluster", "handshake", "serve", "redis", "leases", "haproxy", "versions"}
-    assert names >= {"ports", "clocks", "canary", "hits", "load"}
+    assert names >= {"ports", "clocks", "canary", "hits", "load", "queue"}
     (canary,) = [check for check in found if check.name == "canary"]
     assert "answered by 3 replicas" in canary.finding
 

@@ -16,6 +16,7 @@ from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
 from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
+from kvroute.router.observability import waiting
 from kvroute.router.observability.places import Places
 from kvroute.router.observability.recent import DECISIONS, Recent
 from kvroute.router.observability.view import RECEIPT_REPLICAS, View
@@ -23,11 +24,13 @@ from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import HotPrefixes
 from kvroute.router.prefixes.hottest import Hottest
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.attempts import Attempt
+from kvroute.router.routing.attempts import Attempt, RequestContext
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.ledger import CAUSES, Ledger, account
 from kvroute.router.routing.peers import PeerSubscriber
+from kvroute.router.routing.queue import Held, Queue
+from kvroute.router.routing.waits import NO_WAIT, Wait
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -63,6 +66,7 @@ class Seen:
     def __init__(self, client: Any, prompts: Prompts, replicas: int = 2) -> None:
         self.names = [f"r{number:03}" for number in range(replicas)]
         self.recent = Recent()
+        self.queue = Queue[None]()
         self.fleet = Fleet(
             model="m", revision="", block_size=4, rng=random.Random(0), observer=self.recent
         )
@@ -81,6 +85,7 @@ class Seen:
             feed=Feed(index, self.fleet),
             liveness=Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0),
             hottest=hot.top,
+            queue=lambda: waiting.as_json(self.queue, 3.0),
             peers=PeerSubscriber(self.fleet, own="me"),
         )
         self.update()
@@ -90,10 +95,11 @@ class Seen:
             [ReplicaRecord(name, "1", 0, FACTS, LOAD, pins=pins) for name in self.names]
         )
 
-    def send(self, *, to: str = "r000") -> Attempt:
+    def send(self, *, to: str = "r000", wait: Wait = NO_WAIT) -> Attempt:
         """A prompt of 10 tokens."""
         placement = self.fleet.place(np.arange(10, dtype=np.uint32), self.names, 1.0)
-        return self.fleet.sent(placement, to, uuid.uuid4().hex, 1.0)
+        context = RequestContext(1.0 - wait.waited_s, wait=wait)
+        return self.fleet.sent(placement, to, uuid.uuid4().hex, 1.0, context)
 
     async def snapshot(self, kind: str) -> list[Any]:
         """All things of that kind, in order."""
@@ -173,6 +179,20 @@ async def test_a_replica_is_ready_silent_or_away(client: Any, prompts: Prompts) 
     attempt.end()
     states = {each["id"]: each["state"] for each in await seen.snapshot("replica/")}
     assert states == {"new": "ready", "r000": "ready", "r001": "silent", "r002": "away"}
+
+
+async def test_a_decision_tells_how_long_it_was_held_back(client: Any, prompts: Prompts) -> None:
+    seen = Seen(client, prompts)
+    answer(seen.send(wait=Wait("default", "busy", 2.5)))
+    (told,) = await seen.snapshot("decision/")
+    assert (told["queued_s"], told["ttft_s"]) == (2.5, 0.5)
+
+
+async def test_what_waits_is_told(client: Any, prompts: Prompts) -> None:
+    seen = Seen(client, prompts)
+    seen.queue.add(Held(None, arrived_s=1.0, prefill_s=0.5))
+    (told,) = await seen.snapshot("queue")
+    assert (told["requests"], told["prefill_s"], told["oldest_s"]) == (1, 0.5, 2.0)
 
 
 async def test_a_tile_has_what_the_index_knows(client: Any, prompts: Prompts) -> None:

@@ -26,6 +26,7 @@ from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.queue import Queue
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -59,6 +60,7 @@ def router() -> CollectorRegistry:
     metrics.export_prefixes(_catalogue(fleet))
     metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
     metrics.export_unreadable(Unreadable())
+    metrics.export_queue(Queue[None]())
     metrics.export_links(Links(lambda: replicas("unused")))
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
     metrics.export_responses(responses)

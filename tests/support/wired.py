@@ -4,7 +4,12 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
+from kvroute.router.dispatch.dispatcher import Dispatcher
+from kvroute.router.dispatch.holding import Holding, Wake
 from kvroute.router.dispatch.links import Links
+from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.queue import Queue
 from kvroute.wire.address import Address
 from kvroute.wire.server import Generate, Method, Server
 from tests.support.waiting import until
@@ -63,6 +68,13 @@ class Wired:
 
     async def kill(self, replica_id: str) -> None:
         self.killed.append(replica_id)
+
+
+def dispatcher_of(wired: Wired, fleet: Fleet) -> Dispatcher:
+    """One whose requests need not wait: nothing lets them go."""
+    liveness = Liveness(lambda: wired, wired.links, fleet, hang_timeout_s=5)
+    holding = Holding(Queue(), fleet, liveness.trusted, wake=Wake())
+    return Dispatcher(wired.links, fleet, liveness, holding)
 
 
 class ToldLinks:

@@ -33,7 +33,9 @@ from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.routing.attempts import Attempt
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.queue import HOLD_S
 from kvroute.settings.help import SettingsError
+from kvroute.settings.options import DeploymentOptions
 from kvroute.settings.serve import load
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -103,6 +105,33 @@ def test_a_first_token_that_does_not_come_counts_before_it_comes() -> None:
         backlog.arrived(str(number), 100, now_s=0.0)
     assert backlog.wait_s(0.1) < 2.0
     assert backlog.wait_s(20.0) > 20.0
+
+
+def test_who_comes_now_waits_in_the_routers_too() -> None:
+    backlog = Backlog(prefill_tokens_per_s=1000.0)
+    for number, waited_s in enumerate([0.0, 10.0, 20.0]):
+        backlog.arrived(str(number), 0, now_s=100.0, waited_s=waited_s)
+        backlog.first_token(str(number), 100.0)
+    assert backlog.wait_s(100.0) == pytest.approx(10.0)
+    assert backlog.wait_s(200.0) < 0.01  # nothing comes any more
+
+
+@pytest.mark.parametrize("target_s", [1.0, 5.0])
+def test_a_fleet_grows_whose_requests_wait_in_the_routers(target_s: float) -> None:
+    """What is pending on a replica says little then: routers keep it at HOLD_S."""
+    backlog = Backlog(prefill_tokens_per_s=1000.0)
+    for second in range(20):
+        backlog.arrived(str(second), 1000, now_s=float(second), waited_s=8.0)
+        if second >= HOLD_S:
+            backlog.first_token(str(second - int(HOLD_S)), float(second))
+    reports = [waiting(backlog.wait_s(20.0))] * 4
+    wanted = desired_replicas(reports, running=4, target=4, target_wait_s=target_s, has_queue=False)
+    assert wanted > 4
+
+
+def test_a_full_fleet_grows_with_the_default_target() -> None:
+    """Its replicas have HOLD_S to do each before a request has waited at all."""
+    assert DeploymentOptions.model_fields["target_wait_s"].default < HOLD_S
 
 
 def test_the_busy_share_forgets_within_seconds() -> None:

@@ -15,11 +15,11 @@ import pytest
 
 from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenIds
+from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.dispatch.dispatcher import MANY, Dispatcher
+from kvroute.router.dispatch.dispatcher import MANY
 from kvroute.router.dispatch.links import UnansweredError
-from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.losses import (
     CAUSED,
     DEAD_BEFORE_S,
@@ -27,9 +27,10 @@ from kvroute.router.dispatch.losses import (
     SOON_TOKENS,
     Losses,
 )
-from kvroute.router.dispatch.start import begin_all
+from kvroute.router.dispatch.start import begin_all, placement_headers
 from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.waits import Refusal, Urgency
 from kvroute.wire.server import Generate
 from tests.support.answers import (
     COMPLETIONS,
@@ -42,7 +43,7 @@ from tests.support.answers import (
     text_of,
 )
 from tests.support.waiting import until
-from tests.support.wired import Wired
+from tests.support.wired import Wired, dispatcher_of
 
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
@@ -80,10 +81,14 @@ class Engines:
 
 
 class Diary(RequestObserver):
-    """Keeps what ended."""
+    """Keeps what ended, and what had no replica to go to."""
 
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
+        self.refusals: list[tuple[Priority, Refusal]] = []
+
+    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+        self.refusals.append((priority, refusal))
 
     def ended(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
@@ -100,9 +105,7 @@ class Client:
             model="m", revision="", block_size=32, rng=random.Random(0), observer=self.diary
         )
         self.wired = self.engines.wired = Wired(self.engines.generates(), most=most)
-        links = self.wired.links
-        liveness = Liveness(lambda: self.wired, links, self.fleet, hang_timeout_s=5)
-        self.dispatcher = Dispatcher(links, self.fleet, liveness)
+        self.dispatcher = dispatcher_of(self.wired, self.fleet)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["Client"]:
@@ -140,6 +143,14 @@ async def test_images_are_placed_by_what_they_show_and_stay_off_the_wire() -> No
     assert chains[2][:1] == chains[0][:1]
     assert not {*chains[2][1:]} & {*chains[0][1:]}
     assert {request.features for request in client.requests} == {()}
+
+
+async def test_a_request_that_finds_no_replica_in_its_time_is_counted() -> None:
+    client = Client()
+    context = RequestContext(time.monotonic(), urgency=Urgency("interactive", own_s=0.0))
+    with pytest.raises(ApiError, match="no replica is ready"):
+        await client.dispatcher.begin(PROMPT, completion(), context)
+    assert client.diary.refusals == [("interactive", "no_replica")]
 
 
 def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:
@@ -428,3 +439,93 @@ async def test_a_replica_that_serve_stops_finishes_what_it_runs() -> None:
         assert said(await asking)[3] == "length"
         assert [each.outcome for each in client.diary.attempts] == ["ok"]
         await until(lambda: not server.peers)
+
+
+# Waiting for its turn.
+
+
+def keep_busy(client: Client) -> list[Attempt]:
+    """Every replica has much to do until these end."""
+    now_s, tokens = time.monotonic(), np.full(100_000, 3, np.uint32)
+    placement = client.fleet.place(tokens, list(client.engines.all), now_s)
+    return [client.fleet.sent(placement, id_, f"long {id_}", now_s) for id_ in client.engines.all]
+
+
+@contextlib.asynccontextmanager
+async def releasing(client: Client) -> AsyncIterator[None]:
+    """Requests that wait go when it is their turn."""
+    async with client.serving():
+        task = asyncio.create_task(client.dispatcher._holding.run())
+        yield
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def waiting(client: Client) -> int:
+    return client.dispatcher._holding.states()["default"].requests
+
+
+async def test_a_request_waits_until_a_replica_has_time_and_says_so() -> None:
+    client, context = Client(IMMORTAL, IMMORTAL), RequestContext(time.monotonic())
+    async with releasing(client):
+        busy = keep_busy(client)
+        begun = asyncio.create_task(client.dispatcher.begin(PROMPT, completion(), context))
+        await until(lambda: waiting(client))
+        assert client.requests == []
+        busy[1].end()
+        generation = await begun
+        headers = placement_headers([generation])
+        generation.close()
+    assert generation.replica_id == "r1"
+    assert client.requests[0].order_s < 0.5  # it is short, and has waited
+    assert headers["x-kvroute-queued-for"] == "busy"
+    assert float(headers["x-kvroute-queued-s"]) > 0
+
+
+async def test_a_request_that_did_not_wait_says_so() -> None:
+    client, context = Client(IMMORTAL), RequestContext(time.monotonic())
+    async with client.serving():
+        generation = await client.dispatcher.begin(PROMPT, completion(), context)
+        generation.close()
+    headers = placement_headers([generation])
+    assert headers["x-kvroute-queued-for"] == "none"
+    assert headers["x-kvroute-queued-s"] == "0.000"
+
+
+async def test_who_leaves_while_he_waits_costs_no_replica_anything() -> None:
+    client, context = Client(IMMORTAL), RequestContext(time.monotonic())
+    async with releasing(client):
+        busy = keep_busy(client)
+        begun = asyncio.create_task(client.dispatcher.begin(PROMPT, completion(), context))
+        await until(lambda: waiting(client))
+        begun.cancel()
+        await asyncio.wait([begun])
+        assert not waiting(client)
+        busy[0].end()
+        await client.asked()
+    assert len(client.requests) == 1
+
+
+async def test_an_answer_whose_replica_was_lost_does_not_wait_again() -> None:
+    client = Client(3, IMMORTAL)
+    async with client.serving():  # nothing would let it go
+        context = RequestContext(time.monotonic())
+        generation = await client.dispatcher.begin(PROMPT, completion(max_tokens=12), context)
+        keep_busy(client)
+        while await generation.next():
+            pass
+    assert len(client.requests) == 2
+    assert client.requests[1].order_s <= 0
+
+
+async def test_only_the_first_prompt_of_a_call_is_refused_for_its_wait() -> None:
+    client = Client(IMMORTAL)
+    context = RequestContext(time.monotonic() - 1, urgency=Urgency(most_s=0.001), prompts=2)
+    async with releasing(client):
+        busy = keep_busy(client)
+        with pytest.raises(ApiError, match="would wait"):
+            await client.dispatcher.begin(PROMPT, completion(), context)
+        begun = asyncio.create_task(client.dispatcher.begin_in_turn(PROMPT, completion(), context))
+        await until(lambda: waiting(client))
+        busy[0].end()
+        (await begun).close()

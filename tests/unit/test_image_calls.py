@@ -14,12 +14,10 @@ from kvroute.contract.fingerprint import Feature
 from kvroute.contract.http_call import Rendered, call_in, encode_rendered
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.calls import MESSAGES, parse_call
-from kvroute.router.dispatch.dispatcher import Dispatcher
-from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.serving.calls import Calls
-from tests.support.wired import Wired
+from tests.support.wired import Wired, dispatcher_of
 
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
 IDS = np.full(100, 7, "<u4")
@@ -36,10 +34,8 @@ class Router:
         for id_, server in self.wired.servers.items():
             server.methods = {"render": partial(self._render, id_)}
         fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
-        links = self.wired.links
-        liveness = Liveness(lambda: self.wired, links, fleet, hang_timeout_s=5)
         prefixes: Any = None  # routers do not render this route's bodies
-        self.calls = Calls(Dispatcher(links, fleet, liveness), fleet, prefixes, lambda: 1000)
+        self.calls = Calls(dispatcher_of(self.wired, fleet), fleet, prefixes, lambda: 1000)
 
     async def _render(self, id_: str, packed: bytes, rank: int) -> bytes:
         self.rendered.append(id_)

@@ -158,10 +158,21 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
     assert Keyring(read(path)).caller(managed)
 
 
+def test_a_key_can_be_less_urgent_than_others(tmp_path: Path) -> None:
+    path, runner = tmp_path / "keys.json", CliRunner()
+    given = ["keys", "add", "--tenant", "acme", "--file", str(path)]
+    plain = runner.invoke(app, given).output.strip()
+    slow = runner.invoke(app, [*given, "--priority", "batch"]).output.strip()
+    callers = [Keyring(read(path)).caller(key) for key in (plain, slow)]
+    assert [each and each.priority for each in callers] == ["default", "batch"]
+    assert "batch" in runner.invoke(app, ["keys", "list", "--file", str(path)]).output
+
+
 @pytest.mark.parametrize(
     ("args", "why"),
     [
         (("add", "--tenant", "a b"), "--tenant is 'a b'"),
+        (("add", "--tenant", "a", "--priority", "high"), "--priority is 'high'; expected inter"),
         (("add", "--tenant", "other"), "--tenant is 'other', as accounts and metrics call"),
         (("add", "--tenant", "a", "--role", "root"), "--role is 'root'; expected use"),
         (("revoke", "0"), "ID is '0', which is no key of"),

@@ -11,7 +11,7 @@ import pytest
 
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.ranks import rank_ids, replica_of, replicas_of, split
-from kvroute.router.dispatch.dispatcher import TRIES, Dispatcher
+from kvroute.router.dispatch.dispatcher import TRIES
 from kvroute.router.dispatch.links import Links, UnansweredError
 from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.routing.attempts import RequestContext
@@ -20,7 +20,7 @@ from kvroute.wire.address import Address, address_in
 from kvroute.wire.server import Generate
 from tests.support.answers import completion
 from tests.support.records import record
-from tests.support.wired import ToldLinks, Wired
+from tests.support.wired import ToldLinks, Wired, dispatcher_of
 
 PROMPT = np.arange(100, dtype=np.uint32)
 
@@ -59,8 +59,7 @@ def fleet_of(*rank_ids: str, running: tuple[str, ...] = ()) -> Fleet:
 
 async def ask(wired: Wired, fleet: Fleet) -> str:
     """Which rank has answered."""
-    liveness = Liveness(lambda: wired, wired.links, fleet, hang_timeout_s=5)
-    dispatcher = Dispatcher(wired.links, fleet, liveness)
+    dispatcher = dispatcher_of(wired, fleet)
     context = RequestContext(time.monotonic())
     generation = await dispatcher.begin(PROMPT, completion(max_tokens=1), context)
     while await generation.next():

@@ -16,13 +16,12 @@ from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, event
 from kvroute.router.dispatch.batch import batched, one_body
-from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
-from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.dispatch.relay import relayed
 from kvroute.router.dispatch.start import begin_all
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
-from tests.support.wired import Wired
+from tests.support.wired import Wired, dispatcher_of
 
 TOKENS = 12
 DONE = b"data: [DONE]\n\n"
@@ -92,8 +91,7 @@ async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> R
     """Through a dispatcher; the response is read to its end."""
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     wired = Wired({f"r{number}": apps.generate for number in range(len(apps._lives))})
-    liveness = Liveness(lambda: wired, wired.links, fleet, hang_timeout_s=5)
-    dispatcher = Dispatcher(wired.links, fleet, liveness)
+    dispatcher = dispatcher_of(wired, fleet)
     call = HttpCall("/v1/completions", json.dumps({"stream": stream}).encode(), 1.0)
     context = RequestContext(time.monotonic(), "id", prompts=prompts)
     asked = [(np.arange(9, dtype=np.uint32) + n, call) for n in range(prompts)]

@@ -25,6 +25,7 @@ from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.breaks import Break, Difference, Span
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Urgency, Wait
 from tests.support.answers import completion
 from tests.support.json_lines import read_lines
 from tests.support.records import FACTS, LOAD
@@ -57,6 +58,8 @@ class Router:
         broken: Break | None = None,
         features: Sequence[Feature] = (),
         tenant: str = "",
+        urgency: Urgency = AT_EASE,
+        wait: Wait = NO_WAIT,
         **fields: Any,
     ) -> None:
         """As the dispatcher does: sends, listens to so many chunks, and ends."""
@@ -64,7 +67,7 @@ class Router:
         request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, ["a"], now_s, features=features)
-        context = RequestContext(now_s, broken=broken, tenant=tenant)
+        context = RequestContext(now_s, broken=broken, tenant=tenant, urgency=urgency, wait=wait)
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -157,6 +160,14 @@ async def test_a_line_names_its_tenant_and_replay_reads_it(router: Router) -> No
     assert named["tenant"] == "acme"
     assert "tenant" not in nobodys
     assert len(read(router.log._file, limit=None, seed=0)) == 2
+
+
+async def test_a_line_tells_how_long_its_request_waited(router: Router) -> None:
+    await router.answer(100, urgency=Urgency("batch"), wait=Wait("batch", "busy", 2.5))
+    await router.answer(100)
+    waited, at_once = await logged(router)
+    assert (waited["queued_s"], waited["priority"]) == (2.5, "batch")
+    assert not {"queued_s", "priority"} & at_once.keys()
 
 
 async def test_choices_count_together(router: Router) -> None:

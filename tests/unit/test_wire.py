@@ -181,8 +181,17 @@ def test_an_order_crosses_as_it_is_or_as_one_that_an_engine_can_count_with(order
 
 
 def test_a_router_that_knows_no_order_sends_requests_in_theirs() -> None:
-    *fields, _ = msgspec.msgpack.decode(encode(begin_of(0, request(order_s=5.0))))
-    assert request_in(msgspec.msgpack.encode(fields)).order_s == 0
+    told = request(order_s=5.0, waited_s=5.0)
+    *fields, _, _ = msgspec.msgpack.decode(encode(begin_of(0, told)))
+    got = request_in(msgspec.msgpack.encode(fields))
+    assert (got.order_s, got.waited_s) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given_s", "got_s"), [(2.5, 2.5), (-1.0, 0.0), (math.inf, 0.0), (1e300, MOST_ORDER_S)]
+)
+def test_a_wait_crosses_if_a_replica_can_count_with_it(given_s: float, got_s: float) -> None:
+    assert request_in(encode(begin_of(0, request(waited_s=given_s)))).waited_s == got_s
 
 
 # Answers.

@@ -21,22 +21,22 @@ from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.turns import Turns
+from kvroute.router.dispatch.holding import RECOVERY_S, WAITING, Holding, Turn, no_replica
 from kvroute.router.dispatch.links import LateError, Links, UnansweredError
 from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.wire.link import LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")
 
 BEGINNING = 256  # prompts of calls with several that may wait for their first token at a time
-RECOVERY_S = 60.0  # the longest wait for a replica while there is none
 POLL_S = 0.1
 TRIES = 8  # replicas that are asked before a request waits for one with room ...
 FIRST_PAUSE_S = 0.025  # ... for so long; doubles each time
 LONGEST_PAUSE_S = 0.5
-WAITING = 4096  # requests that may wait for a replica with room; further ones get a 429
 WAITING_TOKENS = 262_144  # of one call, its bytes counted as tokens: for a slow client
 LEAST_TOKENS = 16_384  # of each of its prompts: a whole response is one chunk, of 1 MB here
 ANSWER_S = 60.0  # for a replica to answer a question
@@ -74,6 +74,7 @@ class Generation:
     ) -> None:
         self.replica_id = current.replica_id  # the first one
         self.placement = current.placement  # what was known when it was chosen
+        self.wait = current.attempt.context.wait  # before it was sent
         self.cached_tokens = current.first.cached_tokens  # as the first replica reported
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # as the engine knows it
@@ -183,6 +184,7 @@ class Dispatcher:
         links: Links,
         fleet: Fleet,
         liveness: Liveness,
+        holding: Holding,
         *,
         shared_tokens: Callable[[TokenIds], int] = lambda token_ids: 0,
     ) -> None:
@@ -190,6 +192,7 @@ class Dispatcher:
         self._links = links
         self._fleet = fleet
         self._liveness = liveness
+        self._holding = holding
         self._waiting = 0  # requests, for a replica with room
         self._turns = Turns()
         self._beginning = asyncio.Semaphore(BEGINNING)
@@ -231,7 +234,9 @@ class Dispatcher:
         context: RequestContext,
     ) -> Generation:
         """The same for a further prompt of a call. Calls with many prompts take turns, and requests
-        with one prompt do not wait for them."""
+        with one prompt do not wait for them. The first prompt decides whether the call waits too
+        long."""
+        context = replace(context, urgency=context.urgency.without_bound())
         async with self._beginning:
             await self._turns.next()
             return await self.begin(token_ids, call, context)
@@ -284,9 +289,12 @@ class Dispatcher:
         """A stream with its first chunk; replicas that die meanwhile are added to `losses`.
         ApiError as above, and when too many replicas die. OverLimitError."""
         pause_s = FIRST_PAUSE_S
+        turn = Turn(context.at_s) if context.is_resumed else None
         while True:
             losses.check()
-            running = await self._running(losses.gone)
+            running = await self._running(losses.gone, context.urgency)
+            if turn and turn.among:
+                running = [id_ for id_ in running if id_ in turn.among] or running
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids, running, now_s, request.scope, request.features
@@ -295,6 +303,12 @@ class Dispatcher:
             if context.entry is not None:
                 tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
                 context.entry.admit(request.request_id, tokens, new_tokens, now_s)
+            if turn is None:
+                turn = await self._holding.turn(placement, context)
+                context = replace(context, wait=turn.wait)
+                if turn.wait.reason != "none":
+                    continue  # what replicas have cached has changed
+            request = replace(request, order_s=turn.at_s - now_s, waited_s=turn.missed_s)
             try:
                 return await self._try(request, context, placement, losses)
             except RefusedError:
@@ -303,12 +317,15 @@ class Dispatcher:
             except LOST:
                 continue
 
-    async def _running(self, gone: Collection[str]) -> list[str]:
-        """The ranks that may get a request; waits for one if there is none. gone: replicas."""
-        deadline = time.monotonic() + RECOVERY_S
+    async def _running(self, gone: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
+        """The ranks that may get a request; waits for one if there is none, for no longer than the
+        request says. gone: replicas."""
+        within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
+        deadline = time.monotonic() + within_s
         while not (running := _left(self._liveness.trusted(), gone)):
             if time.monotonic() >= deadline:
-                raise ApiError(503, "no replica is ready; try again", type="server_error")
+                self._fleet.observer.turned_away(urgency.priority, "no_replica")
+                raise no_replica()
             await asyncio.sleep(POLL_S)
         return running
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import HttpCall
@@ -34,10 +35,14 @@ async def begin_all(
 
 
 def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
-    """Which replicas serve the call's prompts, each once, and the expected cache hits, in tokens.
-    Load balancers refuse a response whose headers take more than some kilobytes."""
+    """Which replicas serve the call's prompts, each once, the expected cache hits, in tokens, and
+    the longest wait of a prompt in the router. Load balancers refuse a response whose headers take
+    more than some kilobytes."""
     replicas = dict.fromkeys(generation.replica_id for generation in generations)
+    longest = max((generation.wait for generation in generations), key=attrgetter("waited_s"))
     return {
         "x-kvroute-replica": ",".join(islice(replicas, SHOWN_REPLICAS)),
         "x-kvroute-expected-tokens": str(sum(g.expected_tokens for g in generations)),
+        "x-kvroute-queued-s": f"{longest.waited_s:.3f}",
+        "x-kvroute-queued-for": longest.reason,
     }

@@ -44,13 +44,15 @@ async def health(models: Served) -> Response:
 
 @routes.get("/v1/cluster")
 async def cluster(models: Served) -> Response:
-    """The replicas in the index, or those last seen there while Redis is away or slow."""
+    """The replicas in the index, or those last seen there while Redis is away or slow; and what
+    waits in this router and, as far as it knows, in all."""
     replicas = await asyncio.gather(*(model.replicas() for model in models.all))
     return JSONResponse(
         {
             "model": models.only,
             "ray_address": ray.get_runtime_context().gcs_address,
             "replicas": together(models.all, replicas),
+            "queues": [model.queue() for model in models.all],
         }
     )
 

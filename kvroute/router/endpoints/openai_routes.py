@@ -19,6 +19,7 @@ from kvroute.router.api.calls import (
     parse_call,
 )
 from kvroute.router.api.request_id import request_id
+from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.endpoints.limited import (
     add_headers,
@@ -104,6 +105,9 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
             with_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
             prefix_name=request.headers.get(PREFIX),
             entry=entry,
+            urgency=urgency_of(
+                request.headers, call.body, call.caller, most_s=model.settings.max_wait_s
+            ),
         )
     add_headers(request, entry, response)
     return response

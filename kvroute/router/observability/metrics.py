@@ -5,8 +5,9 @@ label (targets.py). So the number of series is fixed, except for two for each de
 those of tenants (tenant_metrics.py) and of their refusals.
 """
 
+import time
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,6 +20,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.links import Links
 from kvroute.router.observability.accounts import NAMED, named
 from kvroute.router.observability.audit import Audit
+from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.routing.attempts import (
@@ -31,6 +33,7 @@ from kvroute.router.routing.attempts import (
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.routing.queue import Queue
 from kvroute.store.responses import Responses
 
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -42,9 +45,8 @@ REFUSALS = (
     *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
     *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
-    "rate_limit_exceeded",
+    *("rate_limit_exceeded", "wait_too_long"),
 )
-RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
 class Waits(RequestObserver):
@@ -198,7 +200,7 @@ class RouterMetrics(RequestObservers):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counts = Counts(registry)
-        super().__init__(Waits(registry), counts)
+        super().__init__(Waits(registry), counts, QueueMetrics(registry))
         self.refused = counts.refused
         self.over_limit = OverLimit(registry).count
         self._readings = Readings(registry)
@@ -237,6 +239,10 @@ class RouterMetrics(RequestObservers):
             "Times that a replica's whole set was read: at its start, and after trouble.",
             lambda: feed.state.loads,
         )
+
+    def export_queue(self, queue: Queue[Any]) -> None:
+        """Exports what waits in the queue now."""
+        export(queue, self._readings, time.monotonic)
 
     def export_prefixes(self, catalogue: Catalogue) -> None:
         """Two series for each prefix while it is declared, so MAX_PREFIXES bounds them."""

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.priority import Priority
 from kvroute.router.routing.attempts import Attempt, Placement, RequestObserver
 from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.ledger import Ledger
@@ -51,6 +52,8 @@ class Line(msgspec.Struct):
     lora: str | msgspec.UnsetType = msgspec.UNSET  # the requested adapter
     tenant: str | msgspec.UnsetType = msgspec.UNSET  # whose API key it came with, if one is needed
     broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # as in receipts
+    queued_s: float | msgspec.UnsetType = msgspec.UNSET  # before it was sent, if it had to wait
+    priority: str | msgspec.UnsetType = msgspec.UNSET  # its class, if it is not `default`
 
 
 class RequestLog(RequestObserver):
@@ -113,6 +116,8 @@ class RequestLog(RequestObserver):
             lora=placement.lora or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
+            queued_s=attempt.context.wait.waited_s or msgspec.UNSET,
+            priority=_unless_default(attempt.context.urgency.priority),
         )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:
@@ -127,6 +132,10 @@ class RequestLog(RequestObserver):
 
 def _broken(broken: Break | None, placement: Placement) -> dict[str, Any] | None:
     return broken.as_json(known_tokens=placement.known_tokens) if broken else None
+
+
+def _unless_default(priority: Priority) -> str | msgspec.UnsetType:
+    return msgspec.UNSET if priority == "default" else priority
 
 
 def _append(file: Path, lines: Sequence[Line]) -> None:

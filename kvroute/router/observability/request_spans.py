@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvroute.process.tracing import Tracing, context_of, headers_of, start_tracing
 from kvroute.router.api.request_id import HEADER
 from kvroute.router.routing.attempts import Attempt, Placement, RequestObserver
+from kvroute.router.routing.waits import Wait
 
 _tracing: Tracing | None = None  # of this process
 
@@ -92,17 +93,25 @@ def _note_status(span: Span, status: int) -> None:
 
 
 class Dispatches(RequestObserver):
-    """Records a span for each decision, and one for each dispatch of a prompt, up to the end of the
-    response. If a replica was full, its dispatch and the next one share a span."""
+    """Records a span for each decision, for a wait in the queue, and for each dispatch of a prompt,
+    up to the end of the response. If a replica was full, its dispatch and the next one share a
+    span."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracer = tracing.tracer
         self._spans: dict[str, Span] = {}  # in flight, by request id; each has one active attempt
 
     def placed(self, placement: Placement, decision_s: float) -> None:
-        span = self._tracer.start_span("place", start_time=time.time_ns() - int(decision_s * 1e9))
+        span = self._past_span("place", decision_s)
         span.set_attribute("kvroute.best_hit_tokens", placement.reusable_tokens)
         span.set_attribute("kvroute.replicas", len(placement.ranking))
+        span.end()
+
+    def waited(self, wait: Wait) -> None:
+        span = self._past_span("queue", wait.waited_s)
+        span.set_attribute("kvroute.priority", wait.priority)
+        span.set_attribute("kvroute.queued_for", wait.reason)
+        span.set_attribute("kvroute.forecast_s", wait.forecast_s)
         span.end()
 
     def sent(self, attempt: Attempt) -> None:
@@ -134,6 +143,10 @@ class Dispatches(RequestObserver):
         if attempt.outcome in ("failed", "refused"):
             span.set_status(Status(StatusCode.ERROR, attempt.outcome))
         span.end()
+
+    def _past_span(self, name: str, took_s: float) -> Span:
+        """A span of a step that has just ended."""
+        return self._tracer.start_span(name, start_time=time.time_ns() - int(took_s * 1e9))
 
     def _begin(self, attempt: Attempt) -> Span:
         span = self._tracer.start_span("dispatch", kind=SpanKind.CLIENT)

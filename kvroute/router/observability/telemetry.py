@@ -19,6 +19,7 @@ from kvroute.router.observability.lasting_accounts import LastingAccounts
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.places import Places
 from kvroute.router.observability.recent import Recent
+from kvroute.router.observability.recent_waits import RecentWaits
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
 from kvroute.router.observability.tenant_metrics import TenantMetrics
@@ -26,6 +27,7 @@ from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.routing.attempts import RequestObserver, RequestObservers
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.queue import Queue
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 from kvroute.store.responses import Responses
@@ -44,6 +46,7 @@ class Telemetry:
     ) -> None:
         """also: another observer. lasting: None without API keys, which tenants have."""
         self.recent = Recent()
+        self.recent_waits = RecentWaits()
         self.places = Places()
         self._router_id = router_id
         self._settings = settings
@@ -53,8 +56,9 @@ class Telemetry:
         self._announcer: Announcer | None = None
         self._lasting = lasting
         self._accounts = _accounts(settings, lasting)
-        observers = (also, self._log, self._metrics, self.recent, self.places, self._accounts)
-        self.observer = RequestObservers(*filter(None, (*observers, request_spans.dispatches())))
+        observers = (also, self._log, self._metrics, self.recent, self.recent_waits, self.places)
+        others = (self._accounts, request_spans.dispatches())
+        self.observer = RequestObservers(*filter(None, (*observers, *others)))
 
     async def start(
         self,
@@ -67,6 +71,7 @@ class Telemetry:
         unreadable: Unreadable,
         links: Links,
         responses: Responses | None,
+        queue: Queue[Any],
     ) -> None:
         """Prometheus can scrape and find this router from now on, unless metrics are off."""
         if self._metrics is None:
@@ -76,6 +81,7 @@ class Telemetry:
         self._metrics.export_audit(audit)
         self._metrics.export_unreadable(unreadable)
         self._metrics.export_links(links)
+        self._metrics.export_queue(queue)
         if responses is not None:
             self._metrics.export_responses(responses)
         if self._log:

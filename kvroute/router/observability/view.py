@@ -1,6 +1,7 @@
 """The live page's state of the fleet, as one router sees it: a JSON value for each key.
 
 router          this router, its model and how well it knows the index
+queue           what waits here and in all routers, and the last minutes' waits and refusals
 ledger          where the prompts' tokens came from, for the requests in recent.Window, and where
                 chats changed
 prefixes        the hottest prefixes, as in GET /v1/cluster/hot
@@ -50,6 +51,7 @@ class View:
         feed: Feed,
         liveness: Liveness,
         hottest: Callable[[], list[dict[str, Any]]],
+        queue: Callable[[], dict[str, Any]],
         peers: PeerSubscriber,
     ) -> None:
         self._recent = recent
@@ -60,6 +62,7 @@ class View:
         self._feed = feed
         self._liveness = liveness
         self._hottest = hottest
+        self._queue = queue
         self._peers = peers
         self._blocks: dict[str, int] = {}  # by replica id, as last counted
         self._counted = 0  # where the next count starts, in rotation over the fleet
@@ -73,6 +76,7 @@ class View:
         sums = self._recent.window.sums()
         state = {
             "router": encode(self._router()),
+            "queue": encode(self._queue()),
             "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
             "prefixes": self._hot_prefixes(),
         }
@@ -161,6 +165,7 @@ class View:
                     attempt.placement.predicted_ttft_s(attempt.replica_id), 4
                 ),
                 "ttft_s": None if waited_s is None else round(waited_s, 4),
+                "queued_s": round(attempt.context.wait.waited_s, 4),
                 "outcome": attempt.outcome,
                 "is_resumed": attempt.context.is_resumed,
                 "ledger": ledger and msgspec.structs.asdict(ledger),

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
+from kvroute.contract.priority import Priority
 from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.ledger import NOTHING, Ledger, account
@@ -14,6 +15,7 @@ from kvroute.router.routing.limits import Entry
 from kvroute.router.routing.load import ReplicaLoad
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
+from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
 
 MUCH = 0.25  # of a prompt
 
@@ -88,6 +90,9 @@ class RequestContext:
     broken: Break | None = None  # it does not continue its chat's earlier prompt
     is_resumed: bool = False  # a replica that was lost has generated the beginning
     features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
+    urgency: Urgency = AT_EASE
+    sharer: str = ""  # with whom others share the fleet fairly; empty: it shares with nobody
+    wait: Wait = NO_WAIT  # of this prompt, in the router
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,13 @@ class RequestObserver:
     def placed(self, placement: Placement, decision_s: float) -> None:
         """A request's replicas were ranked, which took `decision_s`."""
 
+    def waited(self, wait: Wait) -> None:
+        """A request that had to wait for its turn goes to a replica now."""
+
+    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+        """A client gets an error in place of an answer, as its request would wait too long, or has
+        done so."""
+
     def sent(self, attempt: "Attempt") -> None: ...
 
     def first_token(self, attempt: "Attempt") -> None: ...
@@ -137,6 +149,14 @@ class RequestObservers(RequestObserver):
     def placed(self, placement: Placement, decision_s: float) -> None:
         for observer in self._observers:
             observer.placed(placement, decision_s)
+
+    def waited(self, wait: Wait) -> None:
+        for observer in self._observers:
+            observer.waited(wait)
+
+    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+        for observer in self._observers:
+            observer.turned_away(priority, refusal)
 
     def sent(self, attempt: "Attempt") -> None:
         for observer in self._observers:

@@ -70,7 +70,7 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """Of one class of requests, in this router."""
+    """Of one line of requests, in this router."""
 
     requests: int = 0
     prefill_s: float = 0.0
@@ -229,11 +229,19 @@ class Queue(Generic[R]):
         return waiting_s(ahead_s, turn_s - now_s, sooner, replicas)
 
     def state(self, now_s: float) -> dict[str, QueueState]:
-        """By class: default and those that fill."""
-        lines = {"default": self._line.held, "filling": self._filling.held}
+        """By line: default, and filling. Another thread may ask."""
+        lines = {"default": [*self._line.held], "filling": [*self._filling.held]}
         return {name: _state(held, now_s) for name, held in lines.items()}
 
     # The other routers.
+
+    def elsewhere(self) -> QueueState:
+        """What waits for its turn in the other routers, as they told; not since when."""
+        others = self._others.values()
+        return QueueState(
+            sum(waiting.places[-1] for waiting in others),
+            sum(waiting.work_s[-1] for waiting in others),
+        )
 
     def report(self, now_s: float) -> Waiting | None:
         """What the other routers should know; None: nothing new. Clocks differ, so turns count from

@@ -63,6 +63,7 @@ class Diagnosis:
                 "problem": keys.problem if keys else "",
             },
             "hits": self._hits(),
+            "queues": [model.queue() for model in self._models],
             "serve": {
                 "haproxy": ray_internals.HAPROXY_IS_ON,
                 "came_through_haproxy": port in ray_internals.DIRECT_PORTS,

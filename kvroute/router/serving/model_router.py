@@ -25,12 +25,14 @@ from kvroute.keys.keyring import salted, tenant_of
 from kvroute.process.draining import draining
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.api.urgency import sharer_of
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
+from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
-from kvroute.router.observability import request_spans
+from kvroute.router.observability import request_spans, waiting
 from kvroute.router.observability.accounts import as_json
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
@@ -44,7 +46,7 @@ from kvroute.router.observability.view import View
 from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.attempts import RequestContext, RequestObserver
+from kvroute.router.routing.attempts import RequestContext, RequestObserver, RequestObservers
 from kvroute.router.routing.baselines import RANKINGS
 from kvroute.router.routing.breaks import Break, told_apart
 from kvroute.router.routing.chats import Chats
@@ -53,7 +55,9 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.handshake import Handshake
 from kvroute.router.routing.limits import Entry, Limits
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.receipts import receipt
+from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
@@ -103,16 +107,17 @@ class ModelRouter:
         self._unreadable = unreadable = Unreadable()
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
-        self._publisher = PeerPublisher(router_id, limits=limits)
+        self._queue = queue = Queue[Answer]()
+        wake = Wake()
+        self._publisher = PeerPublisher(router_id, limits=limits, queue=queue)
         self._accounts = _accounts(settings, redis, unreadable, router_id)
-        self._telemetry = Telemetry(
-            router_id, settings, also=self._publisher, lasting=self._accounts
-        )
+        also = RequestObservers(self._publisher, wake)
+        self._telemetry = Telemetry(router_id, settings, also=also, lasting=self._accounts)
         running = partial(serves.running_replicas, self._deployment)
         self._chats = Chats()
         self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
         self._feed = Feed(self._index, self._fleet)
-        self._subscriber = PeerSubscriber(self._fleet, own=router_id, limits=limits)
+        self._subscriber = PeerSubscriber(self._fleet, own=router_id, limits=limits, queue=queue)
         known = partial(serves.replicas, self._deployment)
         self._links = Links(known, self._fleet.told)
         self._liveness = Liveness(
@@ -120,8 +125,13 @@ class ModelRouter:
         )
         store = Prefixes(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self.prefixes = PrefixService(settings, store, self._index, self._fleet, tokenizer)
+        self.holding = Holding(
+            *(queue, self._fleet, self._liveness.trusted),
+            wake=wake,
+            routers=lambda: 1 + self._subscriber.alive,
+        )
         self._dispatcher = Dispatcher(
-            *(self._links, self._fleet, self._liveness),
+            *(self._links, self._fleet, self._liveness, self.holding),
             shared_tokens=self.prefixes.catalogue.shared_tokens,
         )
         self._calls = Calls(
@@ -150,12 +160,14 @@ class ModelRouter:
             unreadable=self._unreadable,
             links=self._links,
             responses=self._responses,
+            queue=self._queue,
         )
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
         self._run("peer subscriber", self._subscriber.run(self._index))
         self._run("links", self._links.run())
         self._run("liveness", self._liveness.run())
+        self._run("holding", self.holding.run())
         self._run("neighbours", self._neighbours.run())
         for name, work in (self.prefixes.tasks() | self._telemetry.tasks()).items():
             self._run(name, work)
@@ -198,6 +210,7 @@ class ModelRouter:
         with_receipts: bool,
         prefix_name: str | None,
         entry: Entry | None = None,
+        urgency: Urgency = AT_EASE,
     ) -> Response:
         """The response to a call that a replica's HTTP application answers. ApiError,
         OverLimitError.
@@ -211,6 +224,7 @@ class ModelRouter:
                 with_receipts=with_receipts,
                 prefix_name=prefix_name,
                 entry=entry,
+                urgency=urgency,
             )
         except RefusedCallError as error:
             response = whole_response(error.refusal)
@@ -228,11 +242,14 @@ class ModelRouter:
         with_receipts: bool,
         prefix_name: str | None,
         entry: Entry | None,
+        urgency: Urgency,
     ) -> Response:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
             call = await self._tokenizer.escaped(call)
             return await self._calls.passed_on(call, request_id)
+        sharer = sharer_of(call.caller, call.body.get("user"))
+        self.holding.check(urgency, sharer)
         turn = await asked(call, self.conversations)
         call = await self._tokenizer.escaped(turn.call)
         prefix = await self._prefix_of(call, prefix_name)
@@ -252,6 +269,8 @@ class ModelRouter:
             named_tokens=self.prefixes.named_tokens(prefix, call.cache_salt),
             broken=self._broken(call, prefix, prompted, self._chats.see),
             features=prompted.features,
+            urgency=urgency,
+            sharer=sharer,
         )
         response = await self._calls.respond(
             call,
@@ -403,6 +422,11 @@ class ModelRouter:
         running = self.running
         return dict(zip(running, self._fleet.backlogs_s(running, time.monotonic()), strict=True))
 
+    def queue(self) -> dict[str, Any]:
+        """What waits in this router and, as far as it knows, in all; and who waited lately."""
+        now = waiting.as_json(self._queue, time.monotonic())
+        return {"model": self.name, **now, "recent": self._telemetry.recent_waits.as_json()}
+
     def recent_sums(self) -> list[Sums]:
         """The sums over the prompts of the last minutes, for each replica."""
         return list(self._telemetry.recent.window.sums().values())
@@ -433,6 +457,8 @@ class ModelRouter:
             "replica": generation.replica_id,
             "expected_tokens": generation.expected_tokens,
             "cached_tokens": generation.cached_tokens,
+            "queued_s": round(generation.wait.waited_s, 3),
+            "queued_for": generation.wait.reason,
         }
 
     def _live(self) -> Live:
@@ -445,6 +471,7 @@ class ModelRouter:
             feed=self._feed,
             liveness=self._liveness,
             hottest=self.prefixes.hottest,
+            queue=self.queue,
             peers=self._subscriber,
         )
         return Live(view.snapshot, draining)

@@ -83,7 +83,7 @@ function show() {
   const decisions = all("decision/").sort((a, b) => b.number - a.number);
   setText(byId("model"), router.model);
   document.title = `${router.model} – kvroute`;
-  showFigures(router, ledger, replicas, decisions);
+  showFigures(router, ledger, replicas, decisions, things.get("queue"));
   showRouter(router);
   showFleet(replicas);
   showLedger(ledger);
@@ -92,29 +92,44 @@ function show() {
   live.setAttribute("aria-busy", "false");
 }
 
-function showFigures(router, ledger, replicas, decisions) {
+function showFigures(router, ledger, replicas, decisions, queue) {
   const ready = processes(replicas.filter((replica) => replica.state === "ready"));
   const known = processes(replicas);
   const total = (name) => replicas.reduce((sum, replica) => sum + (replica[name] ?? 0), 0);
-  const waits = decisions.filter((one) => one.ttft_s !== null).map((one) => one.ttft_s).sort((a, b) => a - b);
+  const answered = decisions.filter((one) => one.ttft_s !== null);
+  const waits = answered.map((one) => one.queued_s + one.ttft_s).sort((a, b) => a - b);
   const minutes = Math.round(ledger.window_s / 60);
+  const refused = sum(queue.recent.refused);
   const figures = [
     ["Prompt tokens from cache", percent(hitTokens(ledger), totalTokens(ledger)), `last ${minutes} minutes`],
     ["Wait for the first token", seconds(waits[waits.length >> 1]), `median of the last ${waits.length}`],
     ["Requests in flight", count(router.in_flight), `in engines: ${count(total("running"))} run, ${count(total("waiting"))} wait`],
+    ["Held back by routers", count(queue.all_routers.requests), queueNote(queue, refused), refused > 0],
     ["Requests answered", count(ledger.requests), `last ${minutes} minutes`],
-    ["Replicas ready", `${count(ready)} of ${count(known)}`, ready === known ? "all of them" : "see the tiles"],
-    ["Index of the caches", router.index.reachable ? "in step" : "away", indexNote(router.index)],
+    ["Replicas ready", `${count(ready)} of ${count(known)}`, ready === known ? "all of them" : "see the tiles", ready < known],
+    ["Index of the caches", router.index.reachable ? "in step" : "away", indexNote(router.index), !router.index.reachable],
   ];
   const list = byId("figures");
-  figures.forEach(([name, value, note], i) => {
+  figures.forEach(([name, value, note, isBad], i) => {
     const box = list.children[i] ?? list.appendChild(el("div", "", el("dt"), el("dd", "value"), el("dd", "note")));
     const [dt, dd, small] = box.children;
     setText(dt, name);
     setText(dd, value);
     setText(small, note);
-    box.classList.toggle("bad", value === "away" || (name === "Replicas ready" && ready < known));
+    box.classList.toggle("bad", Boolean(isBad));
   });
+}
+
+const sum = (counts) => Object.values(counts).reduce((total, n) => total + n, 0);
+
+// Requests wait in the routers while every replica has enough to do.
+function queueNote(queue, refused) {
+  const notes = [
+    queue.all_routers.requests ? `${seconds(queue.all_routers.prefill_s)} of prefill` : "none has to wait",
+    queue.requests ? `here for up to ${seconds(queue.oldest_s)}` : null,
+    refused ? `${count(refused)} refused in ${Math.round(queue.recent.window_s / 60)} minutes` : null,
+  ];
+  return notes.filter(Boolean).join("; ");
 }
 
 // Each rank of a replica has an entry: "replica.rank", or "replica" if there is one.

@@ -97,8 +97,12 @@ function showSummary(decision, summary) {
   setBar(bar, [["cached", cached / decision.prompt_tokens]]);
   const word = decision.cached_tokens === null ? "expected in cache" : "cached";
   setText(hits, `${count(cached)} of ${plural(decision.prompt_tokens, "token")} ${word}`);
-  const predicted = `predicted ${seconds(decision.predicted_ttft_s)}`;
-  setText(wait, decision.ttft_s === null ? predicted : `first token ${seconds(decision.ttft_s)}, ${predicted}`);
+  const parts = [
+    decision.queued_s ? `held back ${seconds(decision.queued_s)}` : null,
+    decision.ttft_s === null ? null : `first token ${seconds(decision.ttft_s)}`,
+    `predicted ${seconds(decision.predicted_ttft_s)}`,
+  ];
+  setText(wait, parts.filter(Boolean).join(", "));
 }
 
 function fill(details, decision) {

@@ -1,0 +1,86 @@
+"""How long a request says that it can wait, by its headers, its body and its key."""
+
+import math
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+from kvroute.contract.priority import PRIORITIES, Priority, later, named
+from kvroute.keys.keyring import Caller
+from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.routing.waits import Urgency
+
+PRIORITY = "x-kvroute-priority"  # header: one of PRIORITIES
+DEADLINE = "x-kvroute-deadline-s"  # header: seconds until a replica begins with the request
+EARLIEST_S, LATEST_S = -60.0, 3600.0  # bounds of a body's `priority`
+MOST_S = 1e6  # of a deadline; more is cut
+MOST_USER = 64  # characters of a user's name; longer ones are hashed
+
+
+def urgency_of(
+    headers: Mapping[str, str], body: Mapping[str, Any], caller: Caller | None, *, most_s: float
+) -> Urgency:
+    """most_s: --max-wait-s; 0: none. A request can ask for less urgency than its key has, and not
+    for more. ApiError for what is no priority or no time."""
+    asked = _priority(headers.get(PRIORITY))
+    own_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
+    later_s = _later_s(body.get("priority"))
+    if caller is not None:
+        asked = later(caller.priority, asked or caller.priority)
+        later_s = max(0.0, later_s)
+    priority = asked or "default"
+    bound_s = math.inf if priority == "batch" or not most_s else most_s
+    return Urgency(priority, later_s, min(bound_s, own_s or math.inf), own_s)
+
+
+def sharer_of(caller: Caller | None, user: object) -> str:
+    """With whom others share the fleet fairly; empty: it shares with nobody. user: the body's."""
+    if caller is not None:
+        return caller.tenant
+    if not isinstance(user, str) or len(user) <= MOST_USER:
+        return user if isinstance(user, str) else ""
+    return blake2b(user.encode(errors="replace"), digest_size=16).hexdigest()
+
+
+def _priority(given: str | None) -> Priority | None:
+    if given is None:
+        return None
+    priority = named(given)
+    if priority is None:
+        raise _invalid(PRIORITY, given, f"one of {', '.join(PRIORITIES)}")
+    return priority
+
+
+def _deadline_s(header: str | None, timeout: object) -> float | None:
+    """The header's, else the body's."""
+    if header is not None:
+        return _seconds(DEADLINE, header, _number(header))
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        return _seconds("timeout", timeout, math.nan)
+    return _seconds("timeout", timeout, timeout)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _seconds(name: str, given: object, seconds: float) -> float:
+    if 0 < seconds < math.inf:
+        return float(min(MOST_S, seconds))
+    raise _invalid(name, given, "a number of seconds above 0")
+
+
+def _later_s(priority: object) -> float:
+    """vLLM refuses what is no whole number."""
+    if not isinstance(priority, int):
+        return 0.0
+    return float(max(EARLIEST_S, min(LATEST_S, priority)))
+
+
+def _invalid(name: str, given: object, expected: str) -> ApiError:
+    return invalid(name, f"{name} is {shown(given)}; expected {expected}")

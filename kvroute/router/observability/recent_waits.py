@@ -1,0 +1,72 @@
+"""A router counts the waits and refusals of the last five minutes, for the doctor and the page."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvroute.contract.priority import Priority
+from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
+from kvroute.router.routing.attempts import RequestObserver
+from kvroute.router.routing.waits import Refusal, Wait
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What happened in BUCKET_S."""
+
+    number: int
+    waits: int = 0
+    waited_s: float = 0.0  # all together
+    longest_s: float = 0.0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+
+
+class RecentWaits(RequestObserver):
+    """Costs a microsecond for each request that waits or is refused. Waits of batch requests are
+    not counted: they are there to wait."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: deque[_Bucket] = deque()  # oldest first
+
+    def waited(self, wait: Wait) -> None:
+        if wait.priority == "batch":
+            return
+        bucket = self._now()
+        bucket.waits += 1
+        bucket.waited_s += wait.waited_s
+        bucket.longest_s = max(bucket.longest_s, wait.waited_s)
+
+    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+        self._now().refused[refusal] += 1
+
+    def as_json(self) -> dict[str, Any]:
+        """How many had to wait, for how long, and the refusals by reason."""
+        self._drop_old()
+        waits = sum(bucket.waits for bucket in self._buckets)
+        waited_s = sum(bucket.waited_s for bucket in self._buckets)
+        refused = Counter[str]()
+        for bucket in self._buckets:
+            refused.update(bucket.refused)
+        return {
+            "window_s": WINDOW_S,
+            "waited": waits,
+            "mean_s": round(waited_s / max(1, waits), 3),
+            "longest_s": round(max((each.longest_s for each in self._buckets), default=0.0), 3),
+            "refused": dict(refused),
+        }
+
+    def _now(self) -> _Bucket:
+        number = self._drop_old()
+        if not self._buckets or self._buckets[-1].number != number:
+            self._buckets.append(_Bucket(number))
+        return self._buckets[-1]
+
+    def _drop_old(self) -> int:
+        """Drops buckets that are too old; returns the number of the current one."""
+        now = int(self._clock() // BUCKET_S)
+        while self._buckets and self._buckets[0].number <= now - WINDOW_S // BUCKET_S:
+            self._buckets.popleft()
+        return now

@@ -1,0 +1,41 @@
+"""What waits in a router's queue and, as far as it knows, in those of all routers: as JSON."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvroute.router.routing.queue import Queue, QueueState
+
+
+def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:
+    """Requests, seconds of prefill, and how long the oldest has waited; by line, too.
+
+    `all_routers` has what the others told, which is nothing of requests that only fill.
+    """
+    lines = queue.state(now_s)
+    here, elsewhere = total(lines.values()), queue.elsewhere()
+    everywhere = total([here, elsewhere])
+    return _state(here) | {
+        "lines": {name: _state(state) for name, state in lines.items()},
+        "all_routers": {
+            "requests": everywhere.requests,
+            "prefill_s": round(everywhere.prefill_s, 3),
+        },
+    }
+
+
+def total(states: Iterable[QueueState]) -> QueueState:
+    """Of several lines or routers."""
+    states = list(states)
+    return QueueState(
+        sum(state.requests for state in states),
+        sum(state.prefill_s for state in states),
+        max((state.oldest_s for state in states), default=0.0),
+    )
+
+
+def _state(state: QueueState) -> dict[str, Any]:
+    return {
+        "requests": state.requests,
+        "prefill_s": round(state.prefill_s, 3),
+        "oldest_s": round(state.oldest_s, 3),
+    }

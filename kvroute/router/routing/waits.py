@@ -1,0 +1,55 @@
+"""What a request says about its wait in the router, and how that wait ends."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvroute.contract.priority import Priority
+
+# Why a request had to wait. busy: every replica had enough to do. order: others were before it.
+Reason = Literal["none", "busy", "order"]
+
+# Why a client gets an error and no answer. forecast: it would wait longer than it may. deadline: it
+# has waited longer. full: too many requests wait. no_replica: none runs.
+Refusal = Literal["forecast", "deadline", "full", "no_replica"]
+
+INTERACTIVE_S = -30.0  # by which the turn of an interactive request is later
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """When a request wants its turn."""
+
+    priority: Priority = "default"
+    later_s: float = 0.0  # by which its turn is later, besides what its priority does
+    most_s: float = math.inf  # that it may wait in the queue
+    own_s: float | None = None  # the same, if the request says so itself
+
+    @property
+    def is_batch(self) -> bool:
+        return self.priority == "batch"
+
+    @property
+    def priority_s(self) -> float:
+        """By how much its turn is later."""
+        return self.later_s + (INTERACTIVE_S if self.priority == "interactive" else 0.0)
+
+    def without_bound(self) -> "Urgency":
+        """It may wait for as long as it takes."""
+        return replace(self, most_s=math.inf, own_s=None)
+
+
+AT_EASE = Urgency()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One request's wait in the router."""
+
+    priority: Priority = "default"
+    reason: Reason = "none"
+    waited_s: float = 0.0
+    forecast_s: float = 0.0  # as it was forecast when the request came
+
+
+NO_WAIT = Wait()

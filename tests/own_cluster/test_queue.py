@@ -1,0 +1,155 @@
+"""More load than a fleet can serve: who waits, who is refused, and that nothing is lost."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.scraping import total
+from tests.support.serving import Cluster, start_cluster
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(240)
+
+COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+QUEUED_S, QUEUED_FOR = "x-kvroute-queued-s", "x-kvroute-queued-for"
+SHORT, LONG = 20, 3000  # tokens; a replica computes 2,000 a second
+MOST_S = 8
+TOKENS = 2  # of an answer
+CROWD = 12  # long prompts, which keep the fleet busy for some seconds
+
+numbers = itertools.count(1000)
+
+
+@pytest.fixture(scope="module")
+def queued() -> Iterator[Cluster]:
+    """Two slow replicas behind two routers."""
+    speed = ("--simulated-prefill-tokens-per-s", "2000", "--simulated-decode-ms", "1")
+    options = ("--engine", "simulated", "--replicas", "2", "--routers", "2")
+    with start_cluster(*options, "--max-wait-s", f"{MOST_S}", *speed) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def client(queued: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(base_url=queued.url, timeout=120, limits=limits) as client:
+        yield client
+
+
+async def completed(
+    client: httpx.AsyncClient, tokens: int, headers: dict[str, str] | None = None, **more: Any
+) -> httpx.Response:
+    """A prompt that nobody has sent before."""
+    body = {"prompt": [next(numbers)] * tokens, "max_tokens": TOKENS, "ignore_eos": True, **more}
+    return await client.post(COMPLETIONS, json=body, headers=headers)
+
+
+def asked(client: httpx.AsyncClient, *given: Any, **more: Any) -> "asyncio.Task[httpx.Response]":
+    return asyncio.create_task(completed(client, *given, **more))
+
+
+def waiting(queued: Cluster, line: str = "default") -> int:
+    """Requests, in both routers."""
+    return int(total(queued, "router")[f"kvroute_queue_requests{{{line}}}"])
+
+
+def sent(queued: Cluster) -> int:
+    """Requests that came to a replica and have ended there."""
+    told = total(queued, "router")
+    return int(sum(n for name, n in told.items() if name.startswith("kvroute_requests_total{")))
+
+
+async def test_without_load_nobody_waits(client: httpx.AsyncClient) -> None:
+    answer = await completed(client, SHORT)
+    assert (answer.headers[QUEUED_S], answer.headers[QUEUED_FOR]) == ("0.000", "none")
+
+
+async def test_under_overload_short_prompts_pass_and_what_would_wait_too_long_is_refused(
+    client: httpx.AsyncClient, queued: Cluster
+) -> None:
+    """Half a minute of work for both replicas comes at once."""
+    long = [asked(client, LONG) for _ in range(40)]
+    await until(lambda: waiting(queued))
+    short = await asyncio.gather(*(completed(client, SHORT) for _ in range(10)))
+    assert (await client.get("/health")).status_code == 200
+    answers = await asyncio.gather(*long)
+    assert {each.status_code for each in short} == {200}
+    assert {each.status_code for each in answers} == {200, 429}
+    served = [each for each in answers if each.status_code == 200]
+    assert {each.json()["usage"]["completion_tokens"] for each in served} == {TOKENS}
+    longest_s = max(float(each.headers[QUEUED_S]) for each in served)
+    assert max(float(each.headers[QUEUED_S]) for each in short) < longest_s <= MOST_S + 1
+    for refused in (each for each in answers if each.status_code == 429):
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "wait_too_long")
+        assert "--max-wait-s is 8 s" in error["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+async def test_a_request_has_a_deadline_of_its_own(
+    client: httpx.AsyncClient, queued: Cluster
+) -> None:
+    busy = [asked(client, LONG) for _ in range(CROWD)]
+    await until(lambda: waiting(queued) >= 2)
+    hurried = {"x-kvroute-deadline-s": "0.01"}
+    by_header = await completed(client, SHORT, hurried)
+    by_body = await completed(client, SHORT, timeout=0.01)
+    message = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    by_message = await client.post(MESSAGES, json=message, headers=hurried)
+    await asyncio.gather(*busy)
+    assert [each.status_code for each in (by_header, by_body, by_message)] == [429] * 3
+    assert "its deadline is 0.01 s" in by_header.json()["error"]["message"]
+    assert by_message.json()["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize(
+    ("headers", "more", "problem"),
+    [
+        ({"x-kvroute-priority": "urgent"}, {}, "expected one of interactive, default, batch"),
+        ({"x-kvroute-deadline-s": "soon"}, {}, "expected a number of seconds above 0"),
+        ({}, {"timeout": -1}, "timeout is -1; expected a number of seconds above 0"),
+    ],
+)
+async def test_a_bad_urgency_is_refused(
+    client: httpx.AsyncClient, headers: dict[str, str], more: dict[str, Any], problem: str
+) -> None:
+    answer = await completed(client, SHORT, headers, **more)
+    assert answer.status_code == 400
+    assert problem in answer.json()["error"]["message"]
+
+
+async def test_urgent_requests_pass_and_batch_requests_fill(
+    client: httpx.AsyncClient, queued: Cluster
+) -> None:
+    kinds = ("batch", "default", "interactive")
+    busy = [asked(client, LONG) for _ in range(CROWD)]
+    await until(lambda: waiting(queued))
+    tasks = [asked(client, 200, {"x-kvroute-priority": kind}) for kind in kinds]
+    answers = dict(zip(kinds, await asyncio.gather(*tasks), strict=True))
+    others = await asyncio.gather(*busy)
+    waits_s = {kind: float(answer.headers[QUEUED_S]) for kind, answer in answers.items()}
+    assert waits_s["batch"] > max(waits_s["default"], waits_s["interactive"])
+    assert {each.status_code for each in answers.values()} == {200}
+    assert {each.status_code for each in others} <= {200, 429}
+
+
+async def test_who_leaves_while_he_waits_costs_no_replica_anything(
+    client: httpx.AsyncClient, queued: Cluster
+) -> None:
+    before = sent(queued)
+    busy = [asked(client, LONG) for _ in range(CROWD)]
+    await until(lambda: waiting(queued))
+    leaving = [asked(client, SHORT, {"x-kvroute-priority": "batch"}) for _ in range(3)]
+    await until(lambda: waiting(queued, "filling") == len(leaving))
+    for task in leaving:
+        task.cancel()
+    await until(lambda: not waiting(queued, "filling"))
+    answers = await asyncio.gather(*busy)
+    served = sum(answer.status_code == 200 for answer in answers)
+    await until(lambda: sent(queued) - before >= served)
+    assert sent(queued) - before == served

@@ -1,0 +1,288 @@
+"""Requests wait in the router while every replica has enough to do."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvroute.contract.priority import Priority
+from kvroute.router.api.errors import ApiError, response
+from kvroute.router.dispatch import holding
+from kvroute.router.dispatch.holding import RECOVERY_S, Holding, Turn, Wake
+from kvroute.router.routing.attempts import (
+    Attempt,
+    RequestContext,
+    RequestObserver,
+    RequestObservers,
+)
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.queue import BATCH_S, Queue, delay_s
+from kvroute.router.routing.waits import Refusal, Urgency, Wait
+from tests.support.waiting import until
+
+SHORT, LONG = 100, 60_000  # tokens
+
+
+class Diary(RequestObserver):
+    """Keeps what was said of waiting requests."""
+
+    def __init__(self) -> None:
+        self.waits: list[Wait] = []
+        self.refusals: list[tuple[Priority, Refusal]] = []
+
+    def waited(self, wait: Wait) -> None:
+        self.waits.append(wait)
+
+    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+        self.refusals.append((priority, refusal))
+
+
+class Router:
+    """As much of one as holds requests, on a clock of its own."""
+
+    def __init__(self, *replicas: str) -> None:
+        self.now_s = 1000.0
+        self.replicas = [*replicas]
+        self.diary, wake = Diary(), Wake()
+        self.fleet = Fleet(
+            model="m",
+            revision="",
+            block_size=32,
+            rng=random.Random(0),
+            observer=RequestObservers(self.diary, wake),
+        )
+        self.queue = Queue[Any]()
+        self.holding = Holding(
+            self.queue, self.fleet, lambda: self.replicas, wake=wake, clock=lambda: self.now_s
+        )
+        self._prompts = 0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Router"]:
+        task = asyncio.create_task(self.holding.run())
+        try:
+            yield self
+            assert not task.done()
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def place(self, tokens: int) -> Any:
+        self._prompts += 1
+        prompt = np.full(tokens, self._prompts, np.uint32)
+        return self.fleet.place(prompt, self.replicas, self.now_s)
+
+    def send(self, tokens: int, replica: str) -> Attempt:
+        """A request that did not wait."""
+        placement = self.place(tokens)
+        return self.fleet.sent(placement, replica, f"sent {self._prompts}", self.now_s)
+
+    async def turn(self, tokens: int = SHORT, urgency: Urgency | None = None) -> Turn:
+        context = RequestContext(self.now_s, urgency=urgency or Urgency())
+        return await self.holding.turn(self.place(tokens), context)
+
+    async def asks(
+        self, tokens: int = SHORT, urgency: Urgency | None = None
+    ) -> "asyncio.Task[Turn]":
+        """Returns when it waits."""
+        waiting = len(self.queue)
+        self.now_s += 0.001  # no two come at the same time
+        task = asyncio.create_task(self.turn(tokens, urgency))
+        await until(lambda: len(self.queue) > waiting)
+        return task
+
+
+async def test_while_a_replica_has_time_nobody_waits() -> None:
+    router = Router("a", "b")
+    router.send(LONG, "a")
+    turn = await router.turn()  # nothing would let it go
+    assert turn.wait.reason == "none"
+    assert router.diary.waits == []
+
+
+async def test_a_request_waits_until_a_replica_has_time() -> None:
+    router = Router("a")
+    async with router.running():
+        sent = router.send(LONG, "a")
+        task = await router.asks()
+        router.now_s += 1.5
+        sent.first_token(router.now_s)
+        wait = (await task).wait
+    assert (wait.reason, wait.waited_s) == ("busy", 1.5)
+    assert router.diary.waits == [wait]
+
+
+async def test_short_prompts_pass_long_ones_and_each_is_sent_before_the_next_goes() -> None:
+    router, went = Router("a"), list[str]()
+
+    async def ask(name: str, tokens: int) -> None:
+        await router.turn(tokens)
+        went.append(name)
+        router.send(LONG, "a")  # there is room for one at a time
+
+    async with router.running():
+        sent = router.send(LONG, "a")
+        tasks = [asyncio.create_task(ask("long", LONG)), asyncio.create_task(ask("short", SHORT))]
+        await until(lambda: len(router.queue) == 2)
+        sent.first_token(router.now_s + 5)
+        await until(lambda: bool(went))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert went == ["short"]
+        for task in tasks:
+            task.cancel()
+
+
+async def test_who_leaves_is_in_the_queue_no_longer() -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(LONG, "a")
+        task = await router.asks()
+        task.cancel()
+        await asyncio.wait([task])
+        assert not router.queue
+        assert router.holding.states()["default"].requests == 0
+
+
+async def test_who_leaves_as_its_turn_comes_holds_up_nobody() -> None:
+    router = Router("a")
+    async with router.running():
+        sent = router.send(LONG, "a")
+        first, second = await router.asks(), await router.asks()
+        sent.first_token(router.now_s + 5)
+        first.cancel()
+        assert (await second).wait.reason == "busy"
+
+
+async def test_a_request_is_refused_that_would_wait_too_long() -> None:
+    router = Router("a")
+    router.send(LONG, "a")
+    waiting = [await router.asks(LONG) for _ in range(5)]
+    with pytest.raises(
+        ApiError, match=r"would wait 55.5 s until .*, and --max-wait-s is 30 s"
+    ) as error:
+        await router.turn(LONG, Urgency(most_s=30))
+    assert (error.value.status, error.value.type) == (429, "rate_limit_error")
+    assert int(response(error.value).headers["retry-after"]) >= 1
+    assert router.diary.refusals == [("default", "forecast")]
+    assert len(router.queue) == len(waiting)
+    for task in waiting:
+        task.cancel()
+
+
+async def test_a_refusal_says_when_to_come_again() -> None:
+    error = holding.too_long(Urgency(most_s=10, own_s=10), "would wait 31.5 s", 31.5)
+    assert error.headers["retry-after"] == "22"
+    assert "its deadline is 10 s; come again in 22 s" in error.message
+
+
+async def test_what_has_waited_too_long_is_refused() -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(16_200, "a")  # slightly more than HOLD_S
+        with pytest.raises(ApiError, match=r"has waited 0 s until"):  # by the test's clock
+            await router.turn(SHORT, Urgency("interactive", most_s=0.1))
+        assert not router.queue
+    assert router.diary.refusals == [("interactive", "deadline")]
+
+
+async def test_even_an_empty_prompt_would_wait_too_long() -> None:
+    router, hurried = Router("a"), Urgency(most_s=1)
+    router.holding.check(hurried, "")
+    router.send(LONG, "a")
+    router.holding.check(hurried, "")
+    waiting = [await router.asks(30_000) for _ in range(3)]
+    router.now_s += 300  # those that wait are before everybody who comes now
+    with pytest.raises(ApiError, match="would wait"):
+        router.holding.check(hurried, "")
+    router.holding.check(Urgency(), "")  # it has no deadline
+    for task in waiting:
+        task.cancel()
+
+
+async def test_a_fleet_that_has_time_refuses_nobody() -> None:
+    router = Router("a")
+    for _ in range(50):  # much has come of late
+        router.send(20_000, "a").first_token(router.now_s)
+        await router.turn(20_000)
+    router.holding.check(Urgency(later_s=3600, most_s=1), "")
+    await router.turn(LONG, Urgency(later_s=3600, most_s=1))
+
+
+async def test_too_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "WAITING", 2)
+    router = Router("a")
+    router.send(LONG, "a")
+    waiting = [await router.asks(), await router.asks()]
+    with pytest.raises(ApiError, match="too many"):
+        await router.turn()
+    assert router.diary.refusals == [("default", "full")]
+    for task in waiting:
+        task.cancel()
+
+
+async def test_without_replicas_nobody_waits_for_ever() -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(LONG, "a")
+        task = await router.asks()
+        router.replicas.clear()
+        router.now_s += RECOVERY_S + 1
+        with pytest.raises(ApiError, match="no replica is ready") as error:
+            await task
+    assert error.value.status == 503
+    assert router.diary.refusals == [("default", "no_replica")]
+
+
+async def test_it_is_the_fleets_fault_if_no_replica_runs_until_the_deadline() -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(LONG, "a")
+        task = await router.asks(SHORT, Urgency(most_s=20))
+        router.replicas.clear()
+        router.holding._overdue(next(iter(router.queue)))
+        with pytest.raises(ApiError, match="no replica is ready"):
+            await task
+
+
+async def test_a_replica_that_comes_is_used() -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(LONG, "a")
+        task = await router.asks()
+        router.replicas.append("b")
+        assert (await task).wait.reason == "busy"
+
+
+async def test_an_interactive_request_goes_first_and_a_batch_one_last() -> None:
+    router, went = Router("a"), list[str]()
+    kinds: tuple[Priority, ...] = ("batch", "default", "interactive")
+
+    async def ask(kind: Priority) -> None:
+        await router.turn(SHORT, Urgency(kind))
+        went.append(kind)
+
+    async with router.running():
+        sent = router.send(LONG, "a")
+        tasks = [asyncio.create_task(ask(kind)) for kind in kinds]
+        await until(lambda: len(router.queue) == 3)
+        sent.first_token(router.now_s + 5)
+        await asyncio.wait(tasks)
+    assert went == ["interactive", "default", "batch"]
+
+
+async def test_engines_get_the_same_order() -> None:
+    router = Router("a")
+    async with router.running():
+        default = await router.turn(1000)
+        interactive = await router.turn(1000, Urgency("interactive"))
+        batch = await router.turn(1000, Urgency("batch"))
+    assert batch.among == ["a"]
+    prefill_s = router.place(1000).ranking[0].own_s
+    assert default.at_s - router.now_s == pytest.approx(delay_s(prefill_s))
+    assert interactive.at_s - default.at_s == pytest.approx(-30)
+    assert batch.at_s - default.at_s == pytest.approx(BATCH_S)

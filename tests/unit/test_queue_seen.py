@@ -1,0 +1,204 @@
+"""What people see of the queue: what waits, for how long, and who was refused."""
+
+from typing import get_args
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
+
+from kvroute import cli
+from kvroute.contract.messages import Waiting
+from kvroute.doctor import load_checks
+from kvroute.doctor.checks import Check
+from kvroute.process import tracing
+from kvroute.process.tracing import Tracing
+from kvroute.router.observability import waiting
+from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.observability.recent import WINDOW_S
+from kvroute.router.observability.recent_waits import RecentWaits
+from kvroute.router.observability.request_spans import Dispatches
+from kvroute.router.routing.queue import Held, Queue
+from kvroute.router.routing.waits import Refusal, Wait
+
+ELSEWHERE = Waiting([1, 7], [0.5, 3.0], [0.25, 8.0])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def filled() -> Queue[None]:
+    """Two requests and a batch request wait here, and seven in another router."""
+    queue = Queue[None]()
+    queue.add(Held(None, arrived_s=100.0, prefill_s=1.0))
+    queue.add(Held(None, arrived_s=103.0, prefill_s=0.5))
+    queue.add(Held(None, arrived_s=90.0, prefill_s=2.0, is_batch=True))
+    queue.hear("other", ELSEWHERE, 104.0)
+    return queue
+
+
+# As JSON.
+
+
+def test_what_waits_is_told_by_line_and_of_all_routers() -> None:
+    assert waiting.as_json(filled(), 104.0) == {
+        "requests": 3,
+        "prefill_s": 3.5,
+        "oldest_s": 14.0,
+        "lines": {
+            "default": {"requests": 2, "prefill_s": 1.5, "oldest_s": 4.0},
+            "filling": {"requests": 1, "prefill_s": 2.0, "oldest_s": 14.0},
+        },
+        "all_routers": {"requests": 10, "prefill_s": 11.5},
+    }
+
+
+def test_a_router_that_is_gone_has_nothing_that_waits() -> None:
+    queue = filled()
+    queue.forget("other")
+    assert waiting.as_json(queue, 104.0)["all_routers"] == {"requests": 3, "prefill_s": 3.5}
+
+
+def test_waits_and_refusals_are_of_the_last_minutes() -> None:
+    clock = Clock()
+    recent = RecentWaits(clock)
+    recent.waited(Wait("interactive", "busy", 1.0))
+    clock.now_s += WINDOW_S / 2
+    recent.waited(Wait("default", "order", 4.0))
+    recent.waited(Wait("batch", "busy", 60.0))
+    recent.turned_away("default", "deadline")
+    assert recent.as_json() == {
+        "window_s": WINDOW_S,
+        "waited": 2,
+        "mean_s": 2.5,
+        "longest_s": 4.0,
+        "refused": {"deadline": 1},
+    }
+    clock.now_s += WINDOW_S / 2
+    assert recent.as_json()["waited"] == 1
+    clock.now_s += WINDOW_S / 2
+    assert recent.as_json() == RecentWaits().as_json()
+
+
+# As metrics and spans.
+
+
+def test_metrics_have_waits_refusals_and_how_good_forecasts_were() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    metrics.export_queue(filled())
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kvroute_queue_{name}", labels)
+
+    metrics.waited(Wait("interactive", "busy", 3.0, forecast_s=2.0))
+    metrics.waited(Wait("default", "busy", 3.0, forecast_s=float("inf")))
+    metrics.turned_away("batch", "forecast")
+    assert value("wait_seconds_sum", priority="interactive") == 3.0
+    assert value("wait_seconds_count", priority="batch") == 0
+    assert value("forecast_ratio_count") == 1
+    assert value("forecast_ratio_sum") == 1.5
+    assert value("refused_requests_total", priority="batch", reason="forecast") == 1
+    assert value("refused_requests_total", priority="default", reason="deadline") == 0
+    assert value("requests", line="default") == 2
+    assert value("prefill_seconds", line="filling") == 2.0
+    assert (value("oldest_seconds", line="default") or 0) > 0
+
+
+def test_the_wait_is_a_span_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(tracing, "_exporter", lambda: exporter)
+    traces = Tracing("kvroute-test", "1")
+    Dispatches(traces).waited(Wait("batch", "busy", 2.5, forecast_s=2.0))
+    traces._provider.force_flush()
+    (span,) = exporter.get_finished_spans()
+    traces._provider.shutdown()
+    assert span.name == "queue"
+    assert span.start_time is not None
+    assert span.end_time is not None
+    assert (span.end_time - span.start_time) / 1e9 == pytest.approx(2.5, abs=0.1)
+    assert dict(span.attributes or {}) == {
+        "kvroute.priority": "batch",
+        "kvroute.queued_for": "busy",
+        "kvroute.forecast_s": 2.0,
+    }
+
+
+# What the doctor says of it.
+
+
+def judged(queue: Queue[None], *, at_s: float, recent: RecentWaits | None = None) -> list[Check]:
+    told = waiting.as_json(queue, at_s)
+    recent = recent or RecentWaits()
+    return [*load_checks.queues([{"model": "m", **told, "recent": recent.as_json()}])]
+
+
+def test_requests_that_wait_for_long_are_a_warning_with_a_remedy() -> None:
+    (check,) = judged(filled(), at_s=104.0)
+    assert (check.name, check.grade) == ("queue", "warning")
+    assert check.finding == (
+        "2 requests for m held back while every replica is busy: 2 s of prefill, the oldest for "
+        "4 s; 10 in all routers"
+    )
+    assert "--max-replicas" in check.remedy
+
+
+def test_requests_that_wait_for_a_moment_and_batch_requests_are_well() -> None:
+    queue = Queue[None]()
+    queue.add(Held(None, arrived_s=0.0, prefill_s=1.0, is_batch=True))
+    queue.add(Held(None, arrived_s=59.5, prefill_s=1.0))
+    (check,) = judged(queue, at_s=60.0)
+    assert check.grade == "ok"
+    assert check.finding == "no request for m had to wait for a replica in 5 minutes"
+
+
+@pytest.mark.parametrize(("longest_s", "grade"), [(2.0, "ok"), (20.0, "warning")])
+def test_long_waits_of_the_last_minutes_are_a_warning(longest_s: float, grade: str) -> None:
+    recent = RecentWaits()
+    for waited_s in (1.0, longest_s):
+        recent.waited(Wait("interactive", "busy", waited_s))
+    recent.waited(Wait("batch", "busy", 300.0))
+    (check,) = judged(Queue(), at_s=0.0, recent=recent)
+    assert check.grade == grade
+    assert check.finding == (
+        "2 requests for m had to wait for a replica in 5 minutes: "
+        f"{(1 + longest_s) / 2} s on average, {longest_s} s at most"
+    )
+
+
+def test_refused_requests_are_a_warning_with_reasons() -> None:
+    recent = RecentWaits()
+    for _ in range(3):
+        recent.turned_away("default", "forecast")
+    recent.turned_away("batch", "deadline")
+    (check,) = judged(Queue(), at_s=0.0, recent=recent)
+    assert check.grade == "warning"
+    assert check.finding == (
+        "4 requests for m refused in 5 minutes: 3 would have waited too long, 1 had waited too long"
+    )
+    assert "--max-wait-s" in check.remedy
+
+
+def test_the_doctor_has_words_for_each_refusal() -> None:
+    assert load_checks.REFUSALS.keys() == set(get_args(Refusal))
+
+
+# What `kvroute status` says of it.
+
+
+def test_status_says_what_waits_where_something_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(queue: Queue[None]) -> str:
+        told = {"model": "m", **waiting.as_json(queue, 104.0)}
+        monkeypatch.setattr(cli, "call", lambda *_: {"replicas": [], "queues": [told]})
+        return CliRunner().invoke(cli.app, ["status"], env={"COLUMNS": "200"}).output
+
+    assert "for m wait" not in said(Queue())
+    assert (
+        "10 requests for m wait for a replica with room: 11.5 s of prefill, 3 of them in the "
+        "router that answered, there for up to 14.0 s"
+    ) in said(filled())
