@@ -26,7 +26,7 @@ from kvroute.router.routing.queue import (
     Held,
     Queue,
     QueueState,
-    delay_s,
+    turn_s,
 )
 from kvroute.router.routing.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
 
@@ -124,15 +124,16 @@ class Holding:
         held = _held(placement, context)
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
         if self._queue.is_free(held, least_s):
-            self._arrivals.add(held.prefill_s, _delay_s(held), now_s)
+            self._arrivals.add(held.prefill_s, turn_s(held) - held.arrived_s, now_s)
             self._queue.sent(held, now_s)
-            return Turn(held.arrived_s + _delay_s(held), Wait(urgency.priority))
+            return Turn(turn_s(held), Wait(urgency.priority))
         raw_s = self._raw_forecast_s(held, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
         if len(self._queue) >= WAITING:
             raise self._refusal(urgency, "full", forecast_s)
-        self._arrivals.add(held.prefill_s, _delay_s(held), now_s)
+        if not held.is_batch:  # of those, none passes anybody
+            self._arrivals.add(held.prefill_s, turn_s(held) - held.arrived_s, now_s)
         self._queue.add(held)
         refusal = await self._released(held, held.arrived_s + urgency.most_s - now_s)
         later_s = self._clock()
@@ -145,7 +146,8 @@ class Holding:
         reason: Reason = "busy" if least_s >= HOLD_S else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
-        return Turn(held.turn_s + _behind_s(held), wait, held.among)
+        behind_s = BATCH_S if held.among else 0.0  # in the engines too, if it fills
+        return Turn(held.turn_s + behind_s, wait, held.among)
 
     def check(self, urgency: Urgency, sharer: str) -> None:
         """ApiError if even an empty prompt would wait too long; takes microseconds."""
@@ -295,13 +297,3 @@ def _held(placement: Placement, context: RequestContext) -> Held[Answer]:
 
 def _answer() -> Answer:
     return asyncio.get_running_loop().create_future()
-
-
-def _behind_s(held: Held[Answer]) -> float:
-    """A batch request is behind others for so long, in engines too."""
-    return BATCH_S if held.is_batch else 0.0
-
-
-def _delay_s(held: Held[Answer]) -> float:
-    """From its arrival to its turn, where all share alike."""
-    return held.priority_s + _behind_s(held) + delay_s(held.prefill_s)

@@ -131,7 +131,7 @@ class Queue(Generic[R]):
 
     def add(self, held: Held[R]) -> None:
         """It waits from now on."""
-        held.turn_s = _turn_s(held)
+        held.turn_s = turn_s(held)
         (self._filling if self._fills(held) else self._line).add(held)
         self._changed()
 
@@ -221,12 +221,12 @@ class Queue(Generic[R]):
 
         sooner: what comes to all routers, as Arrivals tells it.
         """
-        turn_s = _turn_s(held)
-        ahead_s = sum(_work_s(waiting, turn_s) for waiting in self._others.values())
-        ahead_s += _sooner_s(self._line.held, turn_s)
+        at_s = turn_s(held)
+        ahead_s = sum(_work_s(waiting, at_s) for waiting in self._others.values())
+        ahead_s += _sooner_s(self._line.held, at_s)
         if self._fills(held):
-            ahead_s += _sooner_s(self._filling.held, turn_s)
-        return waiting_s(ahead_s, turn_s - now_s, sooner, replicas)
+            ahead_s += _sooner_s(self._filling.held, at_s)
+        return waiting_s(ahead_s, at_s - now_s, sooner, replicas)
 
     def state(self, now_s: float) -> dict[str, QueueState]:
         """By line: default, and filling. Another thread may ask."""
@@ -298,7 +298,8 @@ class Shares:
         self._at_s = now_s
 
 
-def _turn_s(held: Held[R]) -> float:
+def turn_s(held: Held[R]) -> float:
+    """When its turn is, if it comes in the order of turns."""
     return held.arrived_s + held.priority_s + delay_s(held.prefill_s)
 
 
