@@ -12,7 +12,9 @@ from kvroute.router.routing.forecast import DELAYS_S, LEAST, MOST, Arrivals, Cor
 from kvroute.router.routing.queue import (
     BATCH_S,
     FILL_S,
+    HOLD_PROMPTS,
     HOLD_S,
+    LEAST_HOLD_S,
     LOOKED_AT,
     MOST_DELAY_S,
     PATIENCE_S,
@@ -302,3 +304,16 @@ def test_forecasts_learn_from_their_errors() -> None:
     for _ in range(100):
         correction.learn(1.0, 2.0)
     assert correction.factor == pytest.approx(2.0, rel=0.05)
+
+
+def test_replicas_of_short_prompts_have_enough_sooner() -> None:
+    queue = Requests()
+    for _ in range(1000):
+        queue.sent(held("past", prefill_s=0.2), 0.0)
+    assert queue.hold_s == pytest.approx(HOLD_PROMPTS * 0.2, rel=0.01)
+    for _ in range(1000):
+        queue.sent(held("past", prefill_s=0.0), 0.0)
+    assert queue.hold_s == LEAST_HOLD_S
+    for _ in range(1000):
+        queue.sent(held("past", prefill_s=50.0), 0.0)
+    assert queue.hold_s == HOLD_S

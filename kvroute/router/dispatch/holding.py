@@ -21,7 +21,6 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.forecast import Arrivals, Correction
 from kvroute.router.routing.queue import (
     BATCH_S,
-    HOLD_S,
     WAKE_S,
     Held,
     Queue,
@@ -143,7 +142,7 @@ class Holding:
         if refusal is not None:
             raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
         self._queue.sent(held, later_s)
-        reason: Reason = "busy" if least_s >= HOLD_S else "order"
+        reason: Reason = "busy" if least_s >= self._queue.hold_s else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
         behind_s = BATCH_S if held.among else 0.0  # in the engines too, if it fills
@@ -221,7 +220,7 @@ class Holding:
         routers = self._routers()
         sooner = [routers * rate for rate in self._arrivals.sooner(now_s)]
         turn_s = self._queue.forecast_s(held, replicas=replicas, sooner=sooner, now_s=now_s)
-        return max(0.0, least_s - HOLD_S) + turn_s
+        return max(0.0, least_s - self._queue.hold_s) + turn_s
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:
         """How long an empty prompt would wait that comes now."""

@@ -26,7 +26,10 @@ from typing import Generic, NamedTuple, TypeVar
 from kvroute.contract.messages import Waiting
 from kvroute.router.routing.forecast import waiting_s
 
-HOLD_S = 2.0  # of prefill on every replica: further requests wait in the router
+HOLD_S = 2.0  # of prefill on every replica, at most: further requests wait in the router
+HOLD_PROMPTS = 4.0  # the same, in mean prompts: more would only wait in the engines
+LEAST_HOLD_S = 0.25  # at least, so that engines never wait for a router
+MEAN_SHARE = 0.02  # weight of the latest prompt in their mean
 FILL_S = 0.25  # of prefill on a replica: nothing more of what fills goes there
 SPARE_SHARE = 0.5  # of its KV cache, that it leaves to others
 SECONDS_A_SECOND = 40.0  # by which a second of prefill delays a turn
@@ -110,6 +113,7 @@ class Queue(Generic[R]):
         self._line = _Line[R]()
         self._filling = _Line[R]()
         self._shares = Shares()
+        self._mean_s = HOLD_S / HOLD_PROMPTS  # of the prefill of recent requests
         self._others: dict[str, Waiting] = {}  # by router; their turns on our clock
         self._has_changed = False  # since the others were told
         self._told_s = -math.inf
@@ -122,12 +126,19 @@ class Queue(Generic[R]):
         yield from self._line.held
         yield from self._filling.held
 
+    @property
+    def hold_s(self) -> float:
+        """Prefill pending on a replica with which it has enough to do."""
+        return min(HOLD_S, max(LEAST_HOLD_S, HOLD_PROMPTS * self._mean_s))
+
     def is_free(self, held: Held[R], backlog_s: float) -> bool:
         """Whether a new request need not wait: a replica has room, and nobody is before it.
 
         backlog_s: the least of any replica.
         """
-        return not (self._line.held or self._others or backlog_s >= HOLD_S or self._fills(held))
+        return not (
+            self._line.held or self._others or backlog_s >= self.hold_s or self._fills(held)
+        )
 
     def add(self, held: Held[R]) -> None:
         """It waits from now on."""
@@ -143,6 +154,7 @@ class Queue(Generic[R]):
     def sent(self, held: Held[R], now_s: float) -> None:
         """It goes to a replica, whether it has waited or not."""
         self._shares.use(held.tenant, held.prefill_s, now_s)
+        self._mean_s += MEAN_SHARE * (held.prefill_s - self._mean_s)
 
     def due(self, rooms: Sequence[Room], now_s: float) -> Held[R] | None:
         """The request that goes to a replica now; it no longer waits. None: none does yet.
@@ -178,7 +190,8 @@ class Queue(Generic[R]):
 
     def _is_turn(self, rooms: Sequence[Room], now_s: float) -> bool:
         """Whether the first request goes now."""
-        room = sum(each.backlog_s < HOLD_S for each in rooms)
+        hold_s = self.hold_s
+        room = sum(each.backlog_s < hold_s for each in rooms)
         if not room:
             self._since_s = math.inf
             return False
