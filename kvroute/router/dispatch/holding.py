@@ -32,6 +32,7 @@ from kvroute.router.routing.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
 WAITING = 4096  # requests that may wait for their turn; further ones get a 429
 RECOVERY_S = 60.0  # the longest wait for a replica while there is none
 FRESH_S = 0.01  # for which a forecast for an empty prompt holds
+OVERDUE = 2.0  # a request that was refused in the end would have waited so many times longer
 MOST_RETRY_S = 3600.0  # after which a client is told to come again
 
 Answer = asyncio.Future[Refusal | None]  # None: it is its turn
@@ -138,7 +139,7 @@ class Holding:
         later_s = self._clock()
         waited_s = later_s - now_s
         if refusal != "no_replica":
-            self._correction.learn(raw_s, waited_s)
+            self._correction.learn(raw_s, waited_s * (OVERDUE if refusal else 1.0))
         if refusal is not None:
             raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
         self._queue.sent(held, later_s)
