@@ -11,7 +11,7 @@ import pytest
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.messages import Message, decode
-from kvroute.contract.records import VERSION, Load, ReplicaRecord
+from kvroute.contract.records import VERSION, ReplicaRecord
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.routing.attempts import Attempt
 from kvroute.router.routing.fleet import Fleet
@@ -125,9 +125,9 @@ def test_what_a_replica_reports_beyond_all_that_was_told_counts_as_backlog() -> 
     router = Router()
     for number in range(100):
         router.send(prompt(number), str(number)).end()
-    busy = Load(waiting=3)
-    for loads in ({"a": LOAD, "b": LOAD}, {"a": LOAD, "b": LOAD}, {"a": LOAD, "b": busy}):
-        router.fleet.update(ReplicaRecord(n, "1", 0, FACTS, load) for n, load in loads.items())
+    tokens = len(prompt(0))
+    for pending in (0, 0, 3 * tokens):
+        router.fleet.told("b", pending)
     assert router.backlogs_s() == {"a": 0.0, "b": pytest.approx(3 * 0.4, rel=0.1)}
 
 
