@@ -17,11 +17,14 @@ from kvroute.router.routing.queue import (
     LEAST_HOLD_S,
     LOOKED_AT,
     MOST_DELAY_S,
+    MOST_TENANTS,
     PATIENCE_S,
+    SCARCE_S,
     SHARE_S,
     Held,
     Queue,
     Room,
+    Shares,
     delay_s,
 )
 
@@ -149,9 +152,12 @@ def test_a_tenant_above_its_share_fills_what_others_leave() -> None:
     queue = Requests()
     for tenant, prefill_s in (("greedy", 9.0), ("modest", 1.0)):
         queue.sent(held("past", prefill_s=prefill_s, tenant=tenant), 0.0)
-    assert not queue.is_free(held("g", tenant="greedy"), 0.0)
-    assert queue.is_free(held("m", tenant="modest"), 0.0)
+    assert queue.is_free(held("g", tenant="greedy"), 0.0)  # nobody has to wait
     queue.add(held("g", tenant="greedy"))
+    assert sent(queue, BUSY) == []
+    assert not queue.is_free(held("more", tenant="greedy"), 0.0)
+    assert queue.is_free(held("m", tenant="modest"), 0.0)
+    assert queue.is_free(held("g", SCARCE_S, tenant="greedy"), 0.0)
     queue.add(held("m", 100.0, tenant="modest"))
     soon = Room("a", HOLD_S - 0.1)
     assert sent(queue, soon) == ["m"]
@@ -167,10 +173,24 @@ def test_what_a_tenant_had_is_forgotten_with_time() -> None:
     assert sent(queue, Room("a", HOLD_S - 0.1), now_s=10 * SHARE_S) == ["g"]
 
 
-def test_a_tenant_alone_has_all() -> None:
+@pytest.mark.parametrize("tenants", [("only", "only"), ("", "modest")])
+def test_a_tenant_alone_and_who_is_no_tenant_have_all(tenants: tuple[str, str]) -> None:
     queue = Requests()
-    queue.sent(held("past", prefill_s=1e6, tenant="only"), 0.0)
-    assert queue.is_free(held("next", tenant="only"), 0.0)
+    for tenant, prefill_s in zip(tenants, (1e6, 1.0), strict=True):
+        queue.sent(held("past", prefill_s=prefill_s, tenant=tenant), 0.0)
+    queue.add(held("next", tenant=tenants[0]))
+    assert sent(queue, BUSY) == []
+    assert sent(queue, Room("a", HOLD_S - 0.1)) == ["next"]
+
+
+def test_tenants_that_are_counted_are_bounded() -> None:
+    shares = Shares()
+    for number in range(2 * MOST_TENANTS):
+        shares.use(f"t{number}", 1.0, 0.0)
+    shares.use("greedy", 1e6, 0.0)
+    assert not shares.are_exceeded("greedy")
+    shares.use("t0", 1e6, 0.0)
+    assert shares.are_exceeded("t0")
 
 
 def test_of_what_fills_a_prompt_that_is_cached_where_there_is_room_goes_first() -> None:

@@ -36,8 +36,10 @@ SECONDS_A_SECOND = 40.0  # by which a second of prefill delays a turn
 MOST_DELAY_S = 150.0  # by which a long prompt delays its turn
 BATCH_S = 300.0  # after so long, what fills is like what came first
 LOOKED_AT = 64  # of the first that fill, for one whose prompt is cached where there is room
+SCARCE_S = 5.0  # for which shares matter after somebody has waited
 SHARE_S = 30.0  # time constant of what tenants had lately
 LEEWAY = 1.5  # equal shares that a tenant can have before it only fills
+MOST_TENANTS = 4096  # that are counted; further ones have their share
 FORGOTTEN_S = 1e-3  # of prefill: so little of a tenant's is forgotten
 AGAIN_S = 0.9  # the others are told again, as one may be new
 PATIENCE_S = 0.1  # for another router to send the request whose turn it is
@@ -56,7 +58,7 @@ class Held(Generic[R]):
     prefill_s: float  # predicted, of what no replica has cached
     priority_s: float = 0.0  # by which its turn is later
     is_batch: bool = False  # it fills what others leave
-    tenant: str = ""
+    tenant: str = ""  # empty: it shares with nobody
     home: str = ""  # the replica that has most of its prompt cached; empty: none has much
     turn_s: float = 0.0  # set by the queue
     has_aged: bool = False  # the same: it fills no longer
@@ -113,6 +115,8 @@ class Queue(Generic[R]):
         self._line = _Line[R]()
         self._filling = _Line[R]()
         self._shares = Shares()
+        self._waited_s = -math.inf  # when a request waited that is no batch request
+        self._urgent = 0  # waiting requests that are no batch requests
         self._mean_s = HOLD_S / HOLD_PROMPTS  # of the prefill of recent requests
         self._others: dict[str, Waiting] = {}  # by router; their turns on our clock
         self._has_changed = False  # since the others were told
@@ -137,19 +141,26 @@ class Queue(Generic[R]):
         backlog_s: the least of any replica.
         """
         return not (
-            self._line.held or self._others or backlog_s >= self.hold_s or self._fills(held)
+            self._line.held
+            or self._others
+            or backlog_s >= self.hold_s
+            or self._fills(held, held.arrived_s)
         )
 
     def add(self, held: Held[R]) -> None:
         """It waits from now on."""
         held.turn_s = turn_s(held)
-        (self._filling if self._fills(held) else self._line).add(held)
+        (self._filling if self._fills(held, held.arrived_s) else self._line).add(held)
+        self._urgent += not held.is_batch
         self._changed()
 
     def remove(self, held: Held[R]) -> bool:
-        """It no longer waits, and was not sent; False: it did not wait."""
+        """It no longer waits; False: it did not."""
+        if not (self._line.remove(held) or self._filling.remove(held)):
+            return False
+        self._urgent -= not held.is_batch
         self._changed()
-        return self._line.remove(held) or self._filling.remove(held)
+        return True
 
     def sent(self, held: Held[R], now_s: float) -> None:
         """It goes to a replica, whether it has waited or not."""
@@ -161,6 +172,8 @@ class Queue(Generic[R]):
 
         rooms: of the replicas that take requests.
         """
+        if self._urgent:
+            self._waited_s = now_s
         self._reconsider(now_s)
         if self._line.held:
             held = self._line.held[0] if self._is_turn(rooms, now_s) else None
@@ -173,20 +186,21 @@ class Queue(Generic[R]):
 
     def _reconsider(self, now_s: float) -> None:
         """The first ones wait in the other line, if what their tenants had has changed since."""
-        while self._line.held and self._fills(self._line.held[0]):
+        while self._line.held and self._fills(self._line.held[0], now_s):
             self._filling.add(self._line.held.pop(0))
         while self._filling.held:
             held = self._filling.held[0]
             held.has_aged = now_s > held.turn_s + BATCH_S
-            if self._fills(held):
+            if self._fills(held, now_s):
                 break
             self._line.add(self._filling.held.pop(0))
 
-    def _fills(self, held: Held[R]) -> bool:
-        """Whether it waits for what others leave."""
+    def _fills(self, held: Held[R], now_s: float) -> bool:
+        """Whether it takes only what others leave. Shares matter while somebody has to wait."""
         if held.has_aged:
             return False
-        return held.is_batch or self._shares.are_exceeded(held.tenant)
+        is_scarce = now_s - self._waited_s < SCARCE_S
+        return held.is_batch or (is_scarce and self._shares.are_exceeded(held.tenant))
 
     def _is_turn(self, rooms: Sequence[Room], now_s: float) -> bool:
         """Whether the first request goes now."""
@@ -237,7 +251,7 @@ class Queue(Generic[R]):
         at_s = turn_s(held)
         ahead_s = sum(_work_s(waiting, at_s) for waiting in self._others.values())
         ahead_s += _sooner_s(self._line.held, at_s)
-        if self._fills(held):
+        if self._fills(held, now_s):
             ahead_s += _sooner_s(self._filling.held, at_s)
         return waiting_s(ahead_s, at_s - now_s, sooner, replicas)
 
@@ -289,17 +303,19 @@ class Shares:
 
     def __init__(self) -> None:
         self._used_s: dict[str, float] = {}  # by tenant, as of _at_s
+        self._total_s = 0.0
         self._at_s = 0.0
 
     def use(self, tenant: str, prefill_s: float, now_s: float) -> None:
         self._decay(now_s)
-        self._used_s[tenant] = self._used_s.get(tenant, 0.0) + prefill_s
+        if tenant and (tenant in self._used_s or len(self._used_s) < MOST_TENANTS):
+            self._used_s[tenant] = self._used_s.get(tenant, 0.0) + prefill_s
+            self._total_s += prefill_s
 
     def are_exceeded(self, tenant: str) -> bool:
         """Whether the tenant had clearly more than its equal share. One alone has no share."""
-        used_s = self._used_s.get(tenant, 0.0)
-        equal_s = sum(self._used_s.values()) / max(1, len(self._used_s))
-        return len(self._used_s) > 1 and used_s > LEEWAY * equal_s
+        count = len(self._used_s)
+        return count > 1 and self._used_s.get(tenant, 0.0) > LEEWAY * self._total_s / count
 
     def _decay(self, now_s: float) -> None:
         """Once a second is enough."""
@@ -308,6 +324,7 @@ class Shares:
         keep = math.exp((self._at_s - now_s) / SHARE_S)
         used_s = {tenant: keep * used_s for tenant, used_s in self._used_s.items()}
         self._used_s = {tenant: used for tenant, used in used_s.items() if used > FORGOTTEN_S}
+        self._total_s = sum(self._used_s.values())
         self._at_s = now_s
 
 
