@@ -26,11 +26,6 @@ class Running:
     computed: int  # prompt tokens in the cache, hits included
     blocks: list[int]  # of the cache, for its prompt and its answer
 
-    @property
-    def missing_tokens(self) -> int:
-        """Of its prompt, when it came."""
-        return self.request.input_tokens - self.hit_tokens
-
 
 @dataclass(slots=True)
 class StepResult:
@@ -81,7 +76,7 @@ class Replica:
         self.plan: Plan | None = None
         self._model = model
         self._capacity_blocks = capacity_blocks
-        self._missing_tokens: dict[int, int] = {}  # request waiting -> prompt tokens to compute
+        self._pending_tokens: dict[int, int] = {}  # request without a first token -> to compute
         self._waiting: list[tuple[float, int, Request]] = []  # heap: its turn, its index
         self._prefilling: list[Running] = []
         self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index
@@ -92,12 +87,19 @@ class Replica:
         self._removed: list[Fingerprint] = []
         self._answers = 0  # hashes of responses' blocks are negative: no request matches them
 
-    def arrive(self, request: Request, now_s: float, order_s: float = 0.0) -> None:
+    def arrive(
+        self,
+        request: Request,
+        now_s: float,
+        order_s: float = 0.0,
+        new_tokens: int | None = None,
+    ) -> None:
         """Queues a request, to be admitted in the order of now_s + order_s. Planned decode steps
-        are shortened, so that it can be admitted."""
+        are shortened, so that it can be admitted. new_tokens: to compute, as the router expects."""
         heappush(self._waiting, (now_s + order_s, next(self._arrivals), request))
-        hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
-        self._missing_tokens[request.index] = request.input_tokens - hits * request.block_tokens
+        self._pending_tokens[request.index] = (
+            self._missing_tokens(request) if new_tokens is None else new_tokens
+        )
         if self.plan is None:
             self._start(now_s)
         elif self.plan.steps > 1 and self._waiting[0][2] is request:
@@ -120,6 +122,7 @@ class Replica:
                 self._prefilling.remove(sequence)
                 self._decode(sequence)
                 result.first_tokens.append(sequence.request)
+                del self._pending_tokens[sequence.request.index]
         while self._decoding and self._decoding[0][0] <= self._steps:
             sequence = heappop(self._decoding)[2]
             request = sequence.request
@@ -130,13 +133,17 @@ class Replica:
         return result
 
     def report(self) -> Report:
-        """Its load now. What waits finds what was cached when it came."""
-        prefilling = sum(each.missing_tokens for each in self._prefilling)
+        """Its load now."""
         used_blocks = self._capacity_blocks - len(self.cache.free)
         return Report(
             Load(running=self._sequences, waiting=len(self._waiting), used_blocks=used_blocks),
-            pending_tokens=prefilling + sum(self._missing_tokens.values()),
+            pending_tokens=sum(self._pending_tokens.values()),
         )
+
+    def _missing_tokens(self, request: Request) -> int:
+        """Of its prompt, as the cache is now."""
+        hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
+        return request.input_tokens - hits * request.block_tokens
 
     def _decode(self, sequence: Running) -> None:
         request = sequence.request
@@ -175,7 +182,6 @@ class Replica:
             if admitted is None:
                 break
             heappop(self._waiting)
-            del self._missing_tokens[admitted.request.index]
             self._prefilling.append(admitted)
             self.hit_tokens[admitted.request.index] = admitted.hit_tokens
             budget -= self._chunk(admitted, budget, chunks)

@@ -40,6 +40,7 @@ class Production:
         self._names = [str(replica) for replica in range(setup.replicas)]
         self._now_s = 0.0
         self._queue = Queue[Request]()
+        self._has_told = False  # other routers that something waits
         self._peer_publisher = PeerPublisher(queue=self._queue, clock=lambda: self._now_s)
         self._fleet = Fleet(
             model="replay",
@@ -91,7 +92,8 @@ class Production:
         best = self.best(placement)
         attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s)
         self._attempts[request.index] = attempt
-        return Sending(request, int(best.replica_id), held.turn_s - now_s)
+        new_tokens = attempt.dispatch.new_tokens
+        return Sending(request, int(best.replica_id), held.turn_s - now_s, new_tokens)
 
     def best(self, placement: Placement) -> Candidate:
         return placement.ranking[0]
@@ -115,7 +117,8 @@ class Production:
     def take_message(self, now_s: float) -> Message | None:
         self._now_s = now_s
         message = self._peer_publisher.take()
-        return message if message.events or message.waiting else None
+        has_told, self._has_told = self._has_told, bool(message.waiting and message.waiting.places)
+        return message if message.events or has_told or self._has_told else None
 
     def receive(self, message: Message, now_s: float) -> None:
         self._now_s = now_s

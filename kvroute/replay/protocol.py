@@ -27,11 +27,13 @@ class Setup:
 
 
 class Sending(NamedTuple):
-    """A request that goes to a replica. order_s: its turn there, after its arrival."""
+    """A request that goes to a replica. order_s: its turn there, after its arrival. new_tokens: to
+    compute there, as the router expects."""
 
     request: Request
     replica: int
     order_s: float = 0.0
+    new_tokens: int | None = None
 
 
 class Report(NamedTuple):

@@ -297,7 +297,7 @@ class LlmDSpeculative(LlmD):
             _, replica, request = self.expected.popleft()
             self.mirror.unexpect(str(replica), request.blocks)
         sendings = list(super().sends(now_s))
-        self.expected += ((now_s, replica, request) for request, replica, _ in sendings)
+        self.expected += ((now_s, replica, request) for request, replica, *_ in sendings)
         return sendings
 
     def sent(self, request: Request, replica: int) -> None:

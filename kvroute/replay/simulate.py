@@ -192,9 +192,9 @@ class _Simulation:
     def _ask(self, router: int, now_s: float) -> None:
         """The router sends what it wants to send now."""
         policy = self._routers[router]
-        for request, chosen, order_s in policy.sends(now_s):
+        for request, chosen, order_s, new_tokens in policy.sends(now_s):
             before = self._replicas[chosen].plan
-            self._replicas[chosen].arrive(request, now_s, order_s)
+            self._replicas[chosen].arrive(request, now_s, order_s, new_tokens)
             if self._replicas[chosen].plan is not before:
                 self._await_step(chosen)
         self._share(router, now_s)

@@ -8,11 +8,13 @@ block size, the requested model, and the time and outcome of each request. A tra
 """
 
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 from kvroute.contract.fingerprint import Fingerprint, reusable_blocks
 
@@ -139,7 +141,7 @@ def _request(where: str, line: str) -> Request | None:
             block_tokens=block_tokens,
             model=row.get("model"),
             session=None if row.get("session") is None else str(row["session"]),
-            answered_s=row.get("duration_s"),
+            answered_s=_answered_s(row),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None
@@ -149,6 +151,16 @@ def _request(where: str, line: str) -> Request | None:
             f"but it names {len(ids)}"
         )
     return None if row.get("outcome") in NOT_RUN else request
+
+
+def _answered_s(row: dict[str, Any]) -> float | None:
+    """From its arrival to the end of its answer, if a cluster has logged it. Raises ValueError."""
+    if row.get("duration_s") is None:
+        return None
+    answered_s = float(row["duration_s"]) + float(row.get("queued_s") or 0.0)
+    if not 0.0 <= answered_s < math.inf:
+        raise ValueError(f"duration_s and queued_s are {answered_s} together")
+    return answered_s
 
 
 def _spread(times_s: Sequence[float], rng: random.Random) -> list[float]:

@@ -10,7 +10,8 @@ from kvroute.contract.prefill_queue import PrefillQueue
 
 STEP_S = 0.02  # time of a first token in addition to its prompt's prefill
 MEAN_SHARE = 0.05  # weight of the latest request in the mean
-BUSY_S = 10.0  # time constant of what fades: the busy share, what waited elsewhere
+BUSY_S = 10.0  # time constant of the busy share's decay
+ELSEWHERE_S = 3.0  # the same of what waited elsewhere: it says little once that is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,10 @@ class Backlog:
 
     def _advance(self, now_s: float) -> None:
         keep = math.exp((self._updated_s - now_s) / BUSY_S)
+        kept = math.exp((self._updated_s - now_s) / ELSEWHERE_S)
         self._busy_share = keep * self._busy_share + (1.0 - keep) * bool(self._queue.waiting)
-        self._came *= keep
-        self._waited_s *= keep
+        self._came *= kept
+        self._waited_s *= kept
         self._updated_s = now_s
 
 

@@ -20,6 +20,7 @@ HOST = "KVROUTE_REPLICA_HOST"  # an environment variable: where replicas listen 
 
 PROOF_S = 5.0  # the longest wait for a router's proof
 LARGEST_UNPROVEN = 1024  # bytes of a message from somebody who has proven nothing
+TOLD_NOTHING = 4  # times; then routers know it
 MOST_UNPROVEN = 256  # connections of such
 MOST_UNSENT = 4_000_000  # tokens and alternatives for a router that does not read
 
@@ -46,6 +47,7 @@ class Server:
         self.refusals = 0  # since the start
         self.peers = set["Peer"]()
         self._most = most
+        self._quiet = 0  # times that nothing was pending
         self.told: list[int] = []  # what routers were told to be pending
         self._is_stopping = False
         self._is_idle = asyncio.Event()
@@ -74,8 +76,9 @@ class Server:
         return f"the replica has {self.running} requests" if self.running >= self._most else ""
 
     def tell(self, pending_tokens: Sequence[int]) -> None:
-        """Tells all routers what each rank has to compute, if it is not as they were told."""
-        if pending_tokens == self.told:
+        """Tells all routers what each rank has to compute; a few times, when that is nothing."""
+        self._quiet = 0 if any(pending_tokens) else self._quiet + 1
+        if self._quiet > TOLD_NOTHING:
             return
         self.told = [*pending_tokens]
         for peer in self.peers:

@@ -11,10 +11,9 @@ from kvroute.contract.records import VERSION
 from kvroute.router.routing.forecast import DELAYS_S, LEAST, MOST, Arrivals, Correction, waiting_s
 from kvroute.router.routing.queue import (
     BATCH_S,
+    DIVIDE_S,
     FILL_S,
-    HOLD_PROMPTS,
     HOLD_S,
-    LEAST_HOLD_S,
     LOOKED_AT,
     MOST_DELAY_S,
     MOST_TENANTS,
@@ -144,49 +143,70 @@ def test_a_batch_request_waits_for_so_long_and_then_it_is_like_the_others() -> N
     queue = queue_of(held("batch", is_batch=True), held("other", BATCH_S))
     soon = Room("a", HOLD_S - 0.1)
     assert sent(queue, soon, now_s=BATCH_S) == ["other"]
-    queue.add(held("other", BATCH_S + 10.0))
-    assert sent(queue, soon, now_s=BATCH_S + 11.0) == ["batch", "other"]
+    queue.add(held("before", BATCH_S - 10.0))
+    queue.add(held("after", BATCH_S + 10.0))
+    assert sent(queue, soon, now_s=BATCH_S + 11.0) == ["before", "batch", "after"]
+
+
+def shared(greedy_s: float = 9.0, modest_s: float = 1.0, others: str = "modest") -> Requests:
+    """Two tenants had so much, and one of them has to wait."""
+    queue = Requests()
+    queue.sent(held("past", prefill_s=greedy_s, tenant="greedy"), 0.0)
+    queue.sent(held("past", prefill_s=modest_s, tenant="modest"), 0.0)
+    queue.add(held("w", tenant=others))
+    assert sent(queue, BUSY) == []
+    assert sent(queue, IDLE) == ["w"]
+    return queue
 
 
 def test_a_tenant_above_its_share_fills_what_others_leave() -> None:
-    queue = Requests()
-    for tenant, prefill_s in (("greedy", 9.0), ("modest", 1.0)):
-        queue.sent(held("past", prefill_s=prefill_s, tenant=tenant), 0.0)
-    assert queue.is_free(held("g", tenant="greedy"), 0.0)  # nobody has to wait
-    queue.add(held("g", tenant="greedy"))
-    assert sent(queue, BUSY) == []
-    assert not queue.is_free(held("more", tenant="greedy"), 0.0)
+    queue = shared()
+    assert not queue.is_free(held("g", tenant="greedy"), 0.0)
     assert queue.is_free(held("m", tenant="modest"), 0.0)
-    assert queue.is_free(held("g", SCARCE_S, tenant="greedy"), 0.0)
+    queue.add(held("g", tenant="greedy"))
     queue.add(held("m", 100.0, tenant="modest"))
-    soon = Room("a", HOLD_S - 0.1)
+    soon = Room("a", FILL_S)
     assert sent(queue, soon) == ["m"]
     assert sent(queue, IDLE) == ["g"]
 
 
-def test_what_a_tenant_had_is_forgotten_with_time() -> None:
-    queue = Requests()
-    queue.sent(held("past", prefill_s=9.0, tenant="greedy"), 0.0)
-    queue.sent(held("past", prefill_s=1.0, tenant="modest"), 0.0)
+def test_what_waits_already_gives_way_when_its_tenant_is_above_its_share() -> None:
+    queue = shared(0.1, 1.0)
     queue.add(held("g", tenant="greedy"))
-    queue.sent(held("past", prefill_s=1.0, tenant="modest"), 10 * SHARE_S)
-    assert sent(queue, Room("a", HOLD_S - 0.1), now_s=10 * SHARE_S) == ["g"]
+    queue.sent(held("past", prefill_s=9.0, tenant="greedy"), DIVIDE_S)
+    queue.add(held("m", 100.0, tenant="modest"))
+    assert sent(queue, Room("a", FILL_S), now_s=DIVIDE_S) == ["m"]
 
 
-@pytest.mark.parametrize("tenants", [("only", "only"), ("", "modest")])
-def test_a_tenant_alone_and_who_is_no_tenant_have_all(tenants: tuple[str, str]) -> None:
-    queue = Requests()
-    for tenant, prefill_s in zip(tenants, (1e6, 1.0), strict=True):
-        queue.sent(held("past", prefill_s=prefill_s, tenant=tenant), 0.0)
-    queue.add(held("next", tenant=tenants[0]))
-    assert sent(queue, BUSY) == []
-    assert sent(queue, Room("a", HOLD_S - 0.1)) == ["next"]
+@pytest.mark.parametrize(
+    ("after_s", "others"),
+    [(10 * SHARE_S, "modest"), (SCARCE_S + 1.0, "modest"), (0.0, "greedy")],
+    ids=["forgotten", "nobody else waits", "nobody else has waited"],
+)
+def test_shares_matter_no_longer(after_s: float, others: str) -> None:
+    queue = shared(others=others)
+    queue.add(held("g", tenant="greedy"))
+    assert sent(queue, Room("a", FILL_S), now_s=after_s) == ["g"]
+
+
+def test_who_is_no_tenant_shares_with_nobody() -> None:
+    queue = shared()
+    queue.sent(held("past", prefill_s=1e6), 0.0)
+    assert queue.is_free(held("next"), 0.0)
+
+
+def test_many_names_leave_others_their_share() -> None:
+    queue = shared(3.0, 0.1)
+    for number in range(1000):
+        queue.sent(held("past", prefill_s=0.1, tenant=f"name {number}"), 0.0)
+    assert queue.is_free(held("next", tenant="greedy"), 0.0)
 
 
 def test_tenants_that_are_counted_are_bounded() -> None:
     shares = Shares()
     for number in range(2 * MOST_TENANTS):
         shares.use(f"t{number}", 1.0, 0.0)
+    shares.see(["t0", "t1"], 0.0)
     shares.use("greedy", 1e6, 0.0)
     assert not shares.are_exceeded("greedy")
     shares.use("t0", 1e6, 0.0)
@@ -224,7 +244,14 @@ def test_a_router_that_sends_nothing_is_not_waited_for() -> None:
     assert sent(queue, IDLE) == []
     assert sent(queue, BUSY, now_s=PATIENCE_S) == []
     assert sent(queue, IDLE, now_s=PATIENCE_S + 0.01) == []
-    assert sent(queue, IDLE, now_s=2 * PATIENCE_S + 0.02) == ["mine"]
+    queue.add(held("mine too", 6.0))
+    queue.add(held("and mine", 7.0))
+    later_s = 2 * PATIENCE_S + 0.02
+    assert sent(queue, IDLE, now_s=later_s) == ["mine"]
+    assert sent(queue, IDLE, now_s=later_s) == []
+    assert sent(queue, IDLE, now_s=later_s + 0.6 * PATIENCE_S) == ["mine too"]
+    assert sent(queue, IDLE, now_s=later_s + 0.6 * PATIENCE_S) == []
+    assert sent(queue, IDLE, now_s=later_s + 0.9 * PATIENCE_S) == ["and mine"]
 
 
 @pytest.mark.parametrize("ends", ["forgotten", "empty"])
@@ -249,14 +276,15 @@ def test_what_is_told_is_bounded_and_names_the_first_turns_and_the_sum(count: in
 
 def test_others_are_told_of_changes_and_again_after_a_while() -> None:
     queue = Requests()
-    assert queue.report(0.0) is None
-    queue.add(held("a"))
-    assert queue.report(0.0) is not None
+    assert queue.report(0.0) == Waiting()
     assert queue.report(0.1) is None
+    queue.add(held("a"))
+    assert queue.report(0.1) is not None
+    assert queue.report(0.2) is None
     assert queue.report(2.0) is not None
-    assert sent(queue, IDLE) == ["a"]
+    assert sent(queue, IDLE, now_s=2.0) == ["a"]
     assert queue.report(2.1) == Waiting()
-    assert queue.report(9.0) is None
+    assert queue.report(9.0) == Waiting(), "the last message may have been lost"
 
 
 # Forecasts.
@@ -324,16 +352,3 @@ def test_forecasts_learn_from_their_errors() -> None:
     for _ in range(100):
         correction.learn(1.0, 2.0)
     assert correction.factor == pytest.approx(2.0, rel=0.05)
-
-
-def test_replicas_of_short_prompts_have_enough_sooner() -> None:
-    queue = Requests()
-    for _ in range(1000):
-        queue.sent(held("past", prefill_s=0.2), 0.0)
-    assert queue.hold_s == pytest.approx(HOLD_PROMPTS * 0.2, rel=0.01)
-    for _ in range(1000):
-        queue.sent(held("past", prefill_s=0.0), 0.0)
-    assert queue.hold_s == LEAST_HOLD_S
-    for _ in range(1000):
-        queue.sent(held("past", prefill_s=50.0), 0.0)
-    assert queue.hold_s == HOLD_S

@@ -175,7 +175,8 @@ def test_refused_requests_are_a_warning_with_reasons() -> None:
     recent = RecentWaits()
     for _ in range(3):
         recent.turned_away("default", "forecast")
-    recent.turned_away("batch", "deadline")
+    recent.turned_away("interactive", "deadline")
+    recent.turned_away("batch", "deadline")  # it said itself for how long it waits
     (check,) = judged(Queue(), at_s=0.0, recent=recent)
     assert check.grade == "warning"
     assert check.finding == (

@@ -28,7 +28,7 @@ from kvroute.wire.link import (
     Stream,
     connect,
 )
-from kvroute.wire.server import PortsTakenError, Server
+from kvroute.wire.server import TOLD_NOTHING, PortsTakenError, Server
 from kvroute.wire.structs import (
     MOST_ORDER_S,
     VERSION,
@@ -408,7 +408,7 @@ async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.Mon
 # Strangers.
 
 
-async def test_a_replica_tells_what_is_pending_when_that_has_changed() -> None:
+async def test_a_replica_tells_what_is_pending_until_that_is_nothing() -> None:
     async with served(Engine(), links=0) as (server, _):
         heard: list[Sequence[int]] = []
         server.tell([1, 2])
@@ -417,8 +417,11 @@ async def test_a_replica_tells_what_is_pending_when_that_has_changed() -> None:
         )
         await until(lambda: heard == [[1, 2]])
         server.tell([1, 2])
+        for _ in range(10):
+            server.tell([0, 0])
         server.tell([3, 0])
-        await until(lambda: heard == [[1, 2], [3, 0]])
+        await until(lambda: heard and heard[-1] == [3, 0])
+        assert heard == [[1, 2], [1, 2], *[[0, 0]] * TOLD_NOTHING, [3, 0]]
         early.lose(LostError("over"))
 
 

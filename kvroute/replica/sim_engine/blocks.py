@@ -92,6 +92,12 @@ class BlockPool:
             self._store(table, tokens // self.block_size)
         return True
 
+    def forget(self, table: Table, computed: int) -> None:
+        """Of the table's cached blocks, those that have no KV: only `computed` tokens have."""
+        first = computed // self.block_size
+        self._cache.forget(table.blocks[first : table.cached])
+        table.cached = min(table.cached, first)
+
     def free(self, table: Table) -> None:
         """Releases all blocks of the table."""
         self._cache.release(table.blocks)

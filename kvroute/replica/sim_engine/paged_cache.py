@@ -99,6 +99,11 @@ class PagedCache:
         self._hash_of[block] = hash_
         self._blocks_of.setdefault(hash_, []).append(block)
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Held blocks are cached no longer."""
+        for block in blocks:
+            self._forget(block)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Removes a holder from the blocks. The last ones are reused first, so that shared prefixes
         stay longer."""

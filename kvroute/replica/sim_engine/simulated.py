@@ -383,6 +383,7 @@ class SimulatedEngine(Engine):
 
     def _preempt_latest(self) -> _Choice:
         victim = max(self._running, key=TURN)
+        self._pool.forget(victim.table, victim.computed)
         self._leave(victim)
         victim.computed = 0
         self._queue(victim)

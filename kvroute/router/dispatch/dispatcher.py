@@ -195,7 +195,7 @@ class Dispatcher:
         self._holding = holding
         self._waiting = 0  # requests, for a replica with room
         self._turns = Turns()
-        self._beginning = asyncio.Semaphore(BEGINNING)
+        self._beginning = {is_batch: asyncio.Semaphore(BEGINNING) for is_batch in (False, True)}
 
     async def begin(
         self,
@@ -237,7 +237,7 @@ class Dispatcher:
         with one prompt do not wait for them. The first prompt decides whether the call waits too
         long."""
         context = replace(context, urgency=context.urgency.without_bound())
-        async with self._beginning:
+        async with self._beginning[context.urgency.is_batch]:
             await self._turns.next()
             return await self.begin(token_ids, call, context)
 

@@ -21,6 +21,7 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.forecast import Arrivals, Correction
 from kvroute.router.routing.queue import (
     BATCH_S,
+    HOLD_S,
     WAKE_S,
     Held,
     Queue,
@@ -30,6 +31,7 @@ from kvroute.router.routing.queue import (
 from kvroute.router.routing.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
 
 WAITING = 4096  # requests that may wait for their turn; further ones get a 429
+WAITING_BATCH = 500  # the same of batch requests; fewer than a router takes of all (--max-requests)
 RECOVERY_S = 60.0  # the longest wait for a replica while there is none
 FRESH_S = 0.01  # for which a forecast for an empty prompt holds
 OVERDUE = 2.0  # a request that was refused in the end would have waited so many times longer
@@ -130,24 +132,30 @@ class Holding:
         raw_s = self._raw_forecast_s(held, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
-        if len(self._queue) >= WAITING:
+        if self._is_full(held):
             raise self._refusal(urgency, "full", forecast_s)
         if not held.is_batch:  # of those, none passes anybody
             self._arrivals.add(held.prefill_s, turn_s(held) - held.arrived_s, now_s)
         self._queue.add(held)
-        refusal = await self._released(held, held.arrived_s + urgency.most_s - now_s)
+        refusal = await self._released(held, urgency.most_s)
         later_s = self._clock()
         waited_s = later_s - now_s
-        if refusal != "no_replica":
+        if refusal != "no_replica" and not held.has_filled:  # what fills waits for more
             self._correction.learn(raw_s, waited_s * (OVERDUE if refusal else 1.0))
         if refusal is not None:
             raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
         self._queue.sent(held, later_s)
-        reason: Reason = "busy" if least_s >= self._queue.hold_s else "order"
+        reason: Reason = "busy" if least_s >= HOLD_S else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
         behind_s = BATCH_S if held.among else 0.0  # in the engines too, if it fills
         return Turn(held.turn_s + behind_s, wait, held.among)
+
+    def _is_full(self, held: Held[Answer]) -> bool:
+        """Batch requests take no places of others."""
+        if held.is_batch:
+            return self._queue.batch >= WAITING_BATCH
+        return len(self._queue) - self._queue.batch >= WAITING
 
     def check(self, urgency: Urgency, sharer: str) -> None:
         """ApiError if even an empty prompt would wait too long; takes microseconds."""
@@ -221,7 +229,7 @@ class Holding:
         routers = self._routers()
         sooner = [routers * rate for rate in self._arrivals.sooner(now_s)]
         turn_s = self._queue.forecast_s(held, replicas=replicas, sooner=sooner, now_s=now_s)
-        return max(0.0, least_s - self._queue.hold_s) + turn_s
+        return max(0.0, least_s - HOLD_S) + turn_s
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:
         """How long an empty prompt would wait that comes now."""

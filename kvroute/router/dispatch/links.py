@@ -164,6 +164,7 @@ class Links:
         try:
             async with asyncio.timeout(CONNECT_S):
                 address = await self._replicas().address(replica_id)
+            self._ranks[replica_id] = rank_ids(replica_id, address.ranks)
             link = await connect(
                 *(replica_id, address.host, address.port, address.secret),
                 within_s=CONNECT_S,
@@ -173,7 +174,6 @@ class Links:
             self._note(replica_id, str(error) or f"silence for {CONNECT_S:g} s")
             return False
         self._failures.pop(replica_id, None)
-        self._ranks[replica_id] = rank_ids(replica_id, address.ranks)
         self._links[replica_id] = link
         await asyncio.wait([link.closed])
         del self._links[replica_id]

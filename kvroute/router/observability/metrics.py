@@ -66,7 +66,7 @@ class Waits(RequestObserver):
         )
         self._first_token = histogram(
             "time_to_first_token_seconds",
-            "From a request's dispatch to its first token, on whichever replica.",
+            "From a request's arrival, its wait in the queue included, to its first token.",
             WAITS_S,
         )
         self._prediction = histogram(
@@ -86,7 +86,7 @@ class Waits(RequestObserver):
             GAPS_S,
         )
         self._answer = histogram(
-            "request_seconds", "From a request's dispatch to the end of a whole answer.", REQUESTS_S
+            "request_seconds", "From a request's arrival to the end of a whole answer.", REQUESTS_S
         )
 
     def placed(self, placement: Placement, decision_s: float) -> None:

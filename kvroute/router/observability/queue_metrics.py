@@ -17,6 +17,7 @@ from kvroute.router.routing.queue import Queue, QueueState
 from kvroute.router.routing.waits import Refusal, Wait
 
 WAITS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
+WORTH_S = 0.1  # shorter waits say nothing about forecasts
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
@@ -54,8 +55,8 @@ class QueueMetrics(RequestObserver):
 
     def waited(self, wait: Wait) -> None:
         self._waits[wait.priority].observe(wait.waited_s)
-        if 0 < wait.forecast_s < math.inf:
-            self._ratio.observe(wait.waited_s / wait.forecast_s)
+        if WORTH_S < max(wait.forecast_s, wait.waited_s) < math.inf:
+            self._ratio.observe(wait.waited_s / max(wait.forecast_s, WORTH_S))
 
     def turned_away(self, priority: Priority, refusal: Refusal) -> None:
         self._refusals[priority, refusal].inc()

@@ -40,6 +40,8 @@ class RecentWaits(RequestObserver):
         bucket.longest_s = max(bucket.longest_s, wait.waited_s)
 
     def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+        if priority == "batch":
+            return
         self._now().refused[refusal] += 1
 
     def as_json(self) -> dict[str, Any]:

@@ -94,8 +94,9 @@ class RequestLog(RequestObserver):
 
     def _line(self, attempt: Attempt, placement: Placement) -> Line:
         duration_s = time.monotonic() - attempt.sent_s
+        waited_s = attempt.context.wait.waited_s
         return Line(
-            timestamp=round(1000 * (time.time() - duration_s), 3),
+            timestamp=round(1000 * (time.time() - duration_s - waited_s), 3),
             input_length=placement.prompt_tokens,
             output_length=attempt.output_tokens,
             hash_ids=self._ids(placement.chain),
@@ -116,7 +117,7 @@ class RequestLog(RequestObserver):
             lora=placement.lora or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
-            queued_s=attempt.context.wait.waited_s or msgspec.UNSET,
+            queued_s=waited_s or msgspec.UNSET,
             priority=_unless_default(attempt.context.urgency.priority),
         )
 

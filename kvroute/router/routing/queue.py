@@ -18,7 +18,7 @@ replicas do not wait for each other longer than PATIENCE_S.
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
@@ -26,17 +26,16 @@ from typing import Generic, NamedTuple, TypeVar
 from kvroute.contract.messages import Waiting
 from kvroute.router.routing.forecast import waiting_s
 
-HOLD_S = 2.0  # of prefill on every replica, at most: further requests wait in the router
-HOLD_PROMPTS = 4.0  # the same, in mean prompts: more would only wait in the engines
-LEAST_HOLD_S = 0.25  # at least, so that engines never wait for a router
-MEAN_SHARE = 0.02  # weight of the latest prompt in their mean
+HOLD_S = 2.0  # of prefill on every replica: further requests wait in the router
 FILL_S = 0.25  # of prefill on a replica: nothing more of what fills goes there
 SPARE_SHARE = 0.5  # of its KV cache, that it leaves to others
 SECONDS_A_SECOND = 40.0  # by which a second of prefill delays a turn
 MOST_DELAY_S = 150.0  # by which a long prompt delays its turn
 BATCH_S = 300.0  # after so long, what fills is like what came first
 LOOKED_AT = 64  # of the first that fill, for one whose prompt is cached where there is room
-SCARCE_S = 5.0  # for which shares matter after somebody has waited
+SCARCE_S = 30.0  # for which shares matter after others have waited
+MOST_SHARERS = 16  # among which the time is shared: nobody is above its share with less than 9%
+DIVIDE_S = 1.0  # between two looks at who is above its share
 SHARE_S = 30.0  # time constant of what tenants had lately
 LEEWAY = 1.5  # equal shares that a tenant can have before it only fills
 MOST_TENANTS = 4096  # that are counted; further ones have their share
@@ -61,6 +60,7 @@ class Held(Generic[R]):
     tenant: str = ""  # empty: it shares with nobody
     home: str = ""  # the replica that has most of its prompt cached; empty: none has much
     turn_s: float = 0.0  # set by the queue
+    has_filled: bool = False  # the same: it has waited for what others left
     has_aged: bool = False  # the same: it fills no longer
     among: Sequence[str] = ()  # the same: the replicas that it may go to; empty: all
 
@@ -113,111 +113,127 @@ class Queue(Generic[R]):
     def __init__(self) -> None:
         self.on_change: Callable[[], object] = lambda: None
         self._line = _Line[R]()
-        self._filling = _Line[R]()
+        self._above = _Line[R]()  # of tenants above their share
+        self._batch = _Line[R]()
         self._shares = Shares()
-        self._waited_s = -math.inf  # when a request waited that is no batch request
-        self._urgent = 0  # waiting requests that are no batch requests
-        self._mean_s = HOLD_S / HOLD_PROMPTS  # of the prefill of recent requests
         self._others: dict[str, Waiting] = {}  # by router; their turns on our clock
         self._has_changed = False  # since the others were told
         self._told_s = -math.inf
+        self._divided_s = -math.inf  # when it was last looked at who is above its share
         self._since_s = math.inf  # when replicas had room first while another router's turn it was
+        self._patience_s = PATIENCE_S
 
     def __len__(self) -> int:
-        return len(self._line.held) + len(self._filling.held)
+        return len(self._line.held) + self.filling
 
     def __iter__(self) -> Iterator[Held[R]]:
         yield from self._line.held
-        yield from self._filling.held
+        yield from self._above.held
+        yield from self._batch.held
 
     @property
-    def hold_s(self) -> float:
-        """Prefill pending on a replica with which it has enough to do."""
-        return min(HOLD_S, max(LEAST_HOLD_S, HOLD_PROMPTS * self._mean_s))
+    def batch(self) -> int:
+        """Batch requests that wait, and are not like others yet."""
+        return len(self._batch.held)
+
+    @property
+    def filling(self) -> int:
+        """Requests that wait for what others leave."""
+        return len(self._above.held) + self.batch
 
     def is_free(self, held: Held[R], backlog_s: float) -> bool:
         """Whether a new request need not wait: a replica has room, and nobody is before it.
 
         backlog_s: the least of any replica.
         """
-        return not (
-            self._line.held
-            or self._others
-            or backlog_s >= self.hold_s
-            or self._fills(held, held.arrived_s)
-        )
+        is_ahead = not (self._line.held or self._others)
+        return is_ahead and backlog_s < HOLD_S and self._line_of(held) is self._line
 
     def add(self, held: Held[R]) -> None:
         """It waits from now on."""
         held.turn_s = turn_s(held)
-        (self._filling if self._fills(held, held.arrived_s) else self._line).add(held)
-        self._urgent += not held.is_batch
+        self._put(held)
         self._changed()
 
     def remove(self, held: Held[R]) -> bool:
         """It no longer waits; False: it did not."""
-        if not (self._line.remove(held) or self._filling.remove(held)):
-            return False
-        self._urgent -= not held.is_batch
         self._changed()
-        return True
+        return any(line.remove(held) for line in (self._line, self._above, self._batch))
 
     def sent(self, held: Held[R], now_s: float) -> None:
         """It goes to a replica, whether it has waited or not."""
         self._shares.use(held.tenant, held.prefill_s, now_s)
-        self._mean_s += MEAN_SHARE * (held.prefill_s - self._mean_s)
 
     def due(self, rooms: Sequence[Room], now_s: float) -> Held[R] | None:
         """The request that goes to a replica now; it no longer waits. None: none does yet.
 
         rooms: of the replicas that take requests.
         """
-        if self._urgent:
-            self._waited_s = now_s
-        self._reconsider(now_s)
+        self._shares.see([held.tenant for held in self._line.held[:LOOKED_AT]], now_s)
+        self._divide(now_s)
+        self._promote(now_s)
         if self._line.held:
             held = self._line.held[0] if self._is_turn(rooms, now_s) else None
         else:
             held = self._filler(rooms)
         if held is not None:
             self.remove(held)
-            self._since_s = math.inf
         return held
 
-    def _reconsider(self, now_s: float) -> None:
-        """The first ones wait in the other line, if what their tenants had has changed since."""
-        while self._line.held and self._fills(self._line.held[0], now_s):
-            self._filling.add(self._line.held.pop(0))
-        while self._filling.held:
-            held = self._filling.held[0]
-            held.has_aged = now_s > held.turn_s + BATCH_S
-            if self._fills(held, now_s):
-                break
-            self._line.add(self._filling.held.pop(0))
+    def _put(self, held: Held[R]) -> None:
+        line = self._line_of(held)
+        held.has_filled |= line is not self._line
+        line.add(held)
 
-    def _fills(self, held: Held[R], now_s: float) -> bool:
-        """Whether it takes only what others leave. Shares matter while somebody has to wait."""
+    def _line_of(self, held: Held[R]) -> _Line[R]:
         if held.has_aged:
-            return False
-        is_scarce = now_s - self._waited_s < SCARCE_S
-        return held.is_batch or (is_scarce and self._shares.are_exceeded(held.tenant))
+            return self._line
+        if held.is_batch:
+            return self._batch
+        return self._above if self._shares.are_exceeded(held.tenant) else self._line
+
+    def _divide(self, now_s: float) -> None:
+        """What tenants had lately may have changed."""
+        if now_s - self._divided_s < DIVIDE_S:
+            return
+        self._divided_s = now_s
+        waiting = [*self._line.held, *self._above.held]
+        self._line.held.clear()
+        self._above.held.clear()
+        for held in waiting:
+            self._put(held)
+        self._changed()
+
+    def _promote(self, now_s: float) -> None:
+        """What has filled for so long is from now on like what comes now."""
+        for line in (self._above, self._batch):
+            while line.held and line.held[0].turn_s + BATCH_S < now_s:
+                held = line.held.pop(0)
+                held.has_aged = True
+                held.turn_s += BATCH_S
+                self._put(held)
 
     def _is_turn(self, rooms: Sequence[Room], now_s: float) -> bool:
-        """Whether the first request goes now."""
-        hold_s = self.hold_s
-        room = sum(each.backlog_s < hold_s for each in rooms)
+        """Whether the first request goes now. Routers that do not send when it is their turn are
+        waited for half as long each time, until it is ours."""
+        room = sum(each.backlog_s < HOLD_S for each in rooms)
         if not room:
             self._since_s = math.inf
             return False
         if self._before(self._line.held[0].turn_s) < room:
+            self._since_s, self._patience_s = math.inf, PATIENCE_S
             return True
         self._since_s = min(self._since_s, now_s)
-        return now_s - self._since_s > PATIENCE_S
+        if now_s - self._since_s <= self._patience_s:
+            return False
+        self._since_s, self._patience_s = math.inf, self._patience_s / 2
+        return True
 
     def _filler(self, rooms: Sequence[Room]) -> Held[R] | None:
         """The first request that fills, and whose prompt is cached on an idle replica or on none;
         without such a one, the first. The idle replicas are noted in it."""
-        if not self._filling.held or self._others:
+        line = self._above if self._above.held else self._batch
+        if not line.held or self._others:
             return None
         idle = [
             each.replica_id
@@ -226,7 +242,7 @@ class Queue(Generic[R]):
         ]
         if not idle:
             return None
-        first = self._filling.held[:LOOKED_AT]
+        first = line.held[:LOOKED_AT]
         held = next((each for each in first if not each.home or each.home in idle), first[0])
         held.among = idle
         return held
@@ -251,13 +267,13 @@ class Queue(Generic[R]):
         at_s = turn_s(held)
         ahead_s = sum(_work_s(waiting, at_s) for waiting in self._others.values())
         ahead_s += _sooner_s(self._line.held, at_s)
-        if self._fills(held, now_s):
-            ahead_s += _sooner_s(self._filling.held, at_s)
+        if (line := self._line_of(held)) is not self._line:
+            ahead_s += _sooner_s(line.held, at_s)
         return waiting_s(ahead_s, at_s - now_s, sooner, replicas)
 
     def state(self, now_s: float) -> dict[str, QueueState]:
         """By line: default, and filling. Another thread may ask."""
-        lines = {"default": [*self._line.held], "filling": [*self._filling.held]}
+        lines = {"default": [*self._line.held], "filling": [*self._above.held, *self._batch.held]}
         return {name: _state(held, now_s) for name, held in lines.items()}
 
     # The other routers.
@@ -274,8 +290,7 @@ class Queue(Generic[R]):
         """What the other routers should know; None: nothing new. Clocks differ, so turns count from
         now."""
         held = self._line.held
-        is_due = held and now_s - self._told_s >= AGAIN_S
-        if not (self._has_changed or is_due):
+        if not self._has_changed and now_s - self._told_s < AGAIN_S:
             return None
         self._has_changed, self._told_s = False, now_s
         work_s = [*accumulate(each.prefill_s for each in held)]
@@ -299,12 +314,13 @@ class Queue(Generic[R]):
 
 class Shares:
     """How much of the fleet's time each tenant had lately, in seconds of prefill: what is cached
-    costs nothing."""
+    costs nothing. Shares matter to a tenant while others have to wait."""
 
     def __init__(self) -> None:
         self._used_s: dict[str, float] = {}  # by tenant, as of _at_s
         self._total_s = 0.0
         self._at_s = 0.0
+        self._waited_s: dict[str, float] = {}  # by tenant: when it last waited
 
     def use(self, tenant: str, prefill_s: float, now_s: float) -> None:
         self._decay(now_s)
@@ -312,10 +328,18 @@ class Shares:
             self._used_s[tenant] = self._used_s.get(tenant, 0.0) + prefill_s
             self._total_s += prefill_s
 
+    def see(self, tenants: Iterable[str], now_s: float) -> None:
+        """These wait now, and not only for what others leave."""
+        self._decay(now_s)
+        self._waited_s.update(dict.fromkeys(tenants, now_s))
+
     def are_exceeded(self, tenant: str) -> bool:
-        """Whether the tenant had clearly more than its equal share. One alone has no share."""
-        count = len(self._used_s)
-        return count > 1 and self._used_s.get(tenant, 0.0) > LEEWAY * self._total_s / count
+        """Whether the tenant had clearly more than its equal share, and others had to wait."""
+        used_s = self._used_s.get(tenant, 0.0)
+        sharers = min(MOST_SHARERS, len(self._used_s))
+        if sharers < 2 or used_s <= LEEWAY * self._total_s / sharers:
+            return False
+        return len(self._waited_s) > (tenant in self._waited_s)
 
     def _decay(self, now_s: float) -> None:
         """Once a second is enough."""
@@ -325,6 +349,9 @@ class Shares:
         used_s = {tenant: keep * used_s for tenant, used_s in self._used_s.items()}
         self._used_s = {tenant: used for tenant, used in used_s.items() if used > FORGOTTEN_S}
         self._total_s = sum(self._used_s.values())
+        self._waited_s = {
+            tenant: at_s for tenant, at_s in self._waited_s.items() if now_s - at_s < SCARCE_S
+        }
         self._at_s = now_s
 
 
