@@ -30,6 +30,24 @@ def held(pool: BlockPool, token_ids: TokenIds, namespace: str = "") -> Table:
     return table
 
 
+def test_blocks_without_kv_are_found_by_nobody() -> None:
+    """Of a sequence that is preempted in the step that was to compute them."""
+    pool = pool_of(12)
+    table = held(pool, tokens(4 * SIZE))
+    pool.forget(table, 2 * SIZE)
+    pool.free(table)
+    assert pool.admit(pool.table(tokens(4 * SIZE), Scope())) == 2
+    stored, *removed = pool.drain()
+    assert isinstance(stored, BlockStored)
+    gone = [
+        hash_
+        for event in removed
+        if isinstance(event, BlockRemoved)
+        for hash_ in event.block_hashes
+    ]
+    assert sorted(gone) == sorted(stored.block_hashes[2:])
+
+
 class AnyUse(RuleBasedStateMachine):
     """Sequences come, grow and go in any order; few token values make many shared prefixes."""
 

@@ -286,3 +286,57 @@ async def test_engines_get_the_same_order() -> None:
     assert default.at_s - router.now_s == pytest.approx(delay_s(prefill_s))
     assert interactive.at_s - default.at_s == pytest.approx(-30)
     assert batch.at_s - default.at_s == pytest.approx(BATCH_S)
+
+
+BATCH = Urgency("batch")
+
+
+async def test_batch_requests_take_no_places_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "WAITING", 2)
+    monkeypatch.setattr(holding, "WAITING_BATCH", 3)
+    router = Router("a")
+    async with router.running():
+        router.send(LONG, "a")
+        tasks = [await router.asks(urgency=BATCH) for _ in range(3)]
+        tasks += [await router.asks() for _ in range(2)]
+        for urgency in (BATCH, Urgency()):
+            with pytest.raises(ApiError, match="too many requests are waiting"):
+                await router.turn(urgency=urgency)
+        for task in tasks:
+            task.cancel()
+
+
+async def test_the_wait_of_a_batch_request_teaches_nothing_about_others() -> None:
+    router = Router("a")
+    async with router.running():
+        sent = router.send(LONG, "a")
+        task = await router.asks(urgency=BATCH)
+        router.now_s += 200
+        sent.end()
+        assert (await task).wait.waited_s == pytest.approx(200)
+    assert router.holding.correction == 1.0
+
+
+async def test_replicas_are_told_that_requests_were_refused_for_want_of_them() -> None:
+    router = Router("a")
+    async with router.running():
+        sent = router.send(LONG, "a")
+        with pytest.raises(ApiError, match="would wait"):
+            await router.turn(LONG, Urgency(most_s=0.5))
+        sent.end()
+        told = [(await router.turn()).missed_s]
+        told.append((await router.turn(urgency=BATCH)).missed_s)
+        router.now_s += holding.REFUSED_S
+        told.append((await router.turn()).missed_s)
+    assert told[0] > 0.5
+    assert told[1:] == [0.0, 0.0]
+
+
+async def test_a_request_that_wants_to_wait_less_makes_no_fleet_larger() -> None:
+    router = Router("a")
+    async with router.running():
+        sent = router.send(LONG, "a")
+        with pytest.raises(ApiError, match="would wait"):
+            await router.turn(LONG, Urgency(most_s=0.5, own_s=0.5))
+        sent.end()
+        assert (await router.turn()).missed_s == 0.0

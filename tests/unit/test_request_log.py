@@ -167,6 +167,7 @@ async def test_a_line_tells_how_long_its_request_waited(router: Router) -> None:
     await router.answer(100)
     waited, at_once = await logged(router)
     assert (waited["queued_s"], waited["priority"]) == (2.5, "batch")
+    assert at_once["timestamp"] - waited["timestamp"] >= 2500, "it came before it waited"
     assert not {"queued_s", "priority"} & at_once.keys()
 
 

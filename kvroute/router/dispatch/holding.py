@@ -33,6 +33,8 @@ from kvroute.router.routing.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
 WAITING = 4096  # requests that may wait for their turn; further ones get a 429
 WAITING_BATCH = 500  # the same of batch requests; fewer than a router takes of all (--max-requests)
 RECOVERY_S = 60.0  # the longest wait for a replica while there is none
+REFUSED_S = 5.0  # for which a refusal says that replicas are missed ...
+MOST_REFUSED_S = 60.0  # ... for so long at most
 FRESH_S = 0.01  # for which a forecast for an empty prompt holds
 OVERDUE = 2.0  # a request that was refused in the end would have waited so many times longer
 MOST_RETRY_S = 3600.0  # after which a client is told to come again
@@ -48,11 +50,12 @@ class Turn:
     at_s: float
     wait: Wait = NO_WAIT
     among: Sequence[str] = ()
+    refused_s: float = 0.0  # for which others would have waited that were just refused
 
     @property
     def missed_s(self) -> float:
-        """For how long it has missed a replica; batch requests want none of their own."""
-        return 0.0 if self.wait.priority == "batch" else self.wait.waited_s
+        """For how long replicas were missed; batch requests want none of their own."""
+        return 0.0 if self.wait.priority == "batch" else max(self.wait.waited_s, self.refused_s)
 
 
 class Wake(RequestObserver):
@@ -102,6 +105,7 @@ class Holding:
         self._clock = clock
         self._has_waiting = asyncio.Event()
         self._seen_s = 0.0  # when there was a replica, last
+        self._refused = (0.0, -math.inf)  # the last forecast of those that were refused, and when
         self._arrivals = Arrivals()
         self._correction = Correction()
         # By priority, batch and sharer; of empty prompts, as of _forecast_s.
@@ -128,7 +132,8 @@ class Holding:
         if self._queue.is_free(held, least_s):
             self._arrivals.add(held.prefill_s, turn_s(held) - held.arrived_s, now_s)
             self._queue.sent(held, now_s)
-            return Turn(turn_s(held), Wait(urgency.priority))
+            refused_s = self._refused_s(now_s)
+            return Turn(turn_s(held), Wait(urgency.priority), refused_s=refused_s)
         raw_s = self._raw_forecast_s(held, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
@@ -149,7 +154,7 @@ class Holding:
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
         behind_s = BATCH_S if held.among else 0.0  # in the engines too, if it fills
-        return Turn(held.turn_s + behind_s, wait, held.among)
+        return Turn(held.turn_s + behind_s, wait, held.among, self._refused_s(later_s))
 
     def _is_full(self, held: Held[Answer]) -> bool:
         """Batch requests take no places of others."""
@@ -252,6 +257,12 @@ class Holding:
 
     # Refusing.
 
+    def _refused_s(self, now_s: float) -> float:
+        """How long those would have waited that were refused just now. Replicas are told, as the
+        fleet grows by it."""
+        wait_s, at_s = self._refused
+        return wait_s if now_s - at_s < REFUSED_S else 0.0
+
     def _check(self, urgency: Urgency, forecast_s: float) -> None:
         if forecast_s > urgency.most_s:
             raise self._refusal(urgency, "forecast", forecast_s)
@@ -263,6 +274,8 @@ class Holding:
         self._fleet.observer.turned_away(urgency.priority, refusal)
         if refusal == "no_replica":
             return no_replica()
+        if not urgency.is_batch and urgency.own_s is None:
+            self._refused = (min(wait_s, MOST_REFUSED_S), self._clock())
         if refusal == "full":
             return ApiError(
                 429, "too many requests are waiting; try again later", code="overloaded"
