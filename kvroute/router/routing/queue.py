@@ -26,7 +26,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvroute.contract.messages import Waiting
 from kvroute.router.routing.forecast import waiting_s
 
-HOLD_S = 2.0  # of prefill on every replica: further requests wait in the router
+HOLD_S = 1.0  # of prefill on every replica: further requests wait in the router
 FILL_S = 0.25  # of prefill on a replica: nothing more of what fills goes there
 SPARE_SHARE = 0.5  # of its KV cache, that it leaves to others
 SECONDS_A_SECOND = 40.0  # by which a second of prefill delays a turn
