@@ -57,10 +57,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
 def test_every_panel_of_a_cluster_at_work_shows_something(
     watched: tuple[Prometheus, OpenAI],
 ) -> None:
-    """But for vLLM's own metrics, which the simulated engine does not have, and for tenants', who
-    need API keys: test_api_keys.py has some."""
+    """But for vLLM's own metrics, which the simulated engine does not have, for tenants', who need
+    API keys (test_api_keys.py has some), and for waits and their forecasts: here nobody has to
+    wait (tests/unit/test_queue_seen.py)."""
     server, client = watched
-    blank = {query for query in QUERIES if not re.search("vllm:|_tenant_", query)}
+    blank = {
+        query for query in QUERIES if not re.search("vllm:|_tenant_|_queue_(wait|forecast)", query)
+    }
     deadline = time.monotonic() + 120
     while blank:
         assert time.monotonic() < deadline, blank
