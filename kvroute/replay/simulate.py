@@ -185,7 +185,7 @@ class _Simulation:
 
     def _arrive(self, request: Request, now_s: float) -> None:
         self._outcome.arrival_s[request.index] = now_s
-        router = request.index % len(self._routers)
+        router = self._router_of(request)
         self._routers[router].arrived(request, now_s)
         self._ask(router, now_s)
 
@@ -227,20 +227,19 @@ class _Simulation:
             self._outcome.hit_tokens[request.index] = self._replicas[replica].hit_tokens.pop(
                 request.index
             )
-            self._routers[request.index % len(self._routers)].first_token(request, at_s)
+            self._routers[self._router_of(request)].first_token(request, at_s)
             self._on_first_token()
         self._unfinished -= len(result.finished)
         for request in result.finished:
             self._outcome.finished_s[request.index] = at_s
-            self._routers[request.index % len(self._routers)].finished(request)
+            self._routers[self._router_of(request)].finished(request)
             if follow_up := self._follow_ups.get(request.index):
                 arrival = Arrival(self._requests[follow_up.index])
                 self._push(at_s + follow_up.think_s, arrival)
         if self._replicas[replica].plan:
             self._await_step(replica)
         for router in {
-            request.index % len(self._routers)
-            for request in (*result.first_tokens, *result.finished)
+            self._router_of(request) for request in (*result.first_tokens, *result.finished)
         }:
             self._ask(router, at_s)
 
@@ -256,6 +255,9 @@ class _Simulation:
 
     def _push(self, at_s: float, event: Event) -> None:
         heappush(self._events, (at_s, next(self._order), event))
+
+    def _router_of(self, request: Request) -> int:
+        return request.index % len(self._routers)
 
     def _share(self, router: int, at_s: float) -> None:
         """Sends the router's latest events to the other routers."""

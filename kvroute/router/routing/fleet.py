@@ -139,10 +139,10 @@ class Fleet:
     def rooms(self, replica_ids: Sequence[str], now_s: float) -> list[Room]:
         """What each can take, as far as is known."""
         rooms = []
-        for replica_id in replica_ids:
+        backlogs_s = self.backlogs_s(replica_ids, now_s)
+        for replica_id, backlog_s in zip(replica_ids, backlogs_s, strict=True):
             load, capacity = self._load(replica_id), self._capacity_tokens(replica_id)
             free_share = 1.0 - load.tokens / capacity if capacity else 1.0
-            backlog_s = load.backlog_s(load.speed.slowness, now_s)
             rooms.append(Room(replica_id, backlog_s, free_share))
         return rooms
 

@@ -13,7 +13,7 @@ memory to spare, while nothing else waits. After BATCH_S they are like all other
 
 Each router tells the others the turns of its first requests. It sends one only if fewer requests
 with an earlier turn wait elsewhere than replicas have room. Routers that disagree about the
-replicas do not wait for each other longer than PATIENCE_S.
+replicas do not wait for each other longer than PATIENCE_S, and less each time.
 """
 
 import math
@@ -31,7 +31,7 @@ FILL_S = 0.25  # of prefill on a replica: nothing more of what fills goes there
 SPARE_SHARE = 0.5  # of its KV cache, that it leaves to others
 SECONDS_A_SECOND = 40.0  # by which a second of prefill delays a turn
 MOST_DELAY_S = 150.0  # by which a long prompt delays its turn
-BATCH_S = 300.0  # after so long, what fills is like what came first
+BATCH_S = 300.0  # after so long, what fills is like what comes then
 LOOKED_AT = 64  # of the first that fill, for one whose prompt is cached where there is room
 SCARCE_S = 30.0  # for which shares matter after others have waited
 MOST_SHARERS = 16  # among which the time is shared: nobody is above its share with less than 9%
