@@ -177,6 +177,71 @@ PREFIXES = Row(
         ),
     ),
 )
+
+
+def lost(why: str) -> str:
+    return router("kvroute_evicted_prompt_tokens_total", f'why="{why}"')
+
+
+def found_at(size: str) -> str:
+    """Prompt tokens a second that caches of that size would have found."""
+    ghosts = replica("kvroute_engine_ghost_hit_tokens_total", f'cache="{size}"')
+    return f"({per_second(FOUND)} + {per_second(ghosts)})"
+
+
+FOUND = replica("kvroute_engine_cached_tokens_total")
+ASKED = replica("kvroute_engine_prompt_tokens_total")
+WHYS = ("ended", "unlikely", "usual", "promised")  # as in kvroute/router/routing/returns.py
+
+RETENTION = Row(
+    "Retention",
+    (
+        Panel(
+            "Lost to eviction",
+            "Share of prompt tokens that were cached once, by why they are gone. ended: their "
+            "session had, as its client said. unlikely: such turns seldom come back. usual: they "
+            "were the next in turn, or their replica is gone; the next panel says what more memory "
+            "would bring. promised: see Broken promises.",
+            grafana.FRACTION,
+            tuple(Query(share(per_second(lost(why)), per_second(PROMPTS)), why) for why in WHYS),
+            stacking="normal",
+            width=7,
+        ),
+        Panel(
+            "Hit share with larger caches",
+            "What caches found, and an estimate of what larger ones would have. Lines far above "
+            "`now`: more memory, or more replicas if requests wait. Lines together: neither helps.",
+            grafana.FRACTION,
+            (
+                Query(share(per_second(FOUND), per_second(ASKED)), "now"),
+                *(
+                    Query(share(found_at(size), per_second(ASKED)), f"{size}x")
+                    for size in ("1.25", "1.5", "2")
+                ),
+            ),
+            width=7,
+        ),
+        Panel(
+            "Evictions",
+            "Blocks a second that went with what they held, by why. Mostly usual is what LRU does; "
+            "mostly ended or unlikely: what is kept is what comes back.",
+            grafana.BLOCKS_PER_S,
+            (Query(per_second(replica("kvroute_engine_evictions_total"), "why"), "{{why}}"),),
+            stacking="normal",
+            width=6,
+        ),
+        Panel(
+            "Broken promises",
+            "Prompt tokens in the whole time range that went before the time for which a client "
+            "had asked, and were asked for again. More memory, or fewer and shorter promises.",
+            grafana.TOKENS,
+            (Query(f"sum ({in_range(lost('promised'))})", "tokens"),),
+            kind="stat",
+            steps=grafana.BAD_ABOVE_0,
+            width=4,
+        ),
+    ),
+)
 REPLICAS = Row(
     "Replicas' caches",
     (
@@ -255,5 +320,5 @@ CACHE_HITS = Dashboard(
     "kvroute-cache-hits",
     "kvroute / Cache hits",
     "Where every prompt token came from, and if it was not the cache, why.",
-    (SHARES, WHERE, PREFIXES, REPLICAS),
+    (SHARES, WHERE, RETENTION, PREFIXES, REPLICAS),
 )

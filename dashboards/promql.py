@@ -8,9 +8,9 @@ def router(metric: str, *conditions: str) -> str:
     return _select(metric, MODEL, *conditions)
 
 
-def replica(metric: str) -> str:
+def replica(metric: str, *conditions: str) -> str:
     """A metric of the selected replicas."""
-    return _select(metric, MODEL, NODE, REPLICA)
+    return _select(metric, MODEL, NODE, REPLICA, *conditions)
 
 
 def per_second(counter: str, by: str = "") -> str:

@@ -9,6 +9,12 @@ from rich.table import Table
 
 from kvroute.client import LOCAL, Model, Url, call, fail
 
+EVICTED = {  # why blocks are gone
+    "ended": "their session had ended",
+    "unlikely": "such turns seldom come back",
+    "usual": "they were the next in turn, or their replica is gone",
+    "promised": "the promise to keep them was broken",
+}
 COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
 
 
@@ -85,8 +91,16 @@ def _summary(receipt: dict[str, Any]) -> str:
     return (
         f"{receipt['prompt_tokens']} tokens, {receipt['reusable_blocks']} reusable blocks of "
         f"{receipt['block_size']}; the most that a replica holds: {receipt['best_hit_tokens']} "
-        f"tokens\n{receipt['choice']}: {receipt['reason']}{_broken(receipt['broken'])}"
+        f"tokens\n{receipt['choice']}: {receipt['reason']}{_evicted(receipt['evicted'])}"
+        f"{_broken(receipt['broken'])}"
     )
+
+
+def _evicted(evicted: dict[str, Any] | None) -> str:
+    """What was cached once; empty if nothing was."""
+    if evicted is None:
+        return ""
+    return f"\n{evicted['tokens']} tokens more were cached once: {EVICTED[evicted['why']]}"
 
 
 def _broken(broken: dict[str, Any] | None) -> str:

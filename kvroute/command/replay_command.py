@@ -4,13 +4,16 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvroute.replay.output import check_folder
 from kvroute.replay.pace import Pace
 from kvroute.replay.profiles import DEFAULT_ENGINE, PROFILES, Profile, ProfileError, load_profile
+
+if TYPE_CHECKING:
+    from kvroute.replay.sessions import Ends
 
 DEFAULT_LOAD = 0.8
 
@@ -74,6 +77,14 @@ def replay(
             help="Replicas that are slower than routers expect: 0.5:0.8 is half of them at 80%.",
         ),
     ] = None,
+    session_ends: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE[:WRONG]",
+            help="Clients say when sessions end: 0.5:0.1 is half of the last turns, and wrongly a "
+            "tenth of all others.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     model: Annotated[
         str | None, typer.Option(help="Only requests for this model, if the log has several.")
@@ -99,6 +110,7 @@ def replay(
     from kvroute.replay.arrivals import arrivals_at
     from kvroute.replay.compare import compare, saturation_rps
     from kvroute.replay.report import tables
+    from kvroute.replay.sessions import with_ends
     from kvroute.replay.simulate import Cluster
     from kvroute.replay.trace import TraceError, read
 
@@ -106,6 +118,7 @@ def replay(
     page = _page() if html else None
     names = _names(policy)
     profile = _profile(engine)
+    ends = _ends(session_ends)
     cluster = Cluster(
         replicas,
         kv_tokens or profile.kv_tokens,
@@ -118,6 +131,8 @@ def replay(
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         recorded = read(trace, limit=limit, seed=seed, model=model)
+        if ends is not None:
+            recorded = with_ends(recorded, ends, seed)
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
 
             def saturation() -> float:
@@ -180,13 +195,32 @@ def _slow(slow: str | None) -> tuple[float, float]:
     """The share of slow replicas, and their speed as a multiple of the others'."""
     if slow is None:
         return 0.0, 1.0
+    match _numbers(slow):
+        case [share, speed] if 0 < share <= 1 and speed > 0:
+            return share, speed
+    raise typer.BadParameter(f"--slow is {slow!r}; expected SHARE:SPEED, such as 0.5:0.8")
+
+
+def _ends(given: str | None) -> "Ends | None":
+    """The shares of right and of wrong ends. None: clients say nothing."""
+    from kvroute.replay.sessions import Ends
+
+    if given is None:
+        return None
+    shares = _numbers(given)
+    if len(shares) in (1, 2) and all(0 <= share <= 1 for share in shares):
+        return Ends(*shares)
+    raise typer.BadParameter(
+        f"--session-ends is {given!r}; expected SHARE or SHARE:WRONG from 0 to 1, such as 0.5:0.1"
+    )
+
+
+def _numbers(given: str) -> list[float]:
+    """Those between its colons; none if one is no number."""
     try:
-        share, speed = map(float, slow.split(":"))
+        return [*map(float, given.split(":"))]
     except ValueError:
-        share = speed = 0.0
-    if not 0 < share <= 1 or not speed > 0:
-        raise typer.BadParameter(f"--slow is {slow!r}; expected SHARE:SPEED, such as 0.5:0.8")
-    return share, speed
+        return []
 
 
 def _page() -> Callable[..., str]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvroute.contract.chain import Scope
 from kvroute.contract.fingerprint import Feature
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
+from kvroute.contract.keep import Keep
 
 TokenIds = NDArray[np.uint32]
 TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
@@ -38,6 +39,7 @@ class GenerateRequest:
     # smallest is first; negative: it has waited elsewhere.
     order_s: float = 0.0
     waited_s: float = 0.0  # in the router, for want of replicas
+    keep: Keep | None = None  # how long its blocks stay in the KV cache; None: as all others
 
     @property
     def scope(self) -> Scope:

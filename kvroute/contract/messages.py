@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from kvroute.contract.keep import Keep, Session, SessionTurn
 from kvroute.contract.records import VERSION, Count, Name, Seconds, check_version
 from kvroute.contract.unreadable import UnreadableError
 
@@ -24,6 +25,8 @@ class Sent(Struct, tag="s", array_like=True):
     expected: bytes
     lora: Name = ""
     loads_lora: bool = False
+    turn: SessionTurn | None = None
+    keep: Keep | None = None
 
 
 class FirstToken(Struct, tag="f", array_like=True):
@@ -32,13 +35,19 @@ class FirstToken(Struct, tag="f", array_like=True):
 
 class Ended(Struct, tag="e", array_like=True):
     request_id: Name
+    is_tool_call: bool = False
+    is_over: bool = True  # else it goes on elsewhere, or was none
 
 
 class Restarted(Struct, tag="r", array_like=True):
     """All earlier events of this router are void."""
 
 
-Event = Sent | FirstToken | Ended | Restarted
+class SessionEnded(Struct, tag="d", array_like=True):
+    session: Session
+
+
+Event = Sent | FirstToken | Ended | Restarted | SessionEnded
 
 
 class TenantCounts(Struct, array_like=True):

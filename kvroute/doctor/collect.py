@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from kvroute.client import error_message, key_headers, metrics_headers
-from kvroute.doctor import checks, clocks, load_checks, metrics_ports
+from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
 
@@ -94,19 +94,21 @@ class _Collection:
         yield checks.haproxy(found["serve"])
         yield checks.access(found["access"])
         yield checks.versions(found["versions"], ours, found["nodes"])
-        yield from self._processes(router, found["redis"], replicas["leases_s"] or ())
+        yield from self._processes(router, found)
 
-    def _processes(
-        self, router: Offset, redis: checks.Facts, replicas: Iterable[str]
-    ) -> Iterator[Check]:
+    def _processes(self, router: Offset, found: checks.Facts) -> Iterator[Check]:
+        replicas, redis = found["replicas"], found["redis"]
         self._step("asking each process for its metrics")
         probes = list[metrics_ports.Probe]()
         try:
             targets = self._ask("GET", "/v1/metrics/targets")
             probes = metrics_ports.probes(targets, metrics_headers())
             yield from metrics_ports.judge(probes)
-            yield from metrics_ports.judge_missing(replicas, targets)
+            yield from metrics_ports.judge_missing(replicas["leases_s"] or (), targets)
             yield from metrics_ports.judge_logs(probes)
+            is_busy = load_checks.is_busy(replicas["backlogs_s"], found.get("queues", ()))
+            for model, caches in metrics_ports.caches(probes).items():
+                yield from cache_size.judge(model, found["hits"], caches, is_busy=is_busy)
         except _RefusedError as error:
             yield Check("ports", "warning", f"not known: {error}", "see to that, and ask again")
         each = {probe.who: probe.clock for probe in probes if probe.clock}

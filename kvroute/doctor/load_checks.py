@@ -119,6 +119,16 @@ def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
         yield Check("load", "ok", f"{longest_s:.1f} s of prefill in the longest queue")
 
 
+def is_busy(backlogs_s: Mapping[str, float], found: Iterable[Facts]) -> bool:
+    """Whether requests wait since the whole fleet computes. found: as for `queues`."""
+    if backlogs_s and statistics.median(backlogs_s.values()) > LONG_S:
+        return True
+    return any(
+        [*_waiting(queue), *_refused(queue)] or queue["recent"]["mean_s"] >= LONG_S
+        for queue in found
+    )
+
+
 def queues(found: Iterable[Facts]) -> Iterator[Check]:
     """found: what waits in one router, and what did in the last minutes, for each model."""
     for queue in found:

@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvroute.client import TOKEN_FILE
 from kvroute.contract.ranks import replicas_of
+from kvroute.doctor.cache_size import CacheReading, reading
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset, dated
 
@@ -34,6 +36,8 @@ class Probe:
     dropped_lines: int = 0  # of its log
     log: str = ""  # the path; empty: unknown
     free_bytes: int = 0  # on the log's disk
+    model: str = ""
+    cache: CacheReading | None = None  # None: it is a router
 
 
 def probes(targets: Sequence[dict[str, Any]], headers: Mapping[str, str]) -> list[Probe]:
@@ -94,6 +98,15 @@ def judge_logs(found: Sequence[Probe]) -> Iterator[Check]:
         yield Check("logs", "ok", "no process has dropped a line of its log")
 
 
+def caches(found: Sequence[Probe]) -> dict[str, list[CacheReading]]:
+    """What the replicas of each model have counted."""
+    by_model = dict[str, list[CacheReading]]()
+    for probe in found:
+        if probe.cache:
+            by_model.setdefault(probe.model, []).append(probe.cache)
+    return by_model
+
+
 def _probe(headers: Mapping[str, str], target: dict[str, Any]) -> Probe:
     (address,), labels = target["targets"], target["labels"]
     who, sent_s = f"{labels['role']} {labels[labels['role']]}", time.time()
@@ -108,16 +121,15 @@ def _probe(headers: Mapping[str, str], target: dict[str, Any]) -> Probe:
     except httpx.HTTPError as error:
         return Probe(who, address, str(error) or type(error).__name__)
     clock = dated(answer.headers.get("date"), sent_s=sent_s, received_s=time.time())
-    return Probe(who, address, clock=clock, **_log_health(answer.text))
+    families = text_string_to_metric_families(answer.text)
+    told = [sample for family in families for sample in family.samples]
+    model, cache = labels.get("model", ""), reading(told)
+    return Probe(who, address, clock=clock, model=model, cache=cache, **_log_health(told))
 
 
-def _log_health(metrics: str) -> dict[str, Any]:
+def _log_health(told: Iterable[Sample]) -> dict[str, Any]:
     """Of a process's metrics, what `logs.py` exports."""
-    samples = {
-        sample.name: sample
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-    }
+    samples = {sample.name: sample for sample in told}
     found: dict[str, Any] = {}
     if dropped := samples.get("kvroute_dropped_log_lines_total"):
         found["dropped_lines"] = int(dropped.value)

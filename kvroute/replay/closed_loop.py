@@ -62,8 +62,21 @@ def starts_at_speed(recorded: Sequence[Request], speed: float) -> list[Request]:
 
 
 def _sessions(requests: Iterable[Request]) -> Mapping[str, list[Request]]:
-    """The turns of each session, in order. A request without one is a session of its own."""
-    sessions: dict[str, list[Request]] = defaultdict(list)
+    """The turns of each session, in order. A request without one is a session of its own. So is one
+    that came before its session's answer had ended: agents side by side may share a name."""
+    sessions: dict[str, list[Request]] = {}
+    branches: dict[str, list[str]] = defaultdict(list)  # of each name
     for request in requests:
-        sessions[request.session or f"request {request.index}"].append(request)
+        own = branches[request.session] if request.session else []
+        free = (each for each in own if _has_answer(sessions[each][-1], request.arrival_s))
+        name = next(free, None) or f"{request.session} {request.index}"
+        if name not in sessions:
+            own.append(name)
+            sessions[name] = []
+        sessions[name].append(request)
     return sessions
+
+
+def _has_answer(turn: Request, at_s: float) -> bool:
+    """By then; traces that do not say it have turns one after the other."""
+    return turn.arrival_s + (turn.answered_s or 0.0) <= at_s

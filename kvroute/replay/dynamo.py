@@ -57,9 +57,9 @@ class Dynamo(Prefilling):
         super().sent(request, replica)
         self.in_use[replica].update(request.blocks)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request, now_s: float) -> None:
         in_use = self.in_use[self.at[request.index]]
-        super().finished(request)
+        super().finished(request, now_s)
         for block in request.blocks:
             in_use[block] -= 1
             if not in_use[block]:

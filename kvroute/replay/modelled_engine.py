@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from itertools import count, takewhile
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.keep import KEEP, Keep
 from kvroute.contract.records import Load
 from kvroute.replay.model import EngineModel
 from kvroute.replay.protocol import Report
@@ -25,6 +26,7 @@ class Running:
     hit_tokens: int
     computed: int  # prompt tokens in the cache, hits included
     blocks: list[int]  # of the cache, for its prompt and its answer
+    keep: Keep
 
 
 @dataclass(slots=True)
@@ -70,14 +72,15 @@ class Replica:
     """The caller drives it: `arrive` at any time, `end_step` at the time it names."""
 
     def __init__(self, model: EngineModel, capacity_blocks: int) -> None:
-        self.cache = PagedCache(capacity_blocks, self._evicted)
+        self.cache = PagedCache(capacity_blocks, self._evicted, lambda: self._now_s)
         self.hit_tokens: dict[int, int] = {}  # request index -> its cached tokens
         self.prefill_s = 0.0  # spent on prompts so far
+        self._now_s = 0.0  # of the last call
         self.plan: Plan | None = None
         self._model = model
         self._capacity_blocks = capacity_blocks
         self._pending_tokens: dict[int, int] = {}  # request without a first token -> to compute
-        self._waiting: list[tuple[float, int, Request]] = []  # heap: its turn, its index
+        self._waiting: list[tuple[float, int, Request, Keep]] = []  # heap: its turn, its arrival
         self._prefilling: list[Running] = []
         self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index
         self._arrivals = count()
@@ -93,10 +96,13 @@ class Replica:
         now_s: float,
         order_s: float = 0.0,
         new_tokens: int | None = None,
+        keep: Keep | None = None,
     ) -> None:
         """Queues a request, to be admitted in the order of now_s + order_s. Planned decode steps
-        are shortened, so that it can be admitted. new_tokens: to compute, as the router expects."""
-        heappush(self._waiting, (now_s + order_s, next(self._arrivals), request))
+        are shortened, so that it can be admitted. new_tokens: to compute, as the router expects.
+        keep: what is said of its blocks."""
+        self._now_s = now_s
+        heappush(self._waiting, (now_s + order_s, next(self._arrivals), request, keep or KEEP))
         self._pending_tokens[request.index] = (
             self._missing_tokens(request) if new_tokens is None else new_tokens
         )
@@ -112,6 +118,7 @@ class Replica:
         """The planned steps are over; the next ones have begun, if there is work."""
         assert self.plan is not None
         plan, self.plan = self.plan, None
+        self._now_s = plan.ends_s
         result = StepResult(added=self._added, removed=self._removed)
         self._added, self._removed = [], []
         self._steps += plan.steps
@@ -178,7 +185,7 @@ class Replica:
         for sequence in self._prefilling:
             budget -= self._chunk(sequence, budget, chunks)
         while budget > 0 and self._waiting and self._sequences < self._model.max_sequences:
-            admitted = self._admit(self._waiting[0][2])
+            admitted = self._admit(*self._waiting[0][2:])
             if admitted is None:
                 break
             heappop(self._waiting)
@@ -198,7 +205,7 @@ class Replica:
         chunks.append((sequence, tokens))
         return tokens
 
-    def _admit(self, request: Request) -> Running | None:
+    def _admit(self, request: Request, keep: Keep) -> Running | None:
         """Reserves blocks for prompt and response; None, without any change, while too few are
         free."""
         needed = blocks_needed(request)
@@ -207,7 +214,7 @@ class Replica:
             return None
         tokens = len(hits) * request.block_tokens
         blocks = hits + self.cache.take(needed - len(hits))
-        return Running(request, tokens, tokens, blocks)
+        return Running(request, tokens, tokens, blocks, keep)
 
     def _fill(self, sequence: Running, start: int, end: int) -> None:
         """Caches the prompt's blocks that become full between two lengths."""
@@ -225,7 +232,7 @@ class Replica:
         for block in sequence.blocks[request.input_tokens // size : full]:
             self._answers -= 1
             self.cache.store(block, Fingerprint(self._answers))
-        self.cache.release(sequence.blocks)
+        self.cache.release(sequence.blocks, sequence.keep)
 
     def _evicted(self, hash_: Fingerprint) -> None:
         if hash_ >= 0 and hash_ not in self.cache:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.keep import Keep
 from kvroute.contract.messages import Message
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
 from kvroute.replay.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
@@ -22,12 +23,13 @@ from kvroute.replay.rivals import (
     SGLang,
 )
 from kvroute.replay.trace import Request
-from kvroute.router.routing.attempts import Attempt, Placement
+from kvroute.router.routing.attempts import Attempt, Placement, RequestContext
 from kvroute.router.routing.baselines import RANKINGS
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.policy import Candidate
 from kvroute.router.routing.queue import WAKE_S, Held, Queue
+from kvroute.router.routing.returns import Said
 
 
 class Production:
@@ -90,19 +92,33 @@ class Production:
         self._queue.sent(held, now_s)
         placement = self._place(request, now_s, held.among)
         best = self.best(placement)
-        attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s)
+        retention = self._fleet.retention(placement, now_s, Said(is_end=request.is_end))
+        context = RequestContext(now_s, retention=retention)
+        attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s, context)
         self._attempts[request.index] = attempt
-        new_tokens = attempt.dispatch.new_tokens
-        return Sending(request, int(best.replica_id), held.turn_s - now_s, new_tokens)
+        return Sending(
+            request,
+            int(best.replica_id),
+            held.turn_s - now_s,
+            attempt.dispatch.new_tokens,
+            self.kept(retention.keep, request),
+        )
 
     def best(self, placement: Placement) -> Candidate:
         return placement.ranking[0]
 
+    def kept(self, keep: Keep, request: Request) -> Keep | None:
+        """As its replica keeps its blocks when the answer has ended."""
+        return keep.after_tool_call if request.is_tool_call else keep
+
     def first_token(self, request: Request, now_s: float) -> None:
         self._attempts[request.index].first_token(now_s)
 
-    def finished(self, request: Request) -> None:
-        self._attempts.pop(request.index).end()
+    def finished(self, request: Request, now_s: float) -> None:
+        attempt = self._attempts.pop(request.index)
+        attempt.last_chunk_s, attempt.is_complete = now_s, True
+        attempt.is_tool_call = request.is_tool_call
+        attempt.end()
 
     def index_changed(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
@@ -125,6 +141,13 @@ class Production:
         self._peer_subscriber.receive(message)
 
 
+class LeastRecentlyUsed(Production):
+    """kvroute, but engines evict what was not used for the longest time."""
+
+    def kept(self, keep: Keep, request: Request) -> Keep | None:
+        return None
+
+
 class MinTtft(Production):
     """The earliest first token for this request: queued prefill plus its own, with its hit.
 
@@ -138,6 +161,7 @@ class MinTtft(Production):
 
 POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
     "kvroute": Production,
+    "kvroute-lru": LeastRecentlyUsed,
     **{name: partial(Baseline, name) for name in RANKINGS if name != "kvroute"},
     "consistent-hash": ConsistentHash,
     "ray-prefix": RayPrefix,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.keep import Keep
 from kvroute.contract.messages import Message
 from kvroute.contract.records import Load
 from kvroute.contract.speed import PrefillModel
@@ -28,12 +29,13 @@ class Setup:
 
 class Sending(NamedTuple):
     """A request that goes to a replica. order_s: its turn there, after its arrival. new_tokens: to
-    compute there, as the router expects."""
+    compute there, as the router expects. keep: how long its blocks stay cached there."""
 
     request: Request
     replica: int
     order_s: float = 0.0
     new_tokens: int | None = None
+    keep: Keep | None = None
 
 
 class Report(NamedTuple):
@@ -60,7 +62,7 @@ class Policy(Protocol):
 
     def first_token(self, request: Request, now_s: float) -> None: ...
 
-    def finished(self, request: Request) -> None: ...
+    def finished(self, request: Request, now_s: float) -> None: ...
 
     def index_changed(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]

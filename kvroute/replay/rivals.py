@@ -58,7 +58,7 @@ class Counting:
     def first_token(self, request: Request, now_s: float) -> None:
         self.queued[self.at[request.index]] -= 1
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request, now_s: float) -> None:
         self.active[self.at.pop(request.index)] -= 1
 
     def index_changed(
@@ -228,9 +228,9 @@ class LMetric(Prefilling):
         super().sent(request, replica)
         self.mirror.expect(str(replica), request.blocks)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request, now_s: float) -> None:
         self.mirror.unexpect(str(self.at[request.index]), request.blocks)
-        super().finished(request)
+        super().finished(request, now_s)
 
 
 class LlmD(Indexed):
@@ -277,9 +277,9 @@ class LlmD(Indexed):
     def sent(self, request: Request, replica: int) -> None:
         self.kv_tokens[replica] += request.input_tokens
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request, now_s: float) -> None:
         self.kv_tokens[self.at[request.index]] -= request.input_tokens
-        super().finished(request)
+        super().finished(request, now_s)
 
 
 class LlmDSpeculative(LlmD):

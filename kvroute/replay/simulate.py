@@ -192,9 +192,9 @@ class _Simulation:
     def _ask(self, router: int, now_s: float) -> None:
         """The router sends what it wants to send now."""
         policy = self._routers[router]
-        for request, chosen, order_s, new_tokens in policy.sends(now_s):
+        for request, chosen, order_s, new_tokens, keep in policy.sends(now_s):
             before = self._replicas[chosen].plan
-            self._replicas[chosen].arrive(request, now_s, order_s, new_tokens)
+            self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep)
             if self._replicas[chosen].plan is not before:
                 self._await_step(chosen)
         self._share(router, now_s)
@@ -232,7 +232,7 @@ class _Simulation:
         self._unfinished -= len(result.finished)
         for request in result.finished:
             self._outcome.finished_s[request.index] = at_s
-            self._routers[self._router_of(request)].finished(request)
+            self._routers[self._router_of(request)].finished(request, at_s)
             if follow_up := self._follow_ups.get(request.index):
                 arrival = Arrival(self._requests[follow_up.index])
                 self._push(at_s + follow_up.think_s, arrival)

@@ -4,7 +4,8 @@ The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input
 `output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: equal
 ids mean equal prefixes up to that block. A cluster's own request log (request_log.py) also has the
 block size, the requested model, and the time and outcome of each request. A trace may say which
-`session` a request belongs to.
+`session` a request belongs to, that its answer ends with a `tool_call` (or `hint` 1), and that its
+client says `session_end` with it.
 """
 
 import json
@@ -38,6 +39,8 @@ class Request:
     model: str | None = None  # also the same in all; None when the trace has none
     session: str | None = None  # of which it is a turn
     answered_s: float | None = None  # from its arrival to the answer's end, as recorded
+    is_tool_call: bool = False  # its answer ends with one
+    is_end: bool = False  # its client says that the session ends with it
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
@@ -142,6 +145,8 @@ def _request(where: str, line: str) -> Request | None:
             model=row.get("model"),
             session=None if row.get("session") is None else str(row["session"]),
             answered_s=_answered_s(row),
+            is_tool_call=bool(row.get("tool_call", row.get("hint") == 1)),
+            is_end=bool(row.get("session_end")),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None

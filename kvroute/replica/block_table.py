@@ -14,6 +14,7 @@ from kvroute.replica.engine.kv_events import (
     BlocksHeld,
     BlockStored,
     EventsLost,
+    Evictions,
     KVEvent,
 )
 
@@ -126,6 +127,8 @@ class BlockTable:
                     self._clear(changes)
                 case BlocksHeld():
                     comparison = self._reconcile(event, changes)
+                case Evictions():
+                    pass  # the removals tell of the blocks
                 case EventsLost():
                     pass  # the reader of the events requests BlocksHeld
         return comparison

@@ -59,7 +59,11 @@ class Replica:
         self._metrics = ReplicaMetrics()
         self._exposition = await self._expose() if self._settings.metrics else None
         self._ranks = self._make_ranks(engines)
-        self._metrics.export(engines, [rank.publisher for rank in self._ranks])
+        self._metrics.export(
+            engines,
+            [rank.publisher for rank in self._ranks],
+            [rank.ghosts for rank in self._ranks],
+        )
         self._tasks = [
             asyncio.create_task(self._keep_index(), name="index"),
             *(rank.follow_events() for rank in self._ranks),
@@ -73,6 +77,7 @@ class Replica:
             "canary": self._canary,
             "render": self._render,
             "http": self._http,
+            "end_session": self._end_session,
         }
         most = MOST_REQUESTS * len(self._ranks)
         self._server = Server(self._generate, methods, most=most)
@@ -109,6 +114,13 @@ class Replica:
         )
         async with contextlib.aclosing(self._ranks[rank].engine.generate(request)) as chunks:
             return encode_part(joined_parts([chunk.http async for chunk in chunks if chunk.http]))
+
+    async def _end_session(self, session: bytes, rank: int) -> bytes:
+        """session: its number, 8 bytes little endian; a ValueError if it is not 8 bytes."""
+        if len(session) != 8:
+            raise ValueError(f"a session's number has 8 bytes, not {len(session)}")
+        await self._ranks[rank].engine.end_session(int.from_bytes(session, "little"))
+        return b""
 
     async def _audit(self, _: bytes, rank: int) -> bytes:
         """Compares the engine's blocks with the rank's table and with the index: an encoded

@@ -1,6 +1,7 @@
 """A replica's own Prometheus metrics; vLLM's are in the same registry."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
@@ -11,9 +12,11 @@ from kvroute.replica.engine.kv_events import (
     BlockRemoved,
     BlockStored,
     EventsLost,
+    Evictions,
     KVEvent,
 )
 from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.ghosts import SIZES, Ghosts
 from kvroute.replica.publisher import Publisher
 
 
@@ -21,8 +24,8 @@ class ReplicaMetrics:
     """The metrics of one replica, for any engine."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        def counter(name: str, documentation: str) -> Counter:
-            return Counter(f"kvroute_engine_{name}", documentation, registry=registry)
+        def counter(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(f"kvroute_engine_{name}", documentation, labels, registry=registry)
 
         self._readings = Readings(registry)
         self._requests = counter("requests", "Requests that got a first token.")
@@ -33,6 +36,15 @@ class ReplicaMetrics:
         self._output_tokens = counter("output_tokens", "Tokens of answers.")
         self._stored = counter("stored_blocks", "Blocks that the KV cache took in.")
         self._evicted = counter("evicted_blocks", "Blocks that it reused for other tokens.")
+        evictions = counter(
+            "evictions",
+            "Those of them that had KV, by why they went: ended (their session has), unlikely "
+            "(their kind seldom comes back), usual (the next in turn), promised (before the time "
+            "that somebody had asked for was over).",
+            "why",
+        )
+        # Every label value starts at 0: a rate needs the 0 before the first event.
+        self._evictions = {why.name: evictions.labels(why.name) for why in fields(Evictions)}
         self._clears = counter("cache_clears", "Times that it was emptied.")
         self._losses = counter(
             "event_losses", "Times that its events were lost, and the index began anew."
@@ -54,13 +66,23 @@ class ReplicaMetrics:
                     self._stored.inc(len(event.block_hashes))
                 case BlockRemoved():
                     self._evicted.inc(len(event.block_hashes))
+                case Evictions():
+                    self._count_evictions(event)
                 case AllBlocksCleared():
                     self._clears.inc()
                 case EventsLost():
                     self._losses.inc()
+                case _:
+                    pass
 
-    def export(self, engines: Sequence[Engine], publishers: Sequence[Publisher]) -> None:
-        """Adds the numbers of the engine and of the publishers, one of each for every rank."""
+    def _count_evictions(self, evictions: Evictions) -> None:
+        for why, blocks in asdict(evictions).items():
+            self._evictions[why].inc(blocks)
+
+    def export(
+        self, engines: Sequence[Engine], publishers: Sequence[Publisher], ghosts: Sequence[Ghosts]
+    ) -> None:
+        """Adds the numbers of engines, publishers and ghost lists, one of each for every rank."""
         facts = [engine.facts for engine in engines]
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
@@ -99,6 +121,13 @@ class ReplicaMetrics:
             lambda: sum(each.pin_blocks for each in facts),
         )
         gauge("kvroute_engine_block_tokens", "Tokens in one KV block.", lambda: facts[0].block_size)
+        self._readings.counter_of(
+            "cache",
+            "kvroute_engine_ghost_hit_tokens",
+            "Prompt tokens that a cache of 1.25, 1.5 or 2 times the size would have found besides; "
+            "an estimate from what is stored again soon after it was evicted.",
+            lambda: ghost_hit_tokens(ghosts),
+        )
         gauge(
             "kvroute_publisher_blocks",
             "Blocks of different content that the index should have of the replica.",
@@ -119,3 +148,9 @@ class ReplicaMetrics:
             "Times that the replica was announced to the index: more than 1 after each trouble.",
             lambda: max(publisher.registrations for publisher in publishers),
         )
+
+
+def ghost_hit_tokens(ghosts: Sequence[Ghosts]) -> dict[str, float]:
+    """Of all ranks, by the size of the cache."""
+    each = [every.hit_tokens for every in ghosts]
+    return {size: sum(tokens[size] for tokens in each) for size in SIZES}

@@ -12,8 +12,10 @@ from kvroute.contract.records import Description
 from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
 from kvroute.replica.block_table import BlockTable
+from kvroute.replica.engine.kv_events import KVEvent
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
+from kvroute.replica.ghosts import ghosts_of
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index
@@ -39,6 +41,7 @@ class Rank:
     ) -> None:
         self.engine = engine
         self.backlog = Backlog(engine.facts.prefill_tokens_per_s)
+        self.ghosts = ghosts_of(engine)
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
         self.publisher = Publisher(
@@ -56,8 +59,12 @@ class Rank:
 
     def follow_events(self) -> "asyncio.Task[None]":
         """Its changes reach the publisher, until the task is cancelled."""
-        events = self.publisher.receive_events(self.engine, self._metrics.happened)
+        events = self.publisher.receive_events(self.engine, self._happened)
         return asyncio.create_task(events, name="events")
+
+    def _happened(self, events: Sequence[KVEvent]) -> None:
+        self._metrics.happened(events)
+        self.ghosts.happened(events)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """The engine's chunks; closing the generator aborts the request."""

@@ -27,6 +27,7 @@ from kvroute.router.endpoints import (
     openai_routes,
     prefix_routes,
     response_routes,
+    session_routes,
     ui_routes,
 )
 from kvroute.router.observability import request_spans
@@ -118,7 +119,8 @@ def application(
         local_only=models.settings.local_only,
         refused=models.first.refused,
     )
-    for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
+    conversations = (openai_routes, response_routes, session_routes)
+    for kind in (*conversations, prefix_routes, cluster_routes, ui_routes):
         http.include_router(kind.routes)
     http.exception_handler(ApiError)(_refuse)
     http.exception_handler(HTTPException)(_refuse_route)

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from kvroute.contract.generation import Chunk, GenerateRequest, TokenIds
 from kvroute.contract.http_call import HttpCall
+from kvroute.contract.keep import Keep
 from kvroute.contract.records import Count
 
 VERSION = 2
@@ -60,6 +61,7 @@ class Begin(Struct, array_like=True):
     shared_tokens: int = 0
     order_s: float = 0.0
     waited_s: float = 0.0
+    keep: Keep | None = None
 
 
 class Cancel(Struct, array_like=True):
@@ -129,6 +131,7 @@ def begin_of(stream: int, request: GenerateRequest) -> Begin:
         request.shared_tokens,
         request.order_s,
         request.waited_s,
+        request.keep,
     )
 
 
@@ -153,6 +156,7 @@ def request_of(begin: Begin) -> GenerateRequest:
         shared_tokens=begin.shared_tokens,
         order_s=bounded(begin.order_s),
         waited_s=max(0.0, bounded(begin.waited_s)),
+        keep=begin.keep,
     )
 
 

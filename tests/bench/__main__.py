@@ -13,6 +13,7 @@ from tests.bench.dtype import dtype
 from tests.bench.events import memory, rate
 from tests.bench.keys import keys
 from tests.bench.metrics import metrics
+from tests.bench.order import order
 from tests.bench.path import path
 from tests.bench.policies import policies, policies_on_made
 from tests.bench.report import Section
@@ -59,6 +60,12 @@ def main(
             "--dtype", help="Adds the built-in model in bfloat16 and float32, in some minutes."
         ),
     ] = False,
+    with_order: Annotated[
+        bool,
+        typer.Option(
+            "--order", help="Adds what vLLM's block pool pays for our order, in a minute."
+        ),
+    ] = False,
     with_stream: Annotated[
         bool,
         typer.Option(
@@ -76,7 +83,15 @@ def main(
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
     found = []
-    flags = with_routers, with_successor, with_resize, with_sizing, with_dtype, with_stream
+    flags = (
+        with_routers,
+        with_successor,
+        with_resize,
+        with_sizing,
+        with_dtype,
+        with_order,
+        with_stream,
+    )
     for section in sections(trace, *flags):
         typer.echo(section.markdown() + "\n")
         found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
@@ -93,6 +108,7 @@ def sections(
     with_resize: bool,
     with_sizing: bool,
     with_dtype: bool,
+    with_order: bool,
     with_stream: bool,
 ) -> Iterator[Section]:
     yield apart(decision)
@@ -112,6 +128,8 @@ def sections(
         yield streaming()
     if with_dtype:
         yield apart(dtype)
+    if with_order:
+        yield apart(order)
     if with_stream:
         yield from apart(tables)
     if trace is not None:

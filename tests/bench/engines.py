@@ -3,7 +3,7 @@
 Two vLLM replicas with the built-in model, or with another one of MODELS, serve the same chats under
 each policy, one cluster after another. Chats share a few long system prompts; their histories are
 more than the caches can hold. They begin at random times, and each goes on a while after its last
-answer: all by a fixed seed.
+answer: all by a fixed seed. Then one engine serves chats beside a batch job (beside_batch.py).
 """
 
 import argparse
@@ -22,6 +22,8 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.bench.apart import apart
+from tests.bench.beside_batch import beside_batch
 from tests.support.serving import start_cluster
 from tests.support.tiny_models import tiny_model
 
@@ -86,6 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         compare(model_of(options.model, Path(folder)), options.policies)
+    print("\n" + apart(beside_batch).markdown())
 
 
 def model_of(name: str, folder: Path) -> str:

@@ -51,6 +51,14 @@ ROUTES = (
     ("POST", "/v1/cluster/canary"),
     ("GET", "/v1/metrics/targets"),
     ("GET", "/v1/responses/x"),
+    ("DELETE", "/v1/sessions/x"),
+)
+
+
+# What a tenant may use.
+OWN = (
+    *("/v1/chat/completions", "/v1/route", "/v1/models"),
+    *("/v1/responses/x", "/v1/sessions/x"),
 )
 
 
@@ -143,7 +151,7 @@ async def test_strangers_and_wrong_keys_reach_health_and_nothing_else(keyed: Key
 def test_a_tenant_changes_and_watches_nothing(keyed: Keyed, tenants: tuple[str, str]) -> None:
     with keyed.client(tenants[0]) as client:
         for method, path in ROUTES:
-            if path in ("/v1/chat/completions", "/v1/route", "/v1/models", "/v1/responses/x"):
+            if path in OWN:
                 continue
             answer = client.request(method, path, json={} if method == "POST" else None)
             assert answer.status_code == 403, (method, path)

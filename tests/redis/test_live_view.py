@@ -131,6 +131,7 @@ async def test_a_decision_tells_of_its_request_until_it_is_over(
     assert told["ledger"] == msgspec.structs.asdict(
         ledger_of(hit=0, unexpected_hit=4, new=4, tail=2)
     )
+    assert told["evicted_why"] is None
     assert {each["id"] for each in told["receipt"]["replicas"]} == {"r000", "r001"}
 
 

@@ -86,6 +86,34 @@ OTHERS: dict[str, Body] = {
     },
 }
 
+# A call of each route, and what it says of its conversation, of which vLLM knows little.
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+MARKED = [{"role": "user", "content": [{"type": "text", "text": "Say hi", **MARK}]}]
+UNMARKED = [{"role": "user", "content": [{"type": "text", "text": "Say hi"}]}]
+SAID: Body = {
+    "session_id": "s-1",
+    "session_end": True,
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"ttl": "30m"},
+    "metadata": {"user_id": "user_0a_account__session_s-1"},
+}
+CONVERSATIONS: list[tuple[str, Body, Body]] = [
+    (CHATS, {"messages": UNMARKED}, {"messages": MARKED, **SAID}),
+    (COMPLETIONS, {"prompt": "One, two,"}, SAID),
+    (RESPONSES, {"input": "Say hi"}, SAID),
+    (
+        MESSAGES,
+        {"messages": UNMARKED, "max_tokens": 12, "system": [{"type": "text", "text": "Hi"}]},
+        {
+            "messages": MARKED,
+            "system": [{"type": "text", "text": "Hi", **MARK}],
+            **MARK,
+            **SAID,
+        },
+    ),
+]
+
 _ANY: list[Body] = [
     {"top_p": 0.5, "temperature": 0.7, "seed": 3},
     {"top_k": 5, "temperature": 1.0, "seed": 4},
@@ -211,6 +239,11 @@ def comparable(data: bytes) -> str:
     text = re.sub(r'"signature":"\w+"', '"signature":""', text)
     text = re.sub(r"-?\d+\.\d{3,}(e-?\d+)?", "0.0", text)  # cached or not, sums differ in digits
     return re.sub(r'"(\w*cached_tokens|\w*cache_\w+)":\s?(\d+|null)', r'"\1":0', text)
+
+
+def texts(data: bytes) -> list[str]:
+    """All that the model has said."""
+    return [text for text in _TEXT.findall(data.decode()) if text]
 
 
 def joined_events(stream: str) -> str:

@@ -17,8 +17,10 @@ from kvroute.contract.audit_report import Comparison
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.block_table import BlockTable, Changes
+from kvroute.replica.engine.kv_events import Evictions
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import start_engines
+from kvroute.replica.ghosts import Ghosts, ghosts_of
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
 from tests.support.waiting import until
@@ -35,13 +37,15 @@ SHALLOW_CACHE_MB = 8  # as many blocks as the whole model has in 128 MB
 
 @dataclass
 class Running:
-    """An engine, and the table that its events keep."""
+    """An engine, and the table and the ghost list that its events keep."""
 
     engine: Engine
     table: BlockTable
+    ghosts: Ghosts
     rank: int = 0
     requests: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
+    evictions: list[Evictions] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)  # of the table; whoever needs them takes them
 
     async def ask(self, prompt: list[int], namespace: str = "", **fields: Any) -> list[Chunk]:
@@ -68,6 +72,8 @@ class Running:
 
     async def pump(self) -> None:
         async for events in self.engine.events():
+            self.evictions += [event for event in events if isinstance(event, Evictions)]
+            self.ghosts.happened(events)
             if comparison := self.table.apply(events, self.changes):
                 self.comparisons.append(comparison)
 
@@ -107,7 +113,10 @@ async def started_ranks(
         **(defaults | own),
     )
     engines = await start_engines(settings)
-    ranks = [Running(each, BlockTable(each.members), n) for n, each in enumerate(engines)]
+    ranks = [
+        Running(each, BlockTable(each.members), ghosts_of(each), n)
+        for n, each in enumerate(engines)
+    ]
     pumps = [asyncio.create_task(running.pump()) for running in ranks]
     yield ranks
     for pump in pumps:

@@ -13,6 +13,7 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
+from kvroute.replica.ghosts import ghosts_of
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.dispatch.links import Links
@@ -91,7 +92,7 @@ def replica() -> CollectorRegistry:
         load=engine.load,
         lease_s=3,
     )
-    metrics.export([engine], [publisher])
+    metrics.export([engine], [publisher], [ghosts_of(engine)])
     return registry
 
 

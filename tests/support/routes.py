@@ -7,13 +7,15 @@ from kvroute.router.endpoints import (
     openai_routes,
     prefix_routes,
     response_routes,
+    session_routes,
     ui_routes,
 )
 
 
 def routes() -> Iterator[tuple[str, str]]:
     """Method and path."""
-    for kind in (openai_routes, response_routes, prefix_routes, cluster_routes, ui_routes):
+    conversations = (openai_routes, response_routes, session_routes)
+    for kind in (*conversations, prefix_routes, cluster_routes, ui_routes):
         for route in kind.routes.routes:
             for method in route.methods:
                 yield method, route.path

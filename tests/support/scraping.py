@@ -13,9 +13,10 @@ from tests.support.serving import Cluster
 
 
 def targets(cluster: Cluster, role: str) -> dict[str, str]:
-    """Addresses by the ids of the processes."""
-    document = requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
-    found = [target for target in document if target["labels"]["role"] == role]
+    """Addresses by the ids of the processes. Raises requests.HTTPError if no router tells them."""
+    response = requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10)
+    response.raise_for_status()
+    found = [target for target in response.json() if target["labels"]["role"] == role]
     assert all(target["labels"].keys() == {"model", "role", role, "node"} for target in found)
     assert all(target["labels"]["model"] == BUILTIN_MODEL for target in found)
     return {target["labels"][role]: target["targets"][0] for target in found}

@@ -1,21 +1,25 @@
-"""Traffic that no public trace has enough of, as traces for `kvroute replay`: agents, documents.
+"""Traffic that no public trace has enough of, as traces for `kvroute replay`.
 
-`python -m tests.support.traces agents 7 >agents.jsonl` writes one, with its seed.
+`python -m tests.support.traces agents 7 >agents.jsonl` writes one, with its seed. Those that are
+made of chats need a trace of chats: `... mix 7 conversation_trace.jsonl`.
 """
 
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.replay.trace import BLOCK_TOKENS, Request
+from kvroute.replay.trace import BLOCK_TOKENS, Request, read
 
 SPAN_S = 900.0  # of a trace
 BEFORE_S = 600.0  # it begins with what started in this time before, under way
 LONGEST_TOKENS = 180_000
+BATCH_PER_S = 6.0  # prompts of a batch job beside chats and agents
+AGENTS_PER_S = 0.09  # sessions that start beside them
 
 
 @dataclass
@@ -36,27 +40,37 @@ class Text:
         """Goes on from the same blocks; shared are the full ones."""
         return Text(self.fresh, self.tokens, list(self.blocks))
 
-    def request(self, at_s: float, output_tokens: int, session: str) -> Request:
-        return Request(0, at_s, self.tokens, output_tokens, tuple(self.blocks), session=session)
+    def request(
+        self, at_s: float, output_tokens: int, session: str, *, is_tool_call: bool = False
+    ) -> Request:
+        return Request(
+            *(0, at_s, self.tokens, output_tokens, tuple(self.blocks)),
+            session=session,
+            is_tool_call=is_tool_call,
+        )
 
 
-def agents(seed: int, *, sessions: int = 900) -> list[Request]:
+def agents(seed: int, *, sessions: int = 900, span_s: float = SPAN_S) -> list[Request]:
     """Coding agents: one of a few long prompts with tools, a repository of the
     session's own, and turns that each add what a tool said. Now and then a person answers."""
     rng, fresh = random.Random(seed), count(1)
     products = [Text(fresh).add(rng.randrange(8, 40) * BLOCK_TOKENS) for _ in range(5)]
     requests = []
     for number in range(sessions):
-        text, at_s = rng.choice(products).copy(), rng.uniform(-BEFORE_S, SPAN_S)
+        text, at_s = rng.choice(products).copy(), rng.uniform(-BEFORE_S, span_s)
         text.add(_size(rng, 12_000, most=60_000))
-        for _ in range(1 + int(rng.expovariate(1 / 20))):
+        turns = 1 + int(rng.expovariate(1 / 20))
+        for turn in range(turns):
             if text.tokens > LONGEST_TOKENS:
                 break
             output_tokens = _size(rng, 150, most=4000)
-            requests.append(text.request(at_s, output_tokens, str(number)))
+            is_tool_call = turn + 1 < turns and rng.random() < 0.9
+            requests.append(
+                text.request(at_s, output_tokens, str(number), is_tool_call=is_tool_call)
+            )
             text.add(output_tokens + _size(rng, 1200, most=30_000))
-            at_s += 5 + rng.expovariate(1 / 10 if rng.random() < 0.9 else 1 / 120)
-    return _in_order(requests)
+            at_s += 5 + rng.expovariate(1 / 10 if is_tool_call else 1 / 120)
+    return _in_order(requests, span_s)
 
 
 def documents(seed: int, *, visits: int = 6000) -> list[Request]:
@@ -76,7 +90,51 @@ def documents(seed: int, *, visits: int = 6000) -> list[Request]:
     return _in_order(requests)
 
 
+def mix(seed: int, chats: Path) -> list[Request]:
+    """Chats, agents, and a batch job whose prompts nobody asks again."""
+    talks = read(chats, limit=None, seed=seed)
+    span_s = talks[-1].arrival_s
+    rng, fresh = random.Random(seed), count(1)
+    job = [
+        Text(fresh).add(_size(rng, 4000, most=30_000)).request(at_s, _size(rng, 200, most=2000), "")
+        for at_s in _arrivals(rng, span_s, BATCH_PER_S)
+    ]
+    coders = agents(seed, sessions=int(AGENTS_PER_S * (span_s + BEFORE_S)), span_s=span_s)
+    return _together([talks, coders, job], span_s)
+
+
+def clones(seed: int, chats: Path) -> list[Request]:
+    """Four times the users of some chats, each with their own prompts and the same pauses."""
+    copies = [read(chats, limit=None, seed=seed + number) for number in range(4)]
+    return _together(copies, max(copy[-1].arrival_s for copy in copies) + 1)
+
+
+def _arrivals(rng: random.Random, span_s: float, per_s: float) -> Iterator[float]:
+    at_s = rng.expovariate(per_s)
+    while at_s < span_s:
+        yield at_s
+        at_s += rng.expovariate(per_s)
+
+
+def _together(traces: Sequence[Sequence[Request]], span_s: float) -> list[Request]:
+    """One trace; none of them has a block of another one."""
+    count = len(traces)
+    return _in_order(
+        [
+            replace(
+                each,
+                blocks=tuple(Fingerprint(block * count + number) for block in each.blocks),
+                session=each.session and f"{number}/{each.session}",
+            )
+            for number, trace in enumerate(traces)
+            for each in trace
+        ],
+        span_s,
+    )
+
+
 WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {"agents": agents, "documents": documents}
+OF_CHATS: Mapping[str, Callable[[int, Path], list[Request]]] = {"mix": mix, "clones": clones}
 
 
 def lines(requests: list[Request]) -> Iterator[str]:
@@ -89,6 +147,7 @@ def lines(requests: list[Request]) -> Iterator[str]:
                 "output_length": request.output_tokens,
                 "hash_ids": [block - 1 for block in request.blocks],
                 "session": request.session,
+                "tool_call": request.is_tool_call,
             }
         )
 
@@ -98,9 +157,9 @@ def _size(rng: random.Random, middle: int, *, most: int) -> int:
     return max(1, min(most, int(middle * rng.lognormvariate(0, 1))))
 
 
-def _in_order(requests: list[Request]) -> list[Request]:
+def _in_order(requests: list[Request], span_s: float = SPAN_S) -> list[Request]:
     """Those within the span, from the first on."""
-    requests = [each for each in requests if 0 <= each.arrival_s < SPAN_S]
+    requests = [each for each in requests if 0 <= each.arrival_s < span_s]
     requests.sort(key=lambda request: request.arrival_s)
     first_s = requests[0].arrival_s
     return [
@@ -110,5 +169,6 @@ def _in_order(requests: list[Request]) -> list[Request]:
 
 
 if __name__ == "__main__":
-    name, number = sys.argv[1:]
-    print(*lines(WORKLOADS[name](int(number))), sep="\n")
+    name, number, *files = sys.argv[1:]
+    made = OF_CHATS[name](int(number), Path(*files)) if files else WORKLOADS[name](int(number))
+    print(*lines(made), sep="\n")

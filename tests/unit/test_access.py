@@ -20,6 +20,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
     "any": ["GET /v1/models", "GET /v1/models/{name:path}"],
     "use": [
         "DELETE /v1/responses/{response_id}",
+        "DELETE /v1/sessions/{session_id:path}",
         "GET /v1/responses/{response_id}",
         "GET /v1/responses/{response_id}/input_items",
         "POST /classify",

@@ -13,9 +13,11 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from dashboards import cache_hits
 from dashboards.build import DASHBOARDS, FOLDER, files
 from dashboards.cache_hits import CACHE_HITS, LEDGER
 from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.routing.returns import WHYS
 from tests.support import metrics_table
 from tests.support.documents import METRICS
 from tests.support.untested import needs
@@ -93,6 +95,10 @@ def test_every_variable_of_a_query_is_on_its_dashboard(dashboard: Any) -> None:
 
 def test_the_ledger_is_drawn_whole_and_in_its_order() -> None:
     assert tuple(cause for cause, _ in LEDGER) == CAUSES
+
+
+def test_whatever_may_be_why_tokens_were_evicted_is_drawn() -> None:
+    assert cache_hits.WHYS == WHYS
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])

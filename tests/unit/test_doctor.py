@@ -7,7 +7,8 @@ import pytest
 
 from kvroute.contract.cache_groups import UNTOLD
 from kvroute.contract.unreadable import KINDS
-from kvroute.doctor import checks, clocks, load_checks, metrics_ports
+from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports
+from kvroute.doctor.cache_size import CacheReading
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
 from kvroute.doctor.collect import collect_checks
@@ -15,6 +16,7 @@ from kvroute.doctor.metrics_ports import Probe
 from kvroute.local.ports import free_port
 from kvroute.process.metrics_port import Exposition
 from kvroute.router.routing.ledger import CAUSES
+from tests.support import metrics_table
 
 REDIS = {
     "version": "7.2.4",
@@ -336,3 +338,89 @@ def test_where_no_cluster_answers_the_doctor_says_so() -> None:
         (check,) = collect_checks(url, audit=True)
         assert check.grade == "wrong"
         assert url in check.finding
+
+
+def of_caches(
+    *gains: float, replicas: int = 2, is_busy: bool = False, promised: int = 0, **tokens: int
+) -> list[Check]:
+    """gains: hit share that caches of 1.25, 1.5 and 2 times the size would have found besides."""
+    ledger = dict.fromkeys(CAUSES, 0) | tokens
+    hits = {"requests": 100, "tokens": ledger, "evicted": {"promised": promised}}
+    ghosts = dict(zip((1.25, 1.5, 2.0), (1000 * gain for gain in gains), strict=True))
+    return [
+        *cache_size.judge("m", hits, [CacheReading(1000, 400, ghosts)] * replicas, is_busy=is_busy)
+    ]
+
+
+def test_hits_that_a_larger_cache_would_find_call_for_memory_and_under_load_for_a_replica() -> None:
+    (idle,) = of_caches(0.02, 0.05, 0.08, hit=80, evicted=20)
+    assert (idle.name, idle.grade) == ("cache", "warning")
+    assert idle.finding == (
+        "20% of prompt tokens were lost to eviction; since their start, caches of m found 40%; "
+        "larger ones: 42% at 1.25x, 45% at 1.5x, 48% at 2x"
+    )
+    assert idle.remedy.startswith("more memory: +5.0 points of hit share with a cache of 1.5 times")
+    (busy,) = of_caches(0.02, 0.05, 0.08, hit=80, evicted=20, is_busy=True)
+    assert busy.grade == "warning"
+    assert busy.remedy.startswith("one more replica, since requests wait: +5.0 points")
+
+
+def test_one_more_replica_brings_its_share_of_the_fleets_cache() -> None:
+    for replicas, points in ((1, "8.0"), (2, "5.0"), (3, "3.0"), (4, "2.0"), (8, "1.0")):
+        (check,) = of_caches(0.02, 0.05, 0.08, replicas=replicas, evicted=100, is_busy=True)
+        assert f"+{points} points" in check.remedy
+
+
+def test_what_comes_back_too_late_for_any_cache_calls_for_neither() -> None:
+    (check,) = of_caches(0.0, 0.01, 0.029, hit=90, evicted=10, is_busy=True)
+    assert (check.grade, check.remedy) == ("ok", "")
+    assert check.finding.endswith("neither more memory nor one more replica helps")
+    (well,) = of_caches(0.0, 0.01, 0.029, hit=96, evicted=4)
+    assert well.grade == "ok"
+    assert "neither" not in well.finding
+    (worth,) = of_caches(0.0, 0.01, 0.03, hit=90, evicted=10)
+    assert worth.grade == "warning"
+
+
+def test_broken_promises_are_a_warning_of_their_own() -> None:
+    kept, broken = (of_caches(0, 0, 0, hit=991 - n, evicted=n, promised=n) for n in (9, 10))
+    assert [check.grade for check in kept] == ["ok"]
+    assert [check.grade for check in broken] == ["warning", "ok"]
+    assert broken[0].finding.startswith("1% of prompt tokens were evicted before the time")
+
+
+def test_of_few_requests_and_idle_replicas_nothing_is_said_of_caches() -> None:
+    hits = {"requests": 19, "tokens": {"evicted": 100}, "evicted": {"promised": 100}}
+    some, idle = (CacheReading(n, 0, {1.25: n, 1.5: n, 2.0: n}) for n in (1000, 0))
+    assert list(cache_size.judge("m", hits, [some], is_busy=False)) == []
+    assert list(cache_size.judge("m", hits | {"requests": 99}, [idle], is_busy=False)) == []
+
+
+def test_a_replicas_metrics_have_what_is_to_be_known_of_its_cache() -> None:
+    replica, router = (
+        [sample for family in registry.collect() for sample in family.samples]
+        for registry in (metrics_table.replica(), metrics_table.router())
+    )
+    assert cache_size.reading(replica) == CacheReading(0, 0, {1.25: 0, 1.5: 0, 2.0: 0})
+    assert cache_size.reading(router) is None
+
+
+def test_a_fleet_is_busy_when_half_of_it_has_long_queues_or_requests_wait() -> None:
+    assert not load_checks.is_busy({}, [])
+    assert not load_checks.is_busy({"a": 30.0, "b": 0.0, "c": 0.0}, [of_queue()])
+    assert load_checks.is_busy({"a": 30.0, "b": 20.0, "c": 0.0}, [])
+    assert load_checks.is_busy({}, [of_queue(), of_queue(oldest_s=2.0)])
+    assert load_checks.is_busy({}, [of_queue(mean_s=6.0)])
+    assert load_checks.is_busy({}, [of_queue(refused={"full": 1})])
+
+
+def of_queue(
+    oldest_s: float = 0.0, mean_s: float = 0.0, refused: dict[str, int] | None = None
+) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "requests": 1,
+        "lines": {"default": {"requests": 1, "oldest_s": oldest_s, "prefill_s": 1.0}},
+        "all_routers": {"requests": 1},
+        "recent": {"window_s": 300, "mean_s": mean_s, "refused": refused or {}},
+    }

@@ -10,8 +10,9 @@ import pytest
 
 from kvroute.router.api.errors import ApiError
 from kvroute.router.observability.live import LISTENERS, Live, State
-from kvroute.router.observability.recent import BUCKET_S, WINDOW_S, Window
+from kvroute.router.observability.recent import BUCKET_S, WINDOW_S, Window, summed
 from kvroute.router.routing.ledger import Ledger, account
+from kvroute.router.routing.returns import Why
 from tests.support.waiting import until
 
 # What is remembered of requests.
@@ -53,6 +54,19 @@ def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
     clock.now_s += WINDOW_S
     assert window.sums() == {}
     assert not window._buckets
+
+
+def test_what_was_evicted_is_summed_by_why_and_leaves_the_window_with_its_request() -> None:
+    clock = Clock()
+    window = Window(clock)
+    whys: list[Why] = ["promised", "ended", "promised"]
+    for tokens, why in zip((10, 20, 30), whys, strict=True):
+        lost = account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=0, known=tokens)
+        window.add("a", lost, why)
+        clock.now_s += WINDOW_S / 2 + BUCKET_S
+    found = summed(window.sums().values())
+    assert found["evicted"] == {"ended": 0, "unlikely": 0, "usual": 0, "promised": 30}
+    assert found["tokens"]["evicted"] == 30
 
 
 # Who is told of it.

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.router.routing.policy import Candidate, cost_s, prices, rank, terms_s
+from kvroute.router.routing.pressure import MOST
 
 RNG = random.Random(7)
 
@@ -16,8 +17,8 @@ def replica(name: str, **facts: float) -> Candidate:
     return plain._replace(**facts)  # type: ignore[arg-type]
 
 
-def best(*candidates: Candidate, forks: int = 0) -> str:
-    return rank(candidates, forks=forks, rng=RNG)[0].replica_id
+def best(*candidates: Candidate, forks: int = 0, pressure: float = 0.0) -> str:
+    return rank(candidates, forks=forks, rng=RNG, pressure=pressure)[0].replica_id
 
 
 def test_in_an_idle_fleet_the_replica_with_the_prefix_wins() -> None:
@@ -124,11 +125,24 @@ def test_every_replica_is_ranked_once_and_costs_never_fall(
     assert costs == sorted(costs)
 
 
-@given(candidates.filter(len), st.integers(0, 100))
+def test_tight_caches_do_without_second_copies() -> None:
+    owner = replica("owner", hit_blocks=16, branch_share=2.0)
+    other = replica("other", copy_s=0.05, branch_share=0.0)
+    assert best(owner, other, forks=4) == "other"
+    assert best(owner, other, forks=4, pressure=1.0) == "owner"
+
+
+def test_a_copy_that_pushes_out_what_is_asked_for_again_is_worth_a_longer_wait() -> None:
+    warm, idle = replica("warm", hit_blocks=30, backlog_s=0.5), replica("idle", copy_s=0.3)
+    assert best(warm, idle) == "idle"
+    assert best(warm, idle, pressure=2.0) == "warm"
+
+
+@given(candidates.filter(len), st.integers(0, 100), st.floats(0, MOST))
 def test_the_terms_that_are_shown_add_up_to_the_cost_that_decides(
-    fleet: list[Candidate], forks: int
+    fleet: list[Candidate], forks: int, pressure: float
 ) -> None:
-    common = prices(fleet, forks)
+    common = prices(fleet, forks, pressure)
     for candidate in fleet:
         assert sum(terms_s(candidate, common)) == pytest.approx(cost_s(candidate, common))
 

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.keep import KEEP, SessionTurn
 from kvroute.router.routing.attempts import Placement
 from kvroute.router.routing.breaks import Break, Difference, Span
 from kvroute.router.routing.policy import Candidate, rank
 from kvroute.router.routing.receipts import receipt
+from kvroute.router.routing.returns import Retention
 
 
 def replica(name: str, **facts: Any) -> Candidate:
@@ -85,3 +88,13 @@ def test_what_replicas_held_in_spite_of_the_change_was_not_lost() -> None:
     whole = replace(some, known_blocks=40)
     assert receipt(whole, policy="kvroute", broken=BROKEN)["broken"] is None
     assert receipt(whole, policy="kvroute")["broken"] is None
+
+
+def test_a_receipt_says_what_was_cached_once_and_why_it_is_gone() -> None:
+    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), KEEP, "promised")
+    some = replace(placement(replica("a", hit_blocks=5)), known_blocks=20)
+    found = receipt(some, policy="kvroute", retention=retention)["evicted"]
+    assert found == {"tokens": 15 * 16, "why": "promised"}
+    whole = replace(some, known_blocks=5)
+    assert receipt(whole, policy="kvroute", retention=retention)["evicted"] is None
+    assert receipt(some, policy="kvroute")["evicted"] is None

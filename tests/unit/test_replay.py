@@ -294,6 +294,8 @@ def test_the_command_prints_a_table_for_people(trace: Path) -> None:
         (["--closed-loop", "--load", "0.5"], "give --rate or --speed"),
         (["--slow", "half"], "expected SHARE:SPEED, such as 0.5:0.8"),
         (["--slow", "2:0.5"], "expected SHARE:SPEED, such as 0.5:0.8"),
+        (["--session-ends", "half"], "expected SHARE or SHARE:WRONG"),
+        (["--session-ends", "0.5:2"], "expected SHARE or SHARE:WRONG"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(trace: Path, options: list[str], message: str) -> None:

@@ -53,8 +53,8 @@ def test_a_turn_comes_later_when_the_answer_before_it_does() -> None:
 def test_the_time_of_a_recorded_answer_is_no_thinking() -> None:
     requests = [turn(0, "a", 0.0, answered_s=7.0), turn(1, "a", 10.0, answered_s=9.0)]
     assert follow_ups(requests, ENGINE)[0].think_s == pytest.approx(3.0)
-    soon = [turn(0, "a", 0.0, answered_s=12.0), turn(1, "a", 10.0)]
-    assert follow_ups(soon, ENGINE)[0].think_s == 0.0
+    beside = [turn(0, "a", 0.0, answered_s=12.0), turn(1, "a", 10.0), turn(2, "a", 13.0)]
+    assert {before: each.index for before, each in follow_ups(beside, ENGINE).items()} == {0: 2}
 
 
 def test_speed_moves_the_starts_of_sessions_and_nothing_else() -> None:

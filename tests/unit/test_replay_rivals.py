@@ -94,7 +94,7 @@ def test_lmetric_expects_prompts_where_it_sent_them_until_they_are_answered() ->
     sent(policy, request)
     assert sorted(policy.hits(request)) == [0, 4]
     policy.first_token(request, 1.0)
-    policy.finished(request)
+    policy.finished(request, 0.0)
     assert policy.hits(request) == [0, 0]
 
 

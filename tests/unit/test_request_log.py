@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from kvroute.contract.fingerprint import Feature, Fingerprint
-from kvroute.contract.generation import EngineDeadError, GenerateRequest
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.http_call import HttpPart
 from kvroute.contract.records import ReplicaRecord
 from kvroute.local.launch import refuse_closed_folder
 from kvroute.local.progress import StartError
@@ -25,6 +26,7 @@ from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.breaks import Break, Difference, Span
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.returns import NOTHING_SAID, Said
 from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Urgency, Wait
 from tests.support.answers import completion
 from tests.support.json_lines import read_lines
@@ -60,6 +62,7 @@ class Router:
         tenant: str = "",
         urgency: Urgency = AT_EASE,
         wait: Wait = NO_WAIT,
+        said: Said = NOTHING_SAID,
         **fields: Any,
     ) -> None:
         """As the dispatcher does: sends, listens to so many chunks, and ends."""
@@ -67,7 +70,9 @@ class Router:
         request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, ["a"], now_s, features=features)
-        context = RequestContext(now_s, broken=broken, tenant=tenant, urgency=urgency, wait=wait)
+        context = RequestContext(
+            now_s, broken=broken, tenant=tenant, urgency=urgency, wait=wait, said=said
+        )
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -169,6 +174,40 @@ async def test_a_line_tells_how_long_its_request_waited(router: Router) -> None:
     assert (waited["queued_s"], waited["priority"]) == (2.5, "batch")
     assert at_once["timestamp"] - waited["timestamp"] >= 2500, "it came before it waited"
     assert not {"queued_s", "priority"} & at_once.keys()
+
+
+async def test_a_line_tells_whose_turn_it_was_and_replay_reads_it(router: Router) -> None:
+    turns = [Said(2**63 - 1), Said(2**63 - 1, is_end=True), NOTHING_SAID]
+    for said in turns:
+        await router.answer(400, said=said)
+    first, last, nobodys = await logged(router)
+    assert first["session"] == last["session"] == int(float(first["session"]))
+    assert (last["session_end"], "session_end" in first) == (True, False)
+    assert not {"session", "session_end", "tool_call"} & nobodys.keys()
+    read_back = read(router.log._file, limit=None, seed=0)
+    assert [each.session for each in read_back] == 2 * [f"{first['session']}"] + [None]
+
+
+async def test_a_line_tells_that_an_answer_ended_with_a_tool_call(router: Router) -> None:
+    now_s = time.monotonic()
+    placement = router.fleet.place(np.arange(400, dtype=np.uint32), ["a"], now_s)
+    attempt = router.fleet.sent(placement, "a", "r", now_s, RequestContext(now_s))
+    attempt.receive(Chunk((1,), 0, is_last=True, http=HttpPart(b"", is_tool_call=True)), now_s)
+    attempt.end()
+    (line,) = await logged(router)
+    assert line["tool_call"] is True
+
+
+async def test_a_line_says_why_what_was_cached_once_is_gone(router: Router) -> None:
+    await router.answer(400)
+    chain = router.fleet.chain(np.arange(800, dtype=np.uint32))
+    router.fleet.mirror.add("a", chain)
+    router.fleet.mirror.remove("a", chain)
+    await router.answer(800)
+    new, evicted = await logged(router)
+    assert "evicted_why" not in new
+    assert evicted["ledger"]["evicted"] == 800 - 32 - 384
+    assert evicted["evicted_why"] == "usual"
 
 
 async def test_choices_count_together(router: Router) -> None:

@@ -3,14 +3,18 @@
 import random
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry
 
+from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
+from kvroute.contract.keep import KEEP, SessionTurn
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.routing.attempts import Attempt, Outcome, RequestContext
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.routing.returns import WHYS, Retention, Why
 from tests.support.records import FACTS, LOAD
 
 
@@ -85,3 +89,18 @@ def test_a_request_without_a_token_counts_no_tokens() -> None:
     told.send(RequestContext(0.0), at_s=0.0).end("refused")
     assert told.outcomes() == {"refused": 1}
     assert sum(told.value("prompt_tokens_total", cause=cause) or 0 for cause in CAUSES) == 0
+
+
+@pytest.mark.parametrize("why", WHYS)
+def test_what_was_lost_to_eviction_is_told_by_why_it_went(why: Why) -> None:
+    told = Told()
+    chain = told.fleet.chain(np.arange(10, dtype=np.uint32))
+    told.fleet.mirror.add("a", chain)
+    told.fleet.mirror.remove("a", chain)
+    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), KEEP, why)
+    attempt = told.send(RequestContext(0.0, retention=retention), at_s=0.0)
+    say(attempt, at_s=1.0, is_last=True)
+    attempt.end()
+    assert told.value("prompt_tokens_total", cause="evicted") == 8
+    found = {each: told.value("evicted_prompt_tokens_total", why=each) for each in WHYS}
+    assert found == {each: 8 * (each == why) for each in WHYS}

@@ -32,6 +32,7 @@ from kvroute.wire.server import TOLD_NOTHING, PortsTakenError, Server
 from kvroute.wire.structs import (
     MOST_ORDER_S,
     VERSION,
+    Begin,
     Challenge,
     Deltas,
     Ended,
@@ -180,9 +181,12 @@ def test_an_order_crosses_as_it_is_or_as_one_that_an_engine_can_count_with(order
         assert got == 0
 
 
+ORDER = Begin.__struct_fields__.index("order_s")
+
+
 def test_a_router_that_knows_no_order_sends_requests_in_theirs() -> None:
     told = request(order_s=5.0, waited_s=5.0)
-    *fields, _, _ = msgspec.msgpack.decode(encode(begin_of(0, told)))
+    fields = msgspec.msgpack.decode(encode(begin_of(0, told)))[:ORDER]
     got = request_in(msgspec.msgpack.encode(fields))
     assert (got.order_s, got.waited_s) == (0, 0)
 

@@ -293,6 +293,25 @@ def test_the_changing_first_line_of_claude_code_costs_no_cache(claude: anthropic
     assert (cached_tokens("cc_version=2.1.39.d47; cch=91120;") or 0) > 400
 
 
+def test_what_claude_code_says_of_its_session_is_understood(
+    claude: anthropic.Anthropic, cluster: Cluster
+) -> None:
+    kept: Any = {"type": "ephemeral", "ttl": "1h"}
+    asked = {
+        **MESSAGE,
+        "system": [{"type": "text", "text": "You write programs.", "cache_control": kept}],
+        "tools": [{**ANTHROPIC_TOOL, "cache_control": kept}],
+        "metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "s-1"})},
+        "extra_headers": {"x-claude-code-session-id": "s-1"},
+    }
+    assert text_of(claude.messages.create(**asked))
+    ended = httpx.delete(f"{cluster.url}/v1/sessions/s-1", timeout=TIMEOUT_S)
+    assert (ended.status_code, ended.json()["unanswered"]) == (200, {})
+    asked["extra_body"] = {**MESSAGE["extra_body"], "session_end": "yes"}
+    with pytest.raises(anthropic.BadRequestError, match="session_end"):
+        claude.messages.create(**asked)
+
+
 def test_a_refusal_is_the_error_that_anthropics_client_has_for_it(
     claude: anthropic.Anthropic,
 ) -> None:

@@ -138,6 +138,20 @@ async def test_a_reset_is_told_at_once(running: Running) -> None:
     await until(lambda: len(running.table) == 0)
 
 
+async def test_what_goes_round_just_beyond_the_cache_would_be_found_in_a_larger_one(
+    running: Running,
+) -> None:
+    await running.engine.reset_prefix_cache()
+    prompts = [prompt_of(23 * BLOCK, seed) for seed in range(600, 700)]
+    around = prompts[: round(1.38 * running.engine.facts.capacity_blocks / 24)]
+    before = running.ghosts.hit_tokens
+    first, second = [[await running.cached_tokens(each) for each in around] for _ in range(2)]
+    await running.compare()  # all events have come
+    gained = {size: tokens - before[size] for size, tokens in running.ghosts.hit_tokens.items()}
+    assert not any(first + second)
+    assert gained["1.25"] < gained["1.5"] == gained["2"] == len(around) * 23 * BLOCK
+
+
 async def test_no_flood_evicts_what_is_pinned(running: Running) -> None:
     pinned, other = prompt_of(20 * BLOCK, seed=30), prompt_of(20 * BLOCK, seed=31)
     await running.pin("a", pinned)

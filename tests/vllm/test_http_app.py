@@ -66,6 +66,21 @@ async def test_it_answers_as_vllms_own_server(running: Running, stock: Stock) ->
     assert differing == []
 
 
+@pytest.mark.parametrize(("path", "plain", "said"), bodies.CONVERSATIONS)
+async def test_what_is_said_of_a_conversation_changes_no_answer(
+    running: Running, path: str, plain: Body, said: Body
+) -> None:
+    answers = []
+    for body in (plain, plain | said):
+        full = {"model": "m", "temperature": 0, **body}
+        ids = await prompt_of(running, path, full)
+        chunks = await chunks_of(running, request_of(path, full, ids))
+        answers.append((status_of(chunks), bodies.texts(data_of(chunks))))
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 200
+    assert answers[0][1]
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'"a"', b"\xff", b'{"messages": 1}'])
 async def test_so_it_does_for_what_is_no_body(running: Running, stock: Stock, raw: bytes) -> None:
     ours = await chunks_of(running, request_of(CHATS, raw))

@@ -42,4 +42,14 @@ class BlocksHeld:
     copies: Sequence[Mapping[BlockHash, int]]  # of each group: blocks under each hash
 
 
-KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld
+@dataclass(frozen=True, slots=True)
+class Evictions:
+    """Why blocks with KV were evicted since the last event of this kind (retention.py)."""
+
+    ended: int = 0  # their session has ended
+    unlikely: int = 0  # their kind seldom comes back
+    usual: int = 0
+    promised: int = 0  # somebody had promised to come back, and the time was not over
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Evictions

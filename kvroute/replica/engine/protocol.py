@@ -29,6 +29,9 @@ class Engine(Protocol):
         namespace and adapter. Raises PinRefusedError, before any computation, when the pin does
         not fit. Raises ValueError for a LoRA adapter that is unknown or cannot be loaded.
 
+        When a request ends, its blocks are evicted in the order that its `keep` asks for
+        (retention.py).
+
         The chunks of a request with a `call` are the HTTP response to it.
         """
         ...
@@ -39,6 +42,10 @@ class Engine(Protocol):
 
     async def unpin(self, name: str) -> None:
         """Removes the pin; blocks can be evicted when no other pin and no request holds them."""
+        ...
+
+    async def end_session(self, session: int) -> None:
+        """Blocks that only this session uses are evicted before all others."""
         ...
 
     def events(self) -> AsyncIterator[list[KVEvent]]:

@@ -3,6 +3,8 @@
 A block's hash is its fingerprint.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from kvroute.contract.chain import Scope, Space
 from kvroute.contract.fingerprint import Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
+from kvroute.contract.keep import Keep
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockHash,
@@ -43,6 +46,7 @@ class BlockPool:
         block_size: int,
         capacity_blocks: int,
         prefix_caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._space = Space(model, revision, block_size)
         self.block_size = block_size
@@ -50,7 +54,7 @@ class BlockPool:
         self.prefix_caching = prefix_caching
         self._events: list[KVEvent] = []
         self._cache = PagedCache(
-            capacity_blocks, lambda hash_: self._events.append(BlockRemoved([hash_]))
+            capacity_blocks, lambda hash_: self._events.append(BlockRemoved([hash_])), clock
         )
 
     @property
@@ -98,11 +102,15 @@ class BlockPool:
         self._cache.forget(table.blocks[first : table.cached])
         table.cached = min(table.cached, first)
 
-    def free(self, table: Table) -> None:
-        """Releases all blocks of the table."""
-        self._cache.release(table.blocks)
+    def free(self, table: Table, keep: Keep | None = None) -> None:
+        """Releases all blocks of the table; `keep` is what its request says of them at its end."""
+        self._cache.release(table.blocks, keep)
         table.blocks = []
         table.cached = 0
+
+    def end_session(self, session: int) -> None:
+        """Its blocks are evicted first."""
+        self._cache.end(session)
 
     def share(self, table: Table, blocks: int) -> Table:
         """A new table that also holds the first blocks of this one; they must be cached."""
@@ -129,6 +137,8 @@ class BlockPool:
     def drain(self) -> list[KVEvent]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
+        if evictions := self._cache.free.idle.evictions():
+            events.append(evictions)
         return events
 
     def _blocks_for(self, tokens: int) -> int:

@@ -3,52 +3,58 @@
 The simulated engine and the replay's engine model both use it.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.keep import Keep
+from kvroute.replica.engine.retention import IdleBlocks
 
 
 class FreeQueue:
-    """Blocks that no sequence holds, in order of eviction: blocks without a hash first, then the
-    one that has been free the longest."""
+    """Blocks that no sequence holds, in order of eviction: first those without a hash, then those
+    that are kept the least (engine/retention.py)."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, clock: Callable[[], float]) -> None:
+        self.idle = IdleBlocks(blocks)
         self._blank = list(range(blocks))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._clock = clock
 
     def __len__(self) -> int:
-        return len(self._blank) + len(self._idle)
+        return len(self._blank) + len(self.idle)
 
     def __iter__(self) -> Iterator[int]:
         yield from self._blank
-        yield from self._idle
+        yield from self.idle
 
-    def put(self, block: int, *, is_cached: bool) -> None:
-        if is_cached:
-            self._idle[block] = None
-        else:
-            self._blank.append(block)
+    def put(self, blank: Sequence[int], cached: Sequence[int]) -> None:
+        self.idle.forget(blank)
+        self._blank += blank
+        self.idle.put(cached, self._clock())
 
-    def pop(self) -> int:
-        """The block to be reused next."""
-        return self._blank.pop() if self._blank else self._idle.popitem(last=False)[0]
-
-    def remove(self, block: int) -> None:
-        """Removes a cached block, which is held again."""
-        del self._idle[block]
+    def pop(self, count: int) -> list[int]:
+        """The blocks to be reused next; there must be enough."""
+        blank = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
+        if len(blank) == count:
+            return blank
+        return blank + self.idle.pop(count - len(blank), self._clock())
 
     def forget_hashes(self) -> None:
         """Makes all blocks uncached."""
-        self._blank += self._idle
-        self._idle.clear()
+        self._blank += self.idle.in_order(self._clock())
+        self.idle.clear()
 
 
 class PagedCache:
-    """on_evict: called with the hash of each reused block, after its removal."""
+    """on_evict: called with the hash of each reused block, after its removal. clock: in seconds,
+    from which the cache knows how long blocks are idle."""
 
-    def __init__(self, capacity_blocks: int, on_evict: Callable[[Fingerprint], None]) -> None:
-        self.free = FreeQueue(capacity_blocks)
+    def __init__(
+        self,
+        capacity_blocks: int,
+        on_evict: Callable[[Fingerprint], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.free = FreeQueue(capacity_blocks, clock)
         self._on_evict = on_evict
         self._holders = [0] * capacity_blocks  # sequences that hold each block
         self._hash_of: dict[int, Fingerprint] = {}  # block -> hash
@@ -82,12 +88,12 @@ class PagedCache:
         """Adds a holder to these blocks, which must be cached."""
         for block in blocks:
             if not self._holders[block]:
-                self.free.remove(block)
+                self.free.idle.take(block)
             self._holders[block] += 1
 
     def take(self, count: int) -> list[int]:
         """Free blocks for one sequence to fill; there must be enough of them."""
-        blocks = [self.free.pop() for _ in range(count)]
+        blocks = self.free.pop(count)
         for block in blocks:
             self._holders[block] = 1
             if block in self._hash_of:
@@ -104,13 +110,22 @@ class PagedCache:
         for block in blocks:
             self._forget(block)
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Removes a holder from the blocks. The last ones are reused first, so that shared prefixes
-        stay longer."""
+    def release(self, blocks: Sequence[int], keep: Keep | None = None) -> None:
+        """Removes a holder from the blocks, which says `keep` of them. Of one kind, the last ones
+        are reused first, so that shared prefixes stay longer."""
+        if keep is not None:
+            self.free.idle.label(blocks, keep)
+        blank: list[int] = []
+        cached: list[int] = []
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
-                self.free.put(block, is_cached=block in self._hash_of)
+                (cached if block in self._hash_of else blank).append(block)
+        self.free.put(blank, cached)
+
+    def end(self, session: int) -> None:
+        """Its blocks are evicted first."""
+        self.free.idle.end(session)
 
     def clear(self) -> None:
         """Clears the cache; no block may be held."""

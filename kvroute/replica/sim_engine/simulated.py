@@ -12,6 +12,7 @@ from operator import attrgetter
 from kvroute.contract.adapters import LOAD_S, Residents
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
+from kvroute.contract.keep import KEEP, Keep
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
@@ -88,6 +89,10 @@ class _Choice:
     @property
     def lora(self) -> str:
         return self.job.request.lora
+
+    @property
+    def keep(self) -> Keep:
+        return self.job.request.keep or KEEP
 
     @property
     def missing(self) -> int:
@@ -257,6 +262,9 @@ class SimulatedEngine(Engine):
         if table := self._pins.pop(name, None):
             self._pool.free(table)
 
+    async def end_session(self, session: int) -> None:
+        self._pool.end_session(session)
+
     async def emit_held(self) -> None:
         self._pool.emit_held()
         self._publish()
@@ -336,11 +344,12 @@ class SimulatedEngine(Engine):
         end = bisect_left(self._waiting, (*job.turn, job.sampling.n), lo=first, key=TURN)
         del self._waiting[first:end]
         for choice in [choice for choice in self._running if choice.job is job]:
-            self._leave(choice)
+            self._leave(choice, choice.keep if choice.generated else None)
 
-    def _leave(self, choice: _Choice) -> None:
+    def _leave(self, choice: _Choice, keep: Keep | None = None) -> None:
+        """keep: what is said of its blocks; None: it has not ended."""
         self._running.remove(choice)
-        self._pool.free(choice.table)
+        self._pool.free(choice.table, keep)
 
     async def _run(self) -> None:
         self._pace.restart()
@@ -465,7 +474,7 @@ class SimulatedEngine(Engine):
             job.unfinished -= 1
             if job.request.pin:
                 self._pin(job.request, choice.table)
-            self._leave(choice)
+            self._leave(choice, choice.keep)
 
     def _pin(self, request: GenerateRequest, table: Table) -> None:
         replaced = self._pins.get(request.pin)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -45,6 +46,7 @@ from kvroute.replica.vllm_engine.engine_args import checked, front_args
 from kvroute.replica.vllm_engine.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.http_app import HttpApp
+from kvroute.replica.vllm_engine.keeping import keep_args
 from kvroute.replica.vllm_engine.last_words import LastWords
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.priority import priority_of
@@ -52,6 +54,8 @@ from kvroute.replica.vllm_engine.rank_core import RankCore
 from kvroute.replica.vllm_engine.scheduler import PIN
 from kvroute.replica.vllm_engine.subscription import Subscription
 from kvroute.settings.replica import ReplicaSettings
+
+log = logging.getLogger("kvroute.replica")
 
 # Initial estimates of the prefill speed; the router learns the real one.
 CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
@@ -87,6 +91,7 @@ class VllmEngine:
         self._processes = [] if core.rank else psutil.Process().children(recursive=True)
         self._unfinished = 0  # requests
         self._health = EngineHealth()
+        self._labelling: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "list[VllmEngine]":
@@ -131,11 +136,31 @@ class VllmEngine:
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
+                    if chunk.http is not None and chunk.http.is_tool_call:
+                        self._label_again(request)
                     yield chunk
         except (EngineDeadError, VllmDeadError) as error:
             raise self._dead(error) from error
         finally:
             self._unfinished -= 1
+
+    def _label_again(self, request: GenerateRequest) -> None:
+        """Its answer ends with a tool call. Nobody waits for this."""
+        if request.keep is None:
+            return
+        keep = msgspec.to_builtins(request.keep.after_tool_call)
+        call = self._core.call("kvroute_label", request.request_id, keep)
+        task = asyncio.create_task(call, name="label")
+        self._labelling.add(task)
+        task.add_done_callback(self._labelled)
+
+    def _labelled(self, task: "asyncio.Task[None]") -> None:
+        self._labelling.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("the blocks of a request with a tool call are not kept for it: %r", error)
+
+    async def end_session(self, session: int) -> None:
+        await self._core.call("kvroute_end_session", session)
 
     async def render(self, call: HttpCall) -> Rendered:
         return await self._http.render(call)
@@ -151,7 +176,7 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={PIN: request.pin} if request.pin else None,
+            extra_args=keep_args(request) | ({PIN: request.pin} if request.pin else {}) or None,
         )
         try:
             lora = await self._adapters.ready(request.lora)
@@ -239,6 +264,8 @@ class VllmEngine:
 
     async def close(self) -> None:
         """With rank 0 all ranks end."""
+        for task in self._labelling:
+            task.cancel()
         if self._core.rank == 0:
             await asyncio.to_thread(self._llm.shutdown)
         self._subscription.close()

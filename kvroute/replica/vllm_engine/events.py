@@ -13,6 +13,7 @@ from kvroute.replica.engine.kv_events import (
     BlockRemoved,
     BlocksHeld,
     BlockStored,
+    Evictions,
     KVEvent,
 )
 
@@ -34,6 +35,15 @@ class Held(kv_events.KVCacheEvent):
     copies: list[dict[ExternalBlockHash, int]]
 
 
+class Evicted(kv_events.KVCacheEvent):
+    """Why blocks were evicted, as in Evictions."""
+
+    ended: int
+    unlikely: int
+    usual: int
+    promised: int
+
+
 class EventBatch(kv_events.EventBatch):
     """vLLM's KVEventBatch, with kvroute's events in addition to its own."""
 
@@ -41,6 +51,7 @@ class EventBatch(kv_events.EventBatch):
         Stored
         | Removed
         | Held
+        | Evicted
         | kv_events.AllBlocksCleared
         | kv_events.BlockStored
         | kv_events.BlockRemoved
@@ -58,6 +69,8 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
             return AllBlocksCleared()
         case Held():
             return BlocksHeld(event.copies)
+        case Evicted():
+            return Evictions(event.ended, event.unlikely, event.usual, event.promised)
         case kv_events.BlockStored() | kv_events.BlockRemoved():
             return None
         case _:

@@ -32,12 +32,22 @@ from kvroute.contract.generation import (
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
+from kvroute.replica.vllm_engine.keeping import keep_args
 from kvroute.replica.vllm_engine.priority import priority_of
 
 AHEAD = 2  # chunks that may wait to be sent; beyond them vLLM joins its outputs
 WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
 END_S = 5.0  # for the application to end once the client has left
 OURS = "kvroute_"  # how names in extra_args begin that clients may not set
+# What the end of an answer has when it is a tool call, by its path. In texts quotes are escaped.
+TOOL_CALL = {
+    "/v1/chat/completions": b'"finish_reason":"tool_calls"',
+    "/v1/messages": b'"stop_reason":"tool_use"',
+    "/v1/responses": b'"type":"function_call"',
+}
+NEVER = b"\0"  # JSON has none
+# Of a chat whose request names the tool: somewhere in the answer, and at its end.
+CALLS, STOP = b'"tool_calls":[{', b'"finish_reason":"stop"'
 
 Message = Mapping[str, Any]  # ASGI's
 
@@ -56,6 +66,7 @@ class Run:
         self._chunks: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(AHEAD)
         self._token_ids: list[int] = []  # generated since the last chunk
         self._data: list[bytes] = []  # sent since the last chunk
+        self._has_calls = False  # sent at any time
         self._status = 0  # 0: a chunk has it
         self._content_type = ""
         self._prompts = 0  # that the engine was asked to answer
@@ -90,6 +101,7 @@ class Run:
             self._content_type = content_type(message)
         elif body := message.get("body"):
             self._data.append(body)
+            self._has_calls = self._has_calls or CALLS in body
 
     async def _run(self, app: Any) -> None:
         CURRENT.set(self)
@@ -113,18 +125,23 @@ class Run:
 
     async def _put(self, *, is_last: bool = False) -> None:
         """All that came since the last chunk."""
-        tokens = tuple(self._token_ids)
+        tokens, data = tuple(self._token_ids), b"".join(self._data)
         cached_tokens, written_tokens = self._counts or (0, 0)
         part = HttpPart(
-            b"".join(self._data),
+            data,
             self._status,
             self._content_type,
             (len(tokens),) if tokens else (),
             written_tokens,
             self._can_continue,
+            is_last and self._is_tool_call(data),
         )
         self._token_ids, self._data, self._status = [], [], 0
         await self._chunks.put(Chunk(tokens, cached_tokens, is_last, part))
+
+    def _is_tool_call(self, end: bytes) -> bool:
+        is_named = self._has_calls and STOP in end
+        return is_named or TOOL_CALL.get(self.call.path, NEVER) in end
 
     # What vLLM's handlers ask the engine.
 
@@ -136,7 +153,7 @@ class Run:
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
         has_ids = prompt["type"] in ("token", "multimodal")
         self._can_continue = self._prompts == 1 and has_ids and can_continue(params)
-        deltas = _delta_params(params)
+        deltas = _delta_params(params, keep_args(self.request))
         if is_whole:
             deltas.stream_interval = WHOLE_TOKENS
         outputs = self._outputs(llm, self.salted(prompt), deltas, options)
@@ -290,12 +307,13 @@ def _outside() -> Iterator[None]:
         CURRENT.reset(token)
 
 
-def _delta_params(params: SamplingParams) -> SamplingParams:
-    """A copy, for outputs as they come, without what only kvroute may ask."""
+def _delta_params(params: SamplingParams, ours: Mapping[str, Any]) -> SamplingParams:
+    """A copy, for outputs as they come; only kvroute itself may ask what is in `ours`."""
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
     extra_args = params.extra_args or {}
-    params.extra_args = {k: v for k, v in extra_args.items() if not k.startswith(OURS)} or None
+    theirs = {k: v for k, v in extra_args.items() if not k.startswith(OURS)}
+    params.extra_args = {**theirs, **ours} or None
     return params
 
 

@@ -1,9 +1,9 @@
-"""vLLM's schedulers with seven additions.
+"""vLLM's schedulers with eight additions.
 
 Events about blocks have fingerprints, clears are published at once, the cached blocks can be
-listed, blocks can be pinned, a preempted request leaves no uncomputed block in the cache, the
-grammar of a response that another engine began goes on where it stood, and the engine dies with its
-replica.
+listed, blocks can be pinned, they are evicted in an order of our own (keeping.py), a preempted
+request leaves no uncomputed block in the cache, the grammar of a response that another engine began
+goes on where it stood, and the engine dies with its replica.
 
 vLLM loads these classes by name inside the engine's process. They use private API of the pinned
 version; tests/vllm/test_engine.py checks what they rely on.
@@ -11,7 +11,7 @@ version; tests/vllm/test_engine.py checks what they rely on.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -20,17 +20,21 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from kvroute.contract.chain import Space
+from kvroute.contract.keep import Keep
 from kvroute.replica.vllm_engine import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.die_with_parent import die_with_parent
 from kvroute.replica.vllm_engine.division import Division, division_of
-from kvroute.replica.vllm_engine.events import EventBatch, Held
+from kvroute.replica.vllm_engine.early_frees import tell_early_frees
+from kvroute.replica.vllm_engine.events import EventBatch, Evicted, Held
+from kvroute.replica.vllm_engine.keeping import Keeping
 
 ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt tokens were answered
 PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned
@@ -62,6 +66,8 @@ class _Kvroute:
         super().__init__(*args, **kwargs)
         self.structured_output_manager.__class__ = _Grammars  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
+        self.keeping = Keeping(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
+        tell_early_frees(self._managers, self._label_freed)
         die_with_parent()
 
     def begin(self, space: Space) -> Division:
@@ -76,13 +82,17 @@ class _Kvroute:
         name = ((params and params.extra_args) or {}).get(PIN)
         if name and request.status != RequestStatus.FINISHED_ABORTED:
             self._pin(name, request)
+        self.keeping.label(request)
         super()._free_blocks(request)  # type: ignore[misc]
+
+    def _label_freed(self, name: str, pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
+        if request := self.requests.get(name):  # type: ignore[attr-defined]
+            self.keeping.label_freed(request, pool, blocks)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """vLLM caches blocks when their computation is scheduled. By priorities it also preempts
         requests that this step has scheduled already, whose new blocks nothing will compute."""
-        coordinator = self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
-        for manager in coordinator.single_type_managers:
+        for manager in self._managers:
             blocks = manager.req_to_blocks.get(request.request_id, [])
             uncomputed = blocks[request.num_computed_tokens // manager.block_size :]
             manager.block_pool.evict_blocks({block.block_id for block in _held(uncomputed)})
@@ -106,10 +116,15 @@ class _Kvroute:
             pin.release()
 
     @property
+    def _managers(self) -> Sequence[SingleTypeKVCacheManager]:
+        managers: Sequence[SingleTypeKVCacheManager]
+        managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+        return managers
+
+    @property
     def _pools(self) -> list[BlockPool]:
         """Some models keep a part of their groups in host memory, in another pool."""
-        managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
-        return list(dict.fromkeys(manager.block_pool for manager in managers))
+        return list(dict.fromkeys(manager.block_pool for manager in self._managers))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Also removes the pins and publishes AllBlocksCleared at once: vLLM would delay it until
@@ -118,12 +133,25 @@ class _Kvroute:
         for name in pins:
             self.unpin(name)
         done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
-        if not done:
+        if done:
+            self.keeping.clear()
+        else:
             for pin in pins.values():
                 pin.hold()
             self.pins = pins
         self._publish_events()
         return done
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        """It publishes the step's events."""
+        if self.kv_cache_manager.block_pool.enable_kv_cache_events:  # type: ignore[attr-defined]
+            self._tell_evictions()
+        return super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+
+    def _tell_evictions(self) -> None:
+        queue = self.kv_cache_manager.block_pool.kv_event_queue  # type: ignore[attr-defined]
+        for evictions in self.keeping.evictions():
+            queue.append(Evicted(**asdict(evictions)))
 
     def emit_held(self) -> None:
         """Publishes the cached blocks. It blocks the engine for about 0.5 ms per 1,000 blocks."""
@@ -193,6 +221,15 @@ def kvroute_pinned(core: EngineCore, name: str) -> int:
     return pin.tokens if pin else 0
 
 
+def kvroute_label(core: EngineCore, name: str, keep: list[Any]) -> None:
+    """A request that has ended says something else of its blocks. keep: a Keep."""
+    core.scheduler.keeping.label_again(name, msgspec.convert(keep, Keep))
+
+
+def kvroute_end_session(core: EngineCore, session: int) -> None:
+    core.scheduler.keeping.end(session)
+
+
 def kvroute_unpin(core: EngineCore, name: str) -> float:
     """Removes the pin; returns the share of the cache that is in use then."""
     core.scheduler.unpin(name)
@@ -200,5 +237,12 @@ def kvroute_unpin(core: EngineCore, name: str) -> float:
     return usage
 
 
-for _method in (kvroute_begin, kvroute_emit_held, kvroute_pinned, kvroute_unpin):
+for _method in (
+    kvroute_begin,
+    kvroute_emit_held,
+    kvroute_end_session,
+    kvroute_label,
+    kvroute_pinned,
+    kvroute_unpin,
+):
     setattr(EngineCore, _method.__name__, _method)

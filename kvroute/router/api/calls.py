@@ -166,11 +166,11 @@ def parse_any(raw: bytes) -> Call:
 def message_parts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The parts of a body's messages, in order. Content that is no list has none."""
     for field in ("messages", "input"):
-        for message in _objects(body.get(field)):
-            yield from _objects(message.get("content"))
+        for message in objects(body.get(field)):
+            yield from objects(message.get("content"))
 
 
-def _objects(value: object) -> Iterator[Mapping[str, Any]]:
+def objects(value: object) -> Iterator[Mapping[str, Any]]:
     """Those of a list; none of anything else."""
     if isinstance(value, list):
         yield from (each for each in value if isinstance(each, dict))

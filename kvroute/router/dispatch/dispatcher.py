@@ -75,6 +75,7 @@ class Generation:
         self.replica_id = current.replica_id  # the first one
         self.placement = current.placement  # what was known when it was chosen
         self.wait = current.attempt.context.wait  # before it was sent
+        self.retention = current.attempt.context.retention
         self.cached_tokens = current.first.cached_tokens  # as the first replica reported
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # as the engine knows it
@@ -83,7 +84,9 @@ class Generation:
         self._dispatcher = dispatcher
         self._request = request
         self._call = call
-        self._context = replace(context, is_resumed=True)  # when it is sent again
+        self._context = replace(  # when it is sent again
+            context, is_resumed=True, retention=self.retention
+        )
         self._current = current
         self._first: Chunk | None = current.first  # until it was read
         self._losses = losses
@@ -297,7 +300,8 @@ class Dispatcher:
                 running = [id_ for id_ in running if id_ in turn.among] or running
             now_s = time.monotonic()
             placement = self._fleet.place(
-                request.token_ids, running, now_s, request.scope, request.features
+                *(request.token_ids, running, now_s, request.scope, request.features),
+                session=context.said.session,
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
             if context.entry is not None:
@@ -308,7 +312,14 @@ class Dispatcher:
                 context = replace(context, wait=turn.wait)
                 if turn.wait.reason != "none":
                     continue  # what replicas have cached has changed
-            request = replace(request, order_s=turn.at_s - now_s, waited_s=turn.missed_s)
+            retention = context.retention or self._fleet.retention(placement, now_s, context.said)
+            context = replace(context, retention=retention)
+            request = replace(
+                request,
+                order_s=turn.at_s - now_s,
+                waited_s=turn.missed_s,
+                keep=retention.keep,
+            )
             try:
                 return await self._try(request, context, placement, losses)
             except RefusedError:

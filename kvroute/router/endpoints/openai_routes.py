@@ -19,6 +19,7 @@ from kvroute.router.api.calls import (
     parse_call,
 )
 from kvroute.router.api.request_id import request_id
+from kvroute.router.api.sessions import said_of
 from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.endpoints.limited import (
@@ -68,7 +69,8 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
     with leaving(entry):
         call = (await bodies.read(parse_any, request)).asked_by(caller_of(request))
         try:
-            receipts = await models.named(call.model, limits_of(request)).explain(call)
+            said = said_of(request.headers, call)
+            receipts = await models.named(call.model, limits_of(request)).explain(call, said)
         except RefusedCallError as error:
             return whole_response(error.refusal)
     found = {"object": "route", "router": models.router_id, "receipts": receipts}
@@ -108,6 +110,7 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
             urgency=urgency_of(
                 request.headers, call.body, call.caller, most_s=model.settings.max_wait_s
             ),
+            said=said_of(request.headers, call),
         )
     add_headers(request, entry, response)
     return response

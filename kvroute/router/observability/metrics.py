@@ -34,6 +34,7 @@ from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.ledger import CAUSES
 from kvroute.router.routing.queue import Queue
+from kvroute.router.routing.returns import WHYS
 from kvroute.store.responses import Responses
 
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -136,11 +137,19 @@ class Counts(RequestObserver):
         tokens = counter(
             "prompt_tokens", "Tokens of prompts, by where they came from (the ledger).", "cause"
         )
+        evicted = counter(
+            "evicted_prompt_tokens",
+            "Those of the cause evicted, by why they were gone: ended (their session had), "
+            "unlikely (its kind seldom comes back), usual (they were the next in turn, or their "
+            "replica is gone), promised (before the time that somebody had asked for was over).",
+            "why",
+        )
         # Every label value starts at 0: a rate needs the 0 before the first event.
         self._outcomes = {name: outcomes.labels(name) for name in get_args(Outcome)}
         for code in REFUSALS:
             self._refusals.labels(code)
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
+        self._evicted = {why: evicted.labels(why) for why in WHYS}
         self._reusable_tokens = counter(
             "reusable_tokens", "Tokens of those prompts that the best replica had or expected."
         )
@@ -170,6 +179,7 @@ class Counts(RequestObserver):
             return
         for cause, tokens in msgspec.structs.asdict(ledger).items():
             self._tokens[cause].inc(tokens)
+        self._evicted[attempt.evicted_why].inc(ledger.evicted)
         reusable_tokens = attempt.placement.reusable_tokens
         self._reusable_tokens.inc(reusable_tokens)
         if attempt.placement.expected_tokens(attempt.replica_id) < reusable_tokens:

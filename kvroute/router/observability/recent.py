@@ -11,6 +11,7 @@ import msgspec
 
 from kvroute.router.routing.attempts import Attempt, RequestObserver
 from kvroute.router.routing.ledger import CAUSES, Ledger
+from kvroute.router.routing.returns import WHYS, Why
 
 DECISIONS = 50  # kept
 WINDOW_S = 300.0  # over which the sums are taken
@@ -22,6 +23,7 @@ class Sums(msgspec.Struct, frozen=True):
 
     requests: int
     tokens: Ledger
+    evicted: tuple[int, ...]  # those of that cause, by why, as in WHYS
 
     @property
     def hit_tokens(self) -> int:
@@ -38,23 +40,21 @@ class Window:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: deque[tuple[int, dict[str, list[int]]]] = deque()  # oldest first
-        self._totals: dict[str, list[int]] = {}  # of all buckets: requests, then the causes
+        self._totals: dict[str, list[int]] = {}  # of all buckets: requests, causes, whys
 
-    def add(self, replica_id: str, ledger: Ledger) -> None:
+    def add(self, replica_id: str, ledger: Ledger, evicted_why: Why = "usual") -> None:
         """Adds a request that ended there."""
         now = self._roll()
         if not self._buckets or self._buckets[-1][0] != now:
             self._buckets.append((now, {}))
-        counts = (1, *msgspec.structs.astuple(ledger))
+        evicted = (ledger.evicted * (why == evicted_why) for why in WHYS)
+        counts = (1, *msgspec.structs.astuple(ledger), *evicted)
         for sums in (self._buckets[-1][1], self._totals):
             sums[replica_id] = list(map(add, sums.get(replica_id) or NOTHING, counts))
 
     def sums(self) -> dict[str, Sums]:
         self._roll()
-        return {
-            replica_id: Sums(requests, Ledger(*tokens))
-            for replica_id, (requests, *tokens) in self._totals.items()
-        }
+        return {replica_id: _sums(*counts) for replica_id, counts in self._totals.items()}
 
     def _roll(self) -> int:
         """Drops buckets that are too old; returns the number of the current bucket."""
@@ -69,16 +69,21 @@ class Window:
         return now
 
 
+def _sums(requests: int, *tokens: int) -> Sums:
+    return Sums(requests, Ledger(*tokens[: len(CAUSES)]), tokens[len(CAUSES) :])
+
+
 def summed(sums: Collection[Sums]) -> dict[str, Any]:
     """The total of the sums, as JSON."""
     return {
         "window_s": WINDOW_S,
         "requests": sum(each.requests for each in sums),
         "tokens": {cause: sum(getattr(each.tokens, cause) for each in sums) for cause in CAUSES},
+        "evicted": {why: sum(each.evicted[i] for each in sums) for i, why in enumerate(WHYS)},
     }
 
 
-NOTHING = (0,) * (1 + len(CAUSES))
+NOTHING = (0,) * (1 + len(CAUSES) + len(WHYS))
 
 
 @dataclass(slots=True)
@@ -109,4 +114,4 @@ class Recent(RequestObserver):
     def ended(self, attempt: Attempt) -> None:
         self.in_flight -= 1
         if (ledger := attempt.ledger()) is not None:
-            self.window.add(attempt.replica_id, ledger)
+            self.window.add(attempt.replica_id, ledger, attempt.evicted_why)

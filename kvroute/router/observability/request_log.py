@@ -52,8 +52,12 @@ class Line(msgspec.Struct):
     lora: str | msgspec.UnsetType = msgspec.UNSET  # the requested adapter
     tenant: str | msgspec.UnsetType = msgspec.UNSET  # whose API key it came with, if one is needed
     broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # as in receipts
+    evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # if the ledger has evicted tokens
     queued_s: float | msgspec.UnsetType = msgspec.UNSET  # before it was sent, if it had to wait
     priority: str | msgspec.UnsetType = msgspec.UNSET  # its class, if it is not `default`
+    session: int | msgspec.UnsetType = msgspec.UNSET  # a hash of its client's id for it
+    session_end: bool | msgspec.UnsetType = msgspec.UNSET  # the client says that it is the last
+    tool_call: bool | msgspec.UnsetType = msgspec.UNSET  # its answer ended with one
 
 
 class RequestLog(RequestObserver):
@@ -95,6 +99,7 @@ class RequestLog(RequestObserver):
     def _line(self, attempt: Attempt, placement: Placement) -> Line:
         duration_s = time.monotonic() - attempt.sent_s
         waited_s = attempt.context.wait.waited_s
+        ledger = attempt.ledger()
         return Line(
             timestamp=round(1000 * (time.time() - duration_s - waited_s), 3),
             input_length=placement.prompt_tokens,
@@ -112,13 +117,17 @@ class RequestLog(RequestObserver):
             else attempt.first_token_s - attempt.sent_s,
             duration_s=duration_s,
             outcome=attempt.outcome or "ok",
-            ledger=attempt.ledger(),
+            ledger=ledger,
             request_id=attempt.context.request_id,
             lora=placement.lora or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
+            evicted_why=attempt.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
             queued_s=waited_s or msgspec.UNSET,
             priority=_unless_default(attempt.context.urgency.priority),
+            session=attempt.context.said.session & ID_BITS or msgspec.UNSET,
+            session_end=attempt.context.said.is_end or msgspec.UNSET,
+            tool_call=attempt.is_tool_call or msgspec.UNSET,
         )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:

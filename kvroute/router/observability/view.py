@@ -146,6 +146,7 @@ class View:
                 attempt.placement,
                 policy=self._settings.policy,
                 broken=attempt.context.broken,
+                retention=attempt.context.retention,
                 most=RECEIPT_REPLICAS,
             )
             decision.receipt = msgspec.Raw(encode(made))
@@ -169,6 +170,7 @@ class View:
                 "outcome": attempt.outcome,
                 "is_resumed": attempt.context.is_resumed,
                 "ledger": ledger and msgspec.structs.asdict(ledger),
+                "evicted_why": attempt.evicted_why if ledger and ledger.evicted else None,
                 "receipt": decision.receipt,
             }
         )

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
+from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.contract.priority import Priority
 from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.breaks import Break
@@ -15,6 +16,7 @@ from kvroute.router.routing.limits import Entry
 from kvroute.router.routing.load import ReplicaLoad
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
+from kvroute.router.routing.returns import NOTHING_SAID, Retention, Returns, Said, Why
 from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
 
 MUCH = 0.25  # of a prompt
@@ -30,6 +32,7 @@ class Placement:
     prompt_tokens: int
     block_size: int
     forks: float = 0.0  # earlier requests that diverged at the end of the known prefix
+    pressure: float = 0.0  # how tight the caches are
     lora: str = ""  # the request's LoRA adapter
     known_blocks: int = 0  # the longest part that any replica has now or had once
     shared_tokens: int = 0  # at the beginning, which are everybody's though the prompt is not
@@ -66,6 +69,11 @@ class Placement:
     def known_tokens(self) -> int:
         return self.known_blocks * self.block_size
 
+    @property
+    def evicted_tokens(self) -> int:
+        """Those that some replica once had, and none has now."""
+        return max(0, self.known_tokens - self.reusable_tokens)
+
     def expected_tokens(self, replica_id: str) -> int:
         return self.at(replica_id).hit_blocks * self.block_size
 
@@ -93,6 +101,8 @@ class RequestContext:
     urgency: Urgency = AT_EASE
     sharer: str = ""  # with whom others share the fleet fairly; empty: it shares with nobody
     wait: Wait = NO_WAIT  # of this prompt, in the router
+    said: Said = NOTHING_SAID
+    retention: Retention | None = None  # of this prompt, once it was placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,8 @@ class Dispatch:
     expected: tuple[Fingerprint, ...]  # blocks that it will add to the replica's cache
     lora: str = ""  # its LoRA adapter
     loads_lora: bool = False  # the replica has to load the adapter first, as the router knows
+    turn: SessionTurn | None = None
+    keep: Keep | None = None
 
 
 # How an attempt ends. refused: the engine cannot run it, or no replica has room. failed: the
@@ -200,7 +212,9 @@ class Attempt:
     observer: RequestObserver = NO_OBSERVER
     boundaries: Boundaries | None = None  # of the replica's engine, if it has several cache groups
     trace: TraceContext | None = None  # its span, if an observer keeps one
+    returns: Returns | None = None  # that learns of its end
     is_complete: bool = False
+    is_tool_call: bool = False  # its answer has ended with one
     output_tokens: int = 0  # of all choices
     first_tokens: int = 0  # output tokens in the first chunk
     cached_tokens: int | None = None  # of the prompt, as the engine reports in the first chunk
@@ -220,6 +234,7 @@ class Attempt:
         """The replica sent this chunk."""
         self.output_tokens += len(chunk.token_ids)
         self.is_complete = chunk.is_last
+        self.is_tool_call = chunk.http is not None and chunk.http.is_tool_call
         if self.last_chunk_s is None:
             self.first_tokens = self.output_tokens
             self.cached_tokens = chunk.cached_tokens
@@ -243,13 +258,35 @@ class Attempt:
         self.mirror.unexpect(self.replica_id, self.dispatch.expected)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
+        self._finish_turn()
         self.observer.ended(self)
+
+    def end_elsewhere(self, now_s: float, *, is_tool_call: bool, is_over: bool) -> None:
+        """Another router says so."""
+        self.last_chunk_s, self.is_tool_call = now_s, is_tool_call
+        self.end(None if is_over else "moved")
+
+    @property
+    def is_over(self) -> bool:
+        """Else it goes on elsewhere, or was none."""
+        return self.outcome in ("ok", "cancelled")
+
+    def _finish_turn(self) -> None:
+        turn = self.dispatch.turn
+        if self.returns and turn and self.is_over:
+            at_s = self.last_chunk_s or self.first_token_s or self.sent_s
+            self.returns.finish(turn, is_tool_call=self.is_tool_call, now_s=at_s)
 
     def _infer(self, chain: Sequence[Fingerprint]) -> None:
         """The replica has cached the prompt."""
         added = self.boundaries.added(chain, 0) if self.boundaries else chain
         capacity = self.capacity_blocks * len(added) // max(1, len(chain))
         self.mirror.infer(self.replica_id, added, capacity_blocks=capacity)
+
+    @property
+    def evicted_why(self) -> Why:
+        """Why the ledger's evicted tokens are gone, if it has some."""
+        return self.context.retention.lost if self.context.retention else "usual"
 
     def ledger(self) -> Ledger | None:
         """Where the prompt's tokens came from; None until the engine has reported."""

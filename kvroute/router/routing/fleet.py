@@ -34,9 +34,12 @@ from kvroute.router.routing.load import (
 )
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate, rank
+from kvroute.router.routing.pressure import Pressure
 from kvroute.router.routing.queue import Room
+from kvroute.router.routing.returns import NOTHING_SAID, Retention, Returns, Said
 
 EVERYBODY = Scope()
+HOME = -1.0  # a share of branches below that of replicas without any
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 
 
@@ -86,6 +89,8 @@ class Fleet:
         self.mirror = Mirror()
         self.handshake = handshake or Handshake()
         self.observer = observer
+        self.returns = Returns(random.Random(rng.getrandbits(64)))
+        self._pressure = Pressure()
         self._space = Space(model, revision, block_size)
         self._block_size = block_size
         self._rng = rng
@@ -237,13 +242,14 @@ class Fleet:
         now_s: float,
         scope: Scope = EVERYBODY,
         features: Sequence[Feature] = (),
+        session: int = 0,
     ) -> Placement:
         """Ranks the running replicas for this prompt. Replicas that cannot load its LoRA adapter
-        are left out, unless none can."""
+        are left out, unless none can. session: the named one's number; 0: it has no name."""
         chain = self.chain(token_ids, scope, features)
         if lora := scope.lora:
             running = [id_ for id_ in running if self._can_load(id_, lora)] or running
-        placement = self.place_chain(chain, len(token_ids), running, now_s, lora)
+        placement = self.place_chain(chain, len(token_ids), running, now_s, lora, session)
         if scope.shared_tokens:
             return replace(placement, shared_tokens=scope.shared_tokens)
         return placement
@@ -255,6 +261,7 @@ class Fleet:
         running: Sequence[str],
         now_s: float,
         lora: str = "",
+        session: int = 0,
     ) -> Placement:
         """Ranks the running replicas for a prompt with these reusable blocks."""
         hits = self.hits(chain)
@@ -266,8 +273,11 @@ class Fleet:
         candidates = self._candidates(running, prompt, hits, prefix, now_s)
         if lora:
             candidates = [self._with_lora(each, lora) for each in candidates]
+        if not best and (home := self.returns.home(session)):
+            candidates = [_with_home(each, home) for each in candidates]
         forks = self._branches.forks(prefix)
-        ranking = self._rank(candidates, forks=forks, rng=self._rng)
+        pressure = self._pressure.value
+        ranking = self._rank(candidates, forks=forks, rng=self._rng, pressure=pressure)
         return Placement(
             ranking=tuple(ranking),
             chain=tuple(chain),
@@ -275,9 +285,16 @@ class Fleet:
             prompt_tokens=prompt_tokens,
             block_size=self._block_size,
             forks=forks,
+            pressure=pressure,
             lora=lora,
             known_blocks=self._known(chain, best),
         )
+
+    def retention(self, placement: Placement, now_s: float, said: Said = NOTHING_SAID) -> Retention:
+        """How long a replica is to keep the prompt's blocks."""
+        shared_blocks = placement.shared_tokens // placement.block_size
+        chain, known_blocks = placement.chain, placement.known_blocks
+        return self.returns.retention(chain, known_blocks, said, now_s, shared_blocks)
 
     def sent(
         self,
@@ -289,6 +306,7 @@ class Fleet:
     ) -> Attempt:
         """The request was sent there: it counts as load, and its blocks are expected."""
         there, load = placement.at(replica_id), self._load(replica_id)
+        retention = context.retention if context else None
         hit_blocks = there.hit_blocks
         hit_tokens = hit_blocks * self._block_size
         prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
@@ -302,7 +320,13 @@ class Fleet:
             expected=self.added(replica_id, placement.chain, hit_blocks),
             lora=placement.lora,
             loads_lora=there.lora_s > 0,
+            turn=retention and retention.turn,
+            keep=retention and retention.keep,
         )
+        if retention and not self.returns.knows(retention.turn):  # not sent before, elsewhere
+            self._pressure.sent(
+                computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
+            )
         attempt = self.begin(dispatch, now_s)
         attempt.placement, attempt.observer = placement, self.observer
         attempt.boundaries = self._boundaries.get(replica_id)
@@ -327,8 +351,17 @@ class Fleet:
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
         self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
-        capacity_blocks = self._capacity_blocks(dispatch.replica_id)
-        return Attempt(self.mirror, load, dispatch, capacity_blocks, now_s, RequestContext(now_s))
+        if dispatch.turn and dispatch.keep:
+            self.returns.begin(dispatch.turn, dispatch.keep, now_s, dispatch.replica_id)
+        return Attempt(
+            self.mirror,
+            load,
+            dispatch,
+            self._capacity_blocks(dispatch.replica_id),
+            now_s,
+            RequestContext(now_s),
+            returns=self.returns,
+        )
 
     def _candidates(
         self,
@@ -427,6 +460,12 @@ class Fleet:
         if record is None or replica_id in self.handshake.degraded:
             return False
         return record.facts.prefix_caching
+
+
+def _with_home(candidate: Candidate, home: str) -> Candidate:
+    """What the index does not know of a session, the replica of its latest turn may have: a new
+    conversation that begins there costs the least. A busy fleet does not look at it."""
+    return candidate._replace(branch_share=HOME) if candidate.replica_id == home else candidate
 
 
 def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:

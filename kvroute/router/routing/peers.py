@@ -24,6 +24,7 @@ from kvroute.contract.messages import (
     Message,
     Restarted,
     Sent,
+    SessionEnded,
     decode,
     encode,
 )
@@ -82,6 +83,8 @@ class PeerPublisher(RequestObserver):
                 pack(dispatch.expected),
                 dispatch.lora,
                 dispatch.loads_lora,
+                dispatch.turn,
+                dispatch.keep,
             )
         )
 
@@ -89,7 +92,10 @@ class PeerPublisher(RequestObserver):
         self._emit(FirstToken(attempt.request_id))
 
     def ended(self, attempt: Attempt) -> None:
-        self._emit(Ended(attempt.request_id))
+        self._emit(Ended(attempt.request_id, attempt.is_tool_call, attempt.is_over))
+
+    def session_ended(self, session: int) -> None:
+        self._emit(SessionEnded(session))
 
     def take(self) -> Message:
         """The events since the last call, in order."""
@@ -204,7 +210,13 @@ class PeerSubscriber:
                         attempt.first_token(self._clock())
                 case Ended():
                     if ended := attempts.pop(event.request_id, None):
-                        ended.end()
+                        ended.end_elsewhere(
+                            self._clock(),
+                            is_tool_call=event.is_tool_call,
+                            is_over=event.is_over,
+                        )
+                case SessionEnded():
+                    self._fleet.returns.end(event.session)
                 case Restarted():
                     _end(attempts)
 
@@ -263,4 +275,6 @@ def _dispatch(event: Sent) -> Dispatch:
         unpack(event.expected),
         event.lora,
         event.loads_lora,
+        event.turn,
+        event.keep,
     )

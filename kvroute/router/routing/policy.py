@@ -1,6 +1,7 @@
 """Ranks replicas for a request by cost, as arithmetic only: no clocks, no sockets, no Ray.
 
-    cost = W + alpha * (own + copy / (1 + forks) + lora) + externality + balance + rotation + decode
+    cost = W + alpha * (own + copy / (1 + forks) + lora) + eviction + externality + balance
+             + rotation + decode
 
 in seconds, with
 
@@ -13,6 +14,8 @@ in seconds, with
     lora     loading the request's LoRA adapter, if it is not loaded; the engine waits meanwhile
     alpha    1 while a quarter of the fleet is idle, otherwise the price of congestion: recomputing
              a prefix delays all requests behind it, so it rises with the lower quartile of the W
+    eviction what a copy pushes out of the cache there, as far as it is asked for again: copy times
+             the pressure (pressure.py). Tight caches also have less of copies and of rotation
     externality  the wait that this request causes for new requests. They go to the emptier half of
              the fleet, so work counts there, up to the median M of the W, for as long as it takes
              to drain: (min(W + work, M)^2 - min(W, M)^2) / 2 for each new request a second. So long
@@ -67,6 +70,7 @@ class Prices:
     median_backlog_s: float  # new requests avoid replicas that have more
     copy: float  # the share of a known prefix's prefill that counts
     branch: float  # weight of one share of the prefix's branches, in prefills of what is new
+    pressure: float  # prefills to come for each prefill of a copy
 
 
 def is_branch(candidates: Sequence[Candidate], forks: float) -> bool:
@@ -74,15 +78,17 @@ def is_branch(candidates: Sequence[Candidate], forks: float) -> bool:
     return forks > 0 or not any(candidate.hit_blocks for candidate in candidates)
 
 
-def prices(candidates: Sequence[Candidate], forks: float) -> Prices:
+def prices(candidates: Sequence[Candidate], forks: float, pressure: float = 0.0) -> Prices:
     backlogs_s = sorted(candidate.backlog_s for candidate in candidates)
     count = len(backlogs_s)
     idle = (backlogs_s.count(0.0) / count) ** IDLE_POWER
+    spread = idle * max(0.0, 1.0 - pressure)
     return Prices(
         alpha=1.0 + min(MAX_PRICE, PRICE_PER_S * backlogs_s[count // 4]),
         median_backlog_s=backlogs_s[count // 2],
-        copy=1.0 / (1.0 + idle * min(MAX_FORKS, forks)),
-        branch=idle * ROTATION if is_branch(candidates, forks) else 0.0,
+        copy=1.0 / (1.0 + spread * min(MAX_FORKS, forks)),
+        branch=spread * ROTATION if is_branch(candidates, forks) else 0.0,
+        pressure=pressure,
     )
 
 
@@ -91,6 +97,7 @@ def cost_s(candidate: Candidate, prices: Prices) -> float:
     backlog_s, own_s, copy_s = candidate.backlog_s, candidate.own_s, candidate.copy_s
     lora_s = candidate.lora_s
     total_s = backlog_s + prices.alpha * (own_s + prices.copy * copy_s + lora_s)
+    total_s += prices.pressure * copy_s
     if backlog_s < prices.median_backlog_s:
         after_s = min(backlog_s + own_s + copy_s + lora_s, prices.median_backlog_s)
         total_s += NEW_REQUESTS_PER_S * (after_s**2 - backlog_s**2) / 2.0
@@ -108,6 +115,7 @@ class Terms(NamedTuple):
     own: float
     copy: float
     lora: float
+    eviction: float
     externality: float
     balance: float
     rotation: float
@@ -126,6 +134,7 @@ def terms_s(candidate: Candidate, prices: Prices) -> Terms:
         own=prices.alpha * own_s,
         copy=prices.alpha * prices.copy * copy_s,
         lora=prices.alpha * candidate.lora_s,
+        eviction=prices.pressure * copy_s,
         externality=NEW_REQUESTS_PER_S * (after_s**2 - backlog_s**2) / 2.0 if is_joined else 0.0,
         balance=BALANCE * own_s * min(2.0, candidate.recent_share - 1.0),
         rotation=prices.branch * own_s * min(2.0, candidate.branch_share - 1.0),
@@ -133,9 +142,11 @@ def terms_s(candidate: Candidate, prices: Prices) -> Terms:
     )
 
 
-def rank(candidates: Sequence[Candidate], *, forks: float, rng: random.Random) -> list[Candidate]:
+def rank(
+    candidates: Sequence[Candidate], *, forks: float, rng: random.Random, pressure: float = 0.0
+) -> list[Candidate]:
     """Cheapest first; at equal cost the most free KV blocks first, then random order."""
     if not candidates:
         return []
-    common = prices(candidates, forks)
+    common = prices(candidates, forks, pressure)
     return sorted(candidates, key=lambda c: (cost_s(c, common), -c.free_blocks, rng.random()))

@@ -8,6 +8,7 @@ from typing import Any
 from kvroute.router.routing.attempts import Placement
 from kvroute.router.routing.breaks import Break
 from kvroute.router.routing.policy import Candidate, Terms, prices, terms_s
+from kvroute.router.routing.returns import Retention
 
 RECEIPTS = "kvroute_receipts"  # the member of a response that has them
 
@@ -18,6 +19,7 @@ REASONS = {
     "copy": "{choice} holds {hits} prompt tokens and {other} {other_hits}: to compute the "
     "difference again counts {seconds} s",
     "lora": "{choice} has the LoRA adapter loaded, which counts {seconds} s",
+    "eviction": "a copy on {other} would push out what is asked for again ({seconds} s)",
     "externality": "on {other}, new requests would wait {seconds} s longer for this prompt",
     "balance": "{other} has computed more lately ({seconds} s)",
     "rotation": "it is {choice}'s turn to begin a conversation ({seconds} s)",
@@ -26,15 +28,22 @@ REASONS = {
 
 
 def receipt(
-    placement: Placement, *, policy: str, broken: Break | None = None, most: int | None = None
+    placement: Placement,
+    *,
+    policy: str,
+    broken: Break | None = None,
+    retention: Retention | None = None,
+    most: int | None = None,
 ) -> dict[str, Any]:
     """A decision as JSON: tokens, seconds, and the replicas in the order of the ranking.
 
     Policies other than ours have no costs, so these are None. broken: since the chat's earlier
-    turn. most: replicas to list, at least two; default: all.
+    turn. retention: of the prompt; None: unknown. most: replicas to list, at least two; default:
+    all.
     """
     ranking = placement.ranking
-    common = prices(ranking, placement.forks) if ranking and policy == "kvroute" else None
+    is_priced = ranking and policy == "kvroute"
+    common = prices(ranking, placement.forks, placement.pressure) if is_priced else None
     listed = ranking[:most]
     terms = [terms_s(candidate, common) for candidate in listed] if common else []
     return {
@@ -45,8 +54,10 @@ def receipt(
         "reusable_blocks": len(placement.chain),
         "best_hit_tokens": placement.best_hit_blocks * placement.block_size,
         "broken": broken and broken.as_json(known_tokens=placement.known_tokens),
+        "evicted": _evicted(placement, retention),
         "forks": round(placement.forks, 3),
         "congestion_price": round(common.alpha, 3) if common else None,
+        "cache_pressure": round(placement.pressure, 3),
         "choice": ranking[0].replica_id if ranking else None,
         "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
         "reason": _reason(placement, terms, policy),
@@ -55,6 +66,12 @@ def receipt(
             for candidate, each in zip_longest(listed, terms)
         ],
     }
+
+
+def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any] | None:
+    """What a replica held once and none holds now; None: nothing."""
+    tokens = placement.evicted_tokens
+    return {"tokens": tokens, "why": retention.lost} if retention and tokens else None
 
 
 def _replica(candidate: Candidate, terms: Terms | None, block_size: int) -> dict[str, Any]:

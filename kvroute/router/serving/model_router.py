@@ -28,6 +28,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.api.urgency import sharer_of
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
+from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
 from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
@@ -53,10 +54,12 @@ from kvroute.router.routing.chats import Chats
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.handshake import Handshake
+from kvroute.router.routing.learning import Learning
 from kvroute.router.routing.limits import Entry, Limits
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.receipts import receipt
+from kvroute.router.routing.returns import NOTHING_SAID, Said
 from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
 from kvroute.router.serving.conversations import Conversations, asked
@@ -67,6 +70,7 @@ from kvroute.store.accounts import DailyAccounts
 from kvroute.store.clusters import Clusters, Tenant
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
+from kvroute.store.learned import Learned
 from kvroute.store.prefixes import Prefix, Prefixes
 from kvroute.store.responses import Responses
 
@@ -111,12 +115,15 @@ class ModelRouter:
         wake = Wake()
         self._publisher = PeerPublisher(router_id, limits=limits, queue=queue)
         self._accounts = _accounts(settings, redis, unreadable, router_id)
-        also = RequestObservers(self._publisher, wake)
+        self._ended_sessions = EndedSessions()
+        also = RequestObservers(self._publisher, wake, self._ended_sessions)
         self._telemetry = Telemetry(router_id, settings, also=also, lasting=self._accounts)
         running = partial(serves.running_replicas, self._deployment)
         self._chats = Chats()
         self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
         self._feed = Feed(self._index, self._fleet)
+        learned = Learned(redis, self.name, cluster=settings.cluster)
+        self._learning = Learning(learned, self._fleet.returns, unreadable)
         self._subscriber = PeerSubscriber(self._fleet, own=router_id, limits=limits, queue=queue)
         known = partial(serves.replicas, self._deployment)
         self._links = Links(known, self._fleet.told)
@@ -165,10 +172,12 @@ class ModelRouter:
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
         self._run("peer subscriber", self._subscriber.run(self._index))
+        self._run("learning", self._learning.run())
         self._run("links", self._links.run())
         self._run("liveness", self._liveness.run())
         self._run("holding", self.holding.run())
         self._run("neighbours", self._neighbours.run())
+        self._run("ended sessions", self._ended_sessions.run(self._links))
         for name, work in (self.prefixes.tasks() | self._telemetry.tasks()).items():
             self._run(name, work)
         await self._feed.loaded(within_s=LOADED_S)
@@ -211,6 +220,7 @@ class ModelRouter:
         prefix_name: str | None,
         entry: Entry | None = None,
         urgency: Urgency = AT_EASE,
+        said: Said = NOTHING_SAID,
     ) -> Response:
         """The response to a call that a replica's HTTP application answers. ApiError,
         OverLimitError.
@@ -225,6 +235,7 @@ class ModelRouter:
                 prefix_name=prefix_name,
                 entry=entry,
                 urgency=urgency,
+                said=said,
             )
         except RefusedCallError as error:
             response = whole_response(error.refusal)
@@ -243,6 +254,7 @@ class ModelRouter:
         prefix_name: str | None,
         entry: Entry | None,
         urgency: Urgency,
+        said: Said,
     ) -> Response:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
@@ -271,6 +283,7 @@ class ModelRouter:
             features=prompted.features,
             urgency=urgency,
             sharer=sharer,
+            said=said,
         )
         response = await self._calls.respond(
             call,
@@ -310,7 +323,7 @@ class ModelRouter:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
         return await self.prefixes.catalogue.named(*named, call.caller) if named else None
 
-    async def explain(self, call: Call) -> list[dict[str, Any]]:
+    async def explain(self, call: Call, said: Said = NOTHING_SAID) -> list[dict[str, Any]]:
         """Where each prompt of a call would go now, and why; nothing is generated.
         RefusedCallError."""
         call = await self._tokenizer.escaped((await asked(call, self.conversations)).call)
@@ -323,10 +336,23 @@ class ModelRouter:
             running, now_s = self._liveness.trusted(), time.monotonic()
             shared_tokens = self._dispatcher.shared_tokens(prompt, salt, prompted.features)
             scope = Scope(lora, salt, shared_tokens)
-            placement = self._fleet.place(prompt, running, now_s, scope, prompted.features)
-            receipts.append(receipt(placement, policy=self.settings.policy, broken=broken))
+            placement = self._fleet.place(
+                *(prompt, running, now_s, scope, prompted.features), session=said.session
+            )
+            retention = self._fleet.retention(placement, now_s, said)
+            policy = self.settings.policy
+            receipts.append(receipt(placement, policy=policy, broken=broken, retention=retention))
             await asyncio.sleep(0)  # other requests come first
         return receipts
+
+    async def end_session(self, session: int) -> dict[str, str]:
+        """A client says that no further turn will come. Returns the ranks that do not know it, and
+        why."""
+        self._fleet.returns.end(session)
+        self._publisher.session_ended(session)
+        if not self._fleet.returns.believes_ends:
+            return {}
+        return await end_session(self._links, session)
 
     def refused(self, error: Exception) -> None:
         """A client got this error instead of a response."""
@@ -452,7 +478,12 @@ class ModelRouter:
 
     def _receipt(self, generation: Generation, broken: Break | None) -> dict[str, Any]:
         """The receipt of a prompt in generation."""
-        return receipt(generation.placement, policy=self.settings.policy, broken=broken) | {
+        return receipt(
+            generation.placement,
+            policy=self.settings.policy,
+            broken=broken,
+            retention=generation.retention,
+        ) | {
             "request_id": generation.request_id,
             "replica": generation.replica_id,
             "expected_tokens": generation.expected_tokens,

@@ -9,11 +9,20 @@ const OUTCOMES = {
   refused: "refused",
   failed: "lost with its replica",
 };
+// Why blocks were evicted that this prompt asked for.
+const EVICTED = {
+  ended: "the session had ended",
+  unlikely: "such turns seldom come back",
+  usual: "the next in turn, or the replica is gone",
+  promised: "a promise was broken",
+};
 // What a cost is made of, in the words of the receipt's reasons.
 const TERMS = {
   waiting: "queued prefill",
   own: "computing what no replica holds",
   copy: "computing again what others hold",
+  lora: "loading the LoRA adapter",
+  eviction: "pushing out what is asked for again",
   externality: "making new requests wait",
   balance: "recent work",
   rotation: "rotation of new conversations",
@@ -139,6 +148,7 @@ function outcomeOf(decision) {
   if (decision.ledger) {
     const parts = Object.entries(decision.ledger).filter(([, tokens]) => tokens);
     facts.push(["ledger", parts.map(([cause, tokens]) => `${cause} ${count(tokens)}`).join(", ")]);
+    if (decision.evicted_why) facts.push(["why evicted", EVICTED[decision.evicted_why]]);
   }
   return el("dl", "", ...facts.map(([name, value]) => el("div", "", el("dt", "", name), el("dd", "", value))));
 }

@@ -1,0 +1,130 @@
+"""What a client says of its conversation, by its body and its headers.
+
+Our own fields are checked. Those of other APIs and of agents are read as far as they can be, and
+never refused: their next versions may have other values.
+"""
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from kvroute.contract.keep import SESSION_BITS
+from kvroute.keys.keyring import tenant_of
+from kvroute.router.api.calls import MAX_NAME, Call, objects
+from kvroute.router.api.errors import invalid, shown
+from kvroute.router.routing.returns import Said
+
+SESSION = "x-session-id"
+AGENTS = (  # headers of coding agents, in place of ours
+    "x-claude-code-session-id",
+    "session-id",  # Codex
+    "session_id",  # older versions of it
+    "x-opencode-session",  # where the provider's name begins with opencode
+    "x-session-affinity",  # OpenCode elsewhere, and others
+)
+SUFFIX = "_session_"  # of the `user_id` of Claude Code before 2.1.78; then comes the id
+MOST_USER = 1024  # characters of a `user_id` that may have a session's id in it
+TTLS_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "24h": 86_400.0}
+CACHED = ("system", "tools", "messages", "input")  # lists that may have marks of what to keep
+
+
+def said_of(headers: Mapping[str, str], call: Call) -> Said:
+    """ApiError for a session id that is none, or a `session_end` that is no boolean."""
+    id_ = _session_id(headers, call.body)
+    return Said(
+        session_number(call.cache_salt, id_) if id_ else 0,
+        _is_end(call.body.get("session_end")),
+        max(_kept_s(call), _retention_s(call.body)),
+        _tenant_number(tenant_of(call.caller) or call.cache_salt),
+    )
+
+
+def session_number(namespace: str, id_: str) -> int:
+    """Of SESSION_BITS, not 0. Equal ids of two namespaces have different ones."""
+    return _number(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
+
+
+def checked_id(name: str, value: object) -> str:
+    """A session's id; empty if there is none. ApiError."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MAX_NAME:
+        expected = f"a string of up to {MAX_NAME} characters"
+        raise invalid(name, f"{name} is {shown(value)}; expected {expected}")
+    return value
+
+
+def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
+    """The most explicit one; empty if there is none. ApiError."""
+    own = checked_id("session_id", body.get("session_id"))
+    if own := own or checked_id(SESSION, headers.get(SESSION)):
+        return own
+    for name in AGENTS:
+        if given := headers.get(name):
+            return given if len(given) <= MAX_NAME else ""
+    return _session_of_user(body.get("metadata"))
+
+
+def _session_of_user(metadata: object) -> str:
+    """Of Claude Code: its `user_id` is JSON with the session's id, or ends with it."""
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user, str) or len(user) > MOST_USER:
+        return ""
+    if not user.startswith("{"):
+        found: object = user.partition(SUFFIX)[2]
+    else:
+        try:
+            found = msgspec.json.decode(user).get("session_id")
+        except (ValueError, RecursionError):
+            return ""
+    return found if isinstance(found, str) and len(found) <= MAX_NAME else ""
+
+
+def _is_end(value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise invalid("session_end", f"session_end is {shown(value)}; expected true or false")
+
+
+def _kept_s(call: Call) -> float:
+    """For how long Anthropic's `cache_control` asks to keep some of the prompt; 0: not at all."""
+    if b"cache_control" not in call.raw:
+        return 0.0
+    longest_s = 0.0
+    for part in _cacheable(call.body):
+        control = part.get("cache_control")
+        if isinstance(control, dict) and control.get("type") == "ephemeral":
+            longest_s = max(longest_s, _ttl_s(control.get("ttl", "5m")))
+    return longest_s
+
+
+def _cacheable(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """All that can have a `cache_control`; some send it in chats, too."""
+    yield body
+    for name in CACHED:
+        for each in objects(body.get(name)):
+            yield each
+            yield from objects(each.get("content"))
+
+
+def _retention_s(body: Mapping[str, Any]) -> float:
+    """The same, as OpenAI's clients ask for it. `in_memory` promises nothing."""
+    options = body.get("prompt_cache_options")
+    ttl = options.get("ttl") if isinstance(options, dict) else None
+    return max(_ttl_s(body.get("prompt_cache_retention")), _ttl_s(ttl))
+
+
+def _ttl_s(value: object) -> float:
+    return TTLS_S.get(value, 0.0) if isinstance(value, str) else 0.0
+
+
+def _tenant_number(name: str) -> int:
+    """Of 31 bits; 0: nobody in particular."""
+    return _number(name, bits=31) if name else 0
+
+
+def _number(text: str, *, bits: int) -> int:
+    digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - bits) or 1

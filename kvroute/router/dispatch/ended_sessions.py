@@ -1,0 +1,53 @@
+"""Every replica is told of a conversation that has ended: its blocks may lie on several."""
+
+import asyncio
+
+from kvroute.router.dispatch.links import Links, UnansweredError
+from kvroute.router.routing.attempts import Attempt, RequestObserver
+
+TELL_S = 2.0  # the longest wait for a replica to take note
+WAITING = 1000  # ended conversations; further ones end on one replica only
+AT_ONCE = 16  # conversations
+
+
+async def end_session(links: Links, session: int) -> dict[str, str]:
+    """Ends it on all ranks at once. Returns those that have not said that they did, and why."""
+    ranks = links.running()
+    reasons = await asyncio.gather(*(_tell(links, rank, session) for rank in ranks))
+    return {rank: why for rank, why in zip(ranks, reasons, strict=True) if why}
+
+
+async def _tell(links: Links, rank: str, session: int) -> str:
+    """Empty: it has been told."""
+    try:
+        await links.call(rank, "end_session", session.to_bytes(8, "little"), within_s=TELL_S)
+    except UnansweredError as error:
+        return str(error)
+    return ""
+
+
+class EndedSessions(RequestObserver):
+    """Conversations whose last request, as it had said, has ended. An end that the request
+    itself did not tell its replica, as too many are wrong, is not told to others either."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, None] = {}  # in order
+        self._has_some = asyncio.Event()
+
+    def ended(self, attempt: Attempt) -> None:
+        turn, keep = attempt.dispatch.turn, attempt.dispatch.keep
+        is_last = turn is not None and turn.is_last and attempt.is_over
+        if is_last and keep and keep.chance <= 0 and len(self._waiting) < WAITING:
+            self._waiting[keep.session] = None
+            self._has_some.set()
+
+    async def run(self, links: Links) -> None:
+        """Tells the replicas until cancelled."""
+        while True:
+            await self._has_some.wait()
+            sessions = [*self._waiting][:AT_ONCE]
+            await asyncio.gather(*(end_session(links, session) for session in sessions))
+            for session in sessions:
+                self._waiting.pop(session)
+            if not self._waiting:
+                self._has_some.clear()

@@ -1,0 +1,78 @@
+"""Chats beside a batch job on one real engine, whose cache is too small for both.
+
+The batch job's prompts are asked once. The engine is told so, or nothing: then it evicts the least
+recently used blocks.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.keep import Keep
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.bench.report import Row, Section
+from tests.support.engines import Running, started
+
+CHATS, TURNS = 6, 4
+FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 256, 60, 4
+BATCH = 2  # one-shot prompts for each turn of a chat
+CACHE_MB = 160  # about 110 blocks of 32 tokens, in float32
+SEED = 1
+
+Told = Callable[[int], Keep | None]  # of a chat's request by the chat's number; 0: of the batch job
+
+
+def chance(session: int) -> Keep | None:
+    return Keep(session=session) if session else Keep(0.1)
+
+
+def nothing(session: int) -> Keep | None:
+    return None
+
+
+def beside_batch() -> Section:
+    rows: list[Row] = [
+        {"told": "nothing (LRU)", **asyncio.run(_share(nothing))},
+        {"told": "how likely each comes back", **asyncio.run(_share(chance))},
+    ]
+    title = f"{CHATS} chats beside a batch job on one engine ({BUILTIN_MODEL})"
+    return Section(title, rows)
+
+
+async def _share(told: Told) -> Row:
+    rng = random.Random(SEED)
+
+    def passage(tokens: int) -> list[int]:
+        return [rng.randrange(1_000, 40_000) for _ in range(tokens)]
+
+    async with started("vllm", kv_cache_memory_mb=CACHE_MB, max_model_len=1024) as running:
+        chats = {number: passage(FIRST_TOKENS) for number in range(1, CHATS + 1)}
+        hit = asked = 0
+        for turn in range(TURNS):
+            for number, prompt in chats.items():
+                cached, answer = await _ask(running, prompt, told(number))
+                if turn:
+                    hit, asked = hit + cached, asked + len(prompt)
+                chats[number] = prompt + answer + passage(TURN_TOKENS)
+                for _ in range(BATCH):
+                    await _ask(running, passage(FIRST_TOKENS), told(0))
+        return {
+            "blocks in the cache": running.engine.facts.capacity_blocks,
+            "cached share of later turns' tokens": hit / asked,
+        }
+
+
+async def _ask(running: Running, prompt: list[int], keep: Keep | None) -> tuple[int, list[int]]:
+    """Cached tokens, and the answer."""
+    ids = np.array(prompt, np.uint32)
+    request = GenerateRequest("", ids, max_tokens=ANSWER_TOKENS)
+    chunks = await running.run(replace(request, keep=keep))
+    return chunks[0].cached_tokens, [token for chunk in chunks for token in chunk.token_ids]
+
+
+if __name__ == "__main__":
+    print(beside_batch().markdown())

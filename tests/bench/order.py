@@ -1,0 +1,122 @@
+"""What the order of eviction costs vLLM's block pool, a block: its own queue beside ours."""
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvroute.contract.keep import KEEP, Keep
+from tests.bench.report import Row, Section
+
+BLOCKS = 50_000  # of the pool
+CHATS = 600
+TURN_BLOCKS = 24  # that a turn adds, prompt and answer
+MOST_TURNS = 8
+REQUESTS = 3_000  # that are counted, once the pool is full
+ROUNDS = 5  # in turns
+PARTS = "get", "free", "touch", "label"
+
+Said = Callable[[random.Random, int], Keep]  # of a turn, by its session
+
+
+def nothing(rng: random.Random, session: int) -> Keep:
+    return KEEP
+
+
+def learned(rng: random.Random, session: int) -> Keep:
+    """Some kinds of turns, and sessions of their own."""
+    return Keep(rng.choice([1.0, 0.7, 0.4, 0.1]), session=session)
+
+
+def promised(rng: random.Random, session: int) -> Keep:
+    """A quarter of all turns call a tool."""
+    still_s = rng.choice([0.0, 0.0, 0.0, 15.0])
+    chance = rng.choice([1.0, 0.7, 0.4, 0.1])
+    return Keep(chance, still_s, session, tenant=session % 8)
+
+
+CASES: dict[str, Said | None] = {
+    "vLLM's own": None,
+    "ours, nothing said": nothing,
+    "ours, learned": learned,
+    "ours, with promises": promised,
+}
+
+
+def order() -> Section:
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for number in range(ROUNDS):
+        for case, said in CASES.items():
+            found[case].append(Pool(said, number).us_a_block())
+    rows: list[Row] = []
+    for case, rounds in found.items():
+        row = {part: statistics.median(each[part] for each in rounds) for part in PARTS}
+        rows.append({"queue": case, **row, "in all": sum(row.values())})
+    note = f"Microseconds a block. {CHATS} chats in {BLOCKS:,} blocks; medians of {ROUNDS} rounds."
+    return Section("The order of eviction in vLLM's block pool", rows, [note])
+
+
+class Pool:
+    """Chats on a pool; said: None: with its own queue."""
+
+    def __init__(self, said: Said | None, seed: int) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+
+        from kvroute.replica.vllm_engine.free_queue import FreeQueue
+
+        self.pool: Any = BlockPool(BLOCKS + 1, True, 16)
+        self._now_s = 0.0
+        self._queue = FreeQueue(self.pool, lambda: self._now_s) if said else None
+        self._said = said or nothing
+        self._rng = random.Random(seed)
+        self._spent = dict.fromkeys(PARTS, (0, 0.0))  # blocks, seconds
+
+    def us_a_block(self) -> dict[str, float]:
+        """Once the pool is full."""
+        chats: list[tuple[int, list[bytes]]] = [(n, []) for n in range(1, CHATS + 1)]
+        for request in range(2 * REQUESTS):
+            if request == REQUESTS:
+                self._spent = dict.fromkeys(PARTS, (0, 0.0))
+            number = self._rng.randrange(CHATS)
+            session, hashes = chats[number]
+            if len(hashes) >= MOST_TURNS * TURN_BLOCKS:
+                session, hashes = session + CHATS, []
+            hashes = hashes + [self._rng.randbytes(36) for _ in range(TURN_BLOCKS)]
+            chats[number] = session, hashes
+            self._turn(session, hashes)
+        return {
+            part: 1e6 * spent_s / max(1, blocks) for part, (blocks, spent_s) in self._spent.items()
+        }
+
+    def _turn(self, session: int, hashes: Sequence[bytes]) -> None:
+        self._now_s += 0.05
+        found = self.pool.cached_block_hash_to_block
+        hits: list[Any] = []
+        for hash_ in hashes:
+            block = found.get_one_block(hash_)
+            if block is None:
+                break
+            hits.append(block)
+        self._timed("touch", hits, self.pool.touch)
+        missing = len(hashes) - len(hits)
+        new = self._timed("get", range(missing), lambda blocks: self.pool.get_new_blocks(missing))
+        for hash_, block in zip(hashes[len(hits) :], new, strict=True):
+            self.pool._insert_block_hash(hash_, block, num_tokens=16)
+        blocks = hits + new
+        if self._queue:
+            keep, queue = self._said(self._rng, session), self._queue
+            self._timed("label", blocks, lambda blocks: queue.label(blocks, keep))
+        self._timed("free", blocks[::-1], self.pool.free_blocks)
+
+    def _timed(self, part: str, blocks: Sequence[Any], act: Callable[[Any], Any]) -> Any:
+        began_s = time.perf_counter()
+        result = act(blocks)
+        count, spent_s = self._spent[part]
+        self._spent[part] = count + len(blocks), spent_s + time.perf_counter() - began_s
+        return result
+
+
+if __name__ == "__main__":
+    print(order().markdown())

@@ -1,0 +1,67 @@
+"""vLLM's schedulers without a model: each step draws some token for each request."""
+
+from typing import Any
+
+BLOCK = 16  # tokens
+
+
+def scheduler_of(kind: Any, *specs: Any, blocks: int, **options: Any) -> Any:
+    """As a replica configures it. specs: of the cache's groups (kv_managers.py); options: of the
+    engine."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+
+    model = str(resolve(BUILTIN_MODEL))
+    config = AsyncEngineArgs(model=model, block_size=BLOCK, **options).create_engine_config()
+    config.cache_config.num_gpu_blocks = blocks + 1  # one is vLLM's null block
+    groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
+    cache = KVCacheConfig(blocks + 1, [], groups)
+    sizes = resolve_kv_cache_block_sizes(cache, config)
+    return kind(
+        *(config, cache, StructuredOutputManager(config)),
+        block_size=sizes[0],
+        hash_block_size=sizes[1],
+    )
+
+
+def request_of(
+    name: str,
+    *,
+    tokens: int,
+    first_id: int,
+    priority: int = 0,
+    max_tokens: int = 100,
+    extra_args: dict[str, Any] | None = None,
+) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256_cbor
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256_cbor)
+    return Request(
+        name,
+        list(range(first_id, first_id + tokens)),
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args),
+        None,
+        priority=priority,
+        block_hasher=get_request_block_hasher(BLOCK, sha256_cbor),
+    )
+
+
+def step(scheduler: Any) -> dict[str, int]:
+    """Computes a step, with some token for each request whose prompt is done; returns how many
+    tokens of each it computed."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    planned = scheduler.schedule()
+    computed: dict[str, int] = planned.num_scheduled_tokens
+    requests = [scheduler.requests[name] for name in computed]
+    drawn = [[7] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
+    numbers = {name: number for number, name in enumerate(computed)}
+    scheduler.update_from_output(planned, ModelRunnerOutput([*computed], numbers, drawn))
+    return computed

@@ -1,0 +1,206 @@
+"""A conversation that a client has ended is over on every replica, and for its router."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from fastapi import FastAPI
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.contract.keep import KEEP, Keep, SessionTurn
+from kvroute.keys.key_file import new_file, new_key
+from kvroute.keys.keyring import Keyring
+from kvroute.router.api.access import Access
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.sessions import session_number
+from kvroute.router.dispatch import ended_sessions
+from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
+from kvroute.router.endpoints.session_routes import routes
+from kvroute.router.ingress import _refuse
+from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.returns import ENDED, NOTHING_SAID, Returns, Said
+from kvroute.router.serving.models import Models
+from tests.support.answers import completion
+from tests.support.waiting import until
+from tests.support.wired import Wired, dispatcher_of
+
+PROMPT = np.arange(100, dtype=np.uint32)
+LONGEST = 2**63 - 1
+
+
+class Replicas:
+    """They answer with one token, and keep which sessions they were told of."""
+
+    def __init__(self, *ids: str, ranks: int = 1) -> None:
+        self.told: list[tuple[int, int]] = []  # and of which rank
+        methods = {"end_session": self._end}
+        self.wired = Wired(dict.fromkeys(ids, self._generate), methods, ranks=ranks)
+        self.hang = False
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk((1,), 0, is_last=True)
+
+    async def _end(self, session: bytes, rank: int) -> bytes:
+        if self.hang:
+            await asyncio.Event().wait()
+        self.told.append((int.from_bytes(session, "little"), rank))
+        return b""
+
+
+async def test_every_rank_of_every_replica_is_told() -> None:
+    replicas = Replicas("a", "b", ranks=2)
+    async with replicas.wired as wired:
+        assert await end_session(wired.links, LONGEST) == {}
+    assert sorted(replicas.told) == sorted(2 * [(LONGEST, 0), (LONGEST, 1)])
+
+
+async def test_replicas_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended_sessions, "TELL_S", 0.05)
+    replicas = Replicas("a", "b")
+    async with replicas.wired as wired:
+        wired.servers["a"].methods = {}
+        replicas.hang = True
+        found = await end_session(wired.links, 5)
+    assert "knows no 'end_session'" in found["a"]
+    assert "has not answered within 0.05 s" in found["b"]
+
+
+@pytest.mark.parametrize("said", [Said(5, is_end=True), Said(is_end=True), Said(5), NOTHING_SAID])
+async def test_the_end_of_a_last_request_is_told_to_all(said: Said) -> None:
+    replicas, ended = Replicas("a", "b"), EndedSessions()
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), observer=ended)
+    async with replicas.wired as wired:
+        running = asyncio.create_task(ended.run(wired.links))
+        context = RequestContext(time.monotonic(), said=said)
+        generation = await dispatcher_of(wired, fleet).begin(PROMPT, completion(), context)
+        while await generation.next():
+            assert replicas.told == []
+        if said.is_end:
+            await until(lambda: len(replicas.told) == 2)
+            ((session, _), same) = replicas.told
+            assert session == same[0] == (said.session or session)
+        else:
+            assert not ended._waiting
+        running.cancel()
+
+
+async def test_ends_that_nobody_tells_of_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended_sessions, "WAITING", 3)
+    ended = EndedSessions()
+    for session in range(1, 9):
+        for is_over, chance in ((False, 0.0), (True, 0.5), (True, 0.0), (True, 0.0)):
+            attempt: Any = SimpleNamespace(
+                dispatch=SimpleNamespace(
+                    turn=SessionTurn(Fingerprint(session), session, 1, is_last=True),
+                    keep=Keep(chance, session=session),
+                ),
+                is_over=is_over,
+            )
+            ended.ended(attempt)
+            assert bool(ended._waiting) == (session > 1 or (is_over and chance == 0.0))
+    assert [*ended._waiting] == [1, 2, 3]
+
+
+def chain(*ends: int) -> list[Fingerprint]:
+    return [Fingerprint(each) for each in ends]
+
+
+def test_a_turn_after_the_end_has_lost_what_was_ended() -> None:
+    returns = Returns()
+    for session in (1, 2):
+        turn, keep, _ = returns.retention(chain(10 * session), 0, Said(session), 0.0)
+        returns.begin(turn, keep, 0.0)
+        returns.finish(turn, is_tool_call=False, now_s=1.0)
+    returns.end(1)
+    returns.end(3)  # nobody's
+    ended = returns.retention(chain(10, 11), 1, Said(1), 2.0)
+    assert (ended.lost, ended.turn.number) == ("ended", 2)
+    assert returns.retention(chain(20, 21), 1, Said(2), 2.0).lost == "usual"
+    returns.begin(ended.turn, KEEP, 2.0)
+    assert sum(returns.counts.returned[:ENDED]) == 0
+
+
+class Application:
+    """The route, of a router with two models."""
+
+    def __init__(self, keyring: Keyring | None = None) -> None:
+        self.ended: dict[str, list[int]] = {"m": [], "n": []}
+        models = object.__new__(Models)
+        models.all = [self._model(name) for name in self.ended]
+        models._started = 0
+        http: Any = FastAPI()
+        http.state.models, http.state.limits = models, None
+        http.include_router(routes)
+        http.exception_handler(ApiError)(_refuse)
+        if keyring is not None:
+            http.add_middleware(Access, keys=lambda: keyring, refused=lambda error: None)
+        transport = httpx.ASGITransport(http)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://router")
+
+    def _model(self, name: str) -> Any:
+        async def end(session: int) -> dict[str, str]:
+            self.ended[name].append(session)
+            return {} if name == "m" else {"n#1": "it is away"}
+
+        return SimpleNamespace(
+            name=name,
+            adapter=lambda given: "" if given == name else None,
+            settings=SimpleNamespace(adapters=()),
+            known_max_model_len=None,
+            end_session=end,
+        )
+
+
+async def test_a_session_ends_for_every_model_or_for_one() -> None:
+    application = Application()
+    answer = await application.client.delete("/v1/sessions/chat/1%3F")
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {
+            "id": "chat/1?",
+            "object": "session",
+            "deleted": True,
+            "unanswered": {"n#1": "it is away"},
+        },
+    )
+    number = session_number("", "chat/1?")
+    assert application.ended == {"m": [number], "n": [number]}
+    query = {"model": "m", "cache_salt": "s"}
+    assert (await application.client.delete("/v1/sessions/x", params=query)).status_code == 200
+    assert application.ended == {"m": [number, session_number("s", "x")], "n": [number]}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/sessions/x?model=z", 404), (f"/v1/sessions/{'x' * 257}", 400)]
+)
+async def test_what_cannot_be_ended_is_refused(path: str, status: int) -> None:
+    application = Application()
+    answer = await application.client.delete(path)
+    assert (answer.status_code, "error" in answer.json()) == (status, True)
+    assert application.ended == {"m": [], "n": []}
+
+
+async def test_a_key_ends_sessions_of_its_tenant_only() -> None:
+    keys, keyring = keys_of("a", "b")
+    application = Application(keyring)
+    for key in keys:
+        headers = {"x-api-key": key}
+        await application.client.delete("/v1/sessions/x", headers=headers)
+    callers = [keyring.caller(key) for key in keys]
+    expected = [session_number(each.salt, "x") for each in callers if each]
+    assert application.ended["m"] == expected
+    assert len(set(expected)) == 2
+
+
+def keys_of(*tenants: str) -> tuple[Sequence[str], Keyring]:
+    keys, entries = zip(*(new_key(tenant, ["use"], "") for tenant in tenants), strict=True)
+    return keys, Keyring(msgspec.structs.replace(new_file(), keys=entries))

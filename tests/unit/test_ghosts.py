@@ -1,0 +1,195 @@
+"""The ghost list tells what a larger cache would have found besides."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from kvroute.contract.cache_groups import CacheGroup, Layout
+from kvroute.contract.chain import Scope
+from kvroute.contract.generation import TokenIds
+from kvroute.replica.engine.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventsLost,
+    Evictions,
+    KVEvent,
+)
+from kvroute.replica.engine_metrics import ReplicaMetrics, ghost_hit_tokens
+from kvroute.replica.ghosts import SIZES, Ghosts, ghosts_of
+from kvroute.replica.sim_engine.blocks import BlockPool
+from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.routing.returns import WHYS
+
+SIZE = 4  # tokens of a block
+CAPACITY = 16  # blocks
+
+PROMPTS = st.lists(  # of chats with one of two beginnings
+    st.tuples(st.integers(0, 1), st.integers(0, 6), st.integers(1, 6)), min_size=20, max_size=60
+)
+
+
+def prompt(system: int, chat: int, blocks: int) -> TokenIds:
+    """A shared beginning of two blocks, and so many of the chat's own; then a token."""
+    shared = [1_000 + system] * 2 * SIZE
+    own = [10 * system + chat] * blocks * SIZE
+    return np.array([*shared, *own, 9], dtype=np.uint32)
+
+
+def hits(pool: BlockPool, prompts: Sequence[TokenIds], *, ghosts: Ghosts | None = None) -> int:
+    """Blocks that a cache delivers to these prompts, one after the other."""
+    found = 0
+    for token_ids in prompts:
+        table = pool.table(token_ids, Scope())
+        found += pool.admit(table) or 0
+        assert pool.extend(table, len(token_ids))
+        pool.free(table)
+        events = pool.drain()
+        if ghosts is not None:
+            ghosts.happened(events)
+    return found
+
+
+def pool_of(blocks: float) -> BlockPool:
+    return BlockPool(model="m", block_size=SIZE, capacity_blocks=int(blocks))
+
+
+@given(PROMPTS)
+def test_it_tells_exactly_what_larger_caches_find_for_prompts_one_after_the_other(
+    drawn: list[tuple[int, int, int]],
+) -> None:
+    prompts = [prompt(*each) for each in drawn]
+    ghosts = Ghosts(CAPACITY, SIZE)
+    there = hits(pool_of(CAPACITY), prompts, ghosts=ghosts)
+    for name, size in SIZES.items():
+        larger = hits(pool_of(size * CAPACITY), prompts)
+        assert ghosts.hit_tokens[name] == SIZE * (larger - there)
+    assert len(ghosts) <= CAPACITY
+
+
+BLOCKS = st.lists(st.integers(0, 60), min_size=1, max_size=20)
+EVENTS = st.one_of(
+    st.builds(BlockStored, BLOCKS, st.just(())),
+    st.builds(BlockRemoved, BLOCKS),
+    st.just(AllBlocksCleared()),
+)
+
+
+@given(st.lists(EVENTS))
+def test_a_larger_cache_never_finds_less_and_the_list_is_never_longer_than_the_cache(
+    events: list[KVEvent],
+) -> None:
+    ghosts = Ghosts(8, SIZE)
+    for event in [*events, BlockStored([-1], ())]:
+        before = ghosts.hit_tokens
+        ghosts.happened([event])
+        found = ghosts.hit_tokens
+        assert list(found.values()) == sorted(found.values())
+        assert all(found[size] >= before[size] for size in SIZES)
+    assert len(ghosts) <= 8
+
+
+def test_the_list_is_bounded_though_blocks_only_go() -> None:
+    for size in (1, 1_000):
+        ghosts = Ghosts(8, SIZE)
+        for first in range(0, 1_000, size):
+            ghosts.happened([removed(*range(first, first + size))])
+        assert len(ghosts) <= 3 * 8
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
+def test_only_a_block_without_a_copy_left_is_a_ghost_and_each_once(
+    steps: list[tuple[bool, int]],
+) -> None:
+    ghosts, there = Ghosts(64, SIZE), Counter[int]()
+    gone = set[int]()
+    for is_stored, block in steps:
+        if is_stored:
+            ghosts.happened([stored(block)])
+            there[block] += 1
+            gone.discard(block)
+        elif there[block]:
+            ghosts.happened([removed(block)])
+            there[block] -= 1
+            gone |= set() if there[block] else {block}
+        assert sorted(each for part in ghosts._parts for each in part) == sorted(gone)
+        assert ghosts._copies == +there
+
+
+def test_a_ghost_that_goes_again_unseen_is_the_youngest_and_there_once() -> None:
+    ghosts = Ghosts(8, SIZE)
+    ghosts.happened([removed(*range(6)), stored(100), removed(0)])
+    assert [[*part] for part in ghosts._parts] == [[4, 5, 0], [2, 3], [1]]
+
+
+def removed(*blocks: int, group: int = 0) -> BlockRemoved:
+    return BlockRemoved(blocks, group)
+
+
+def stored(*blocks: int, group: int = 0) -> BlockStored:
+    return BlockStored(blocks, (), group)
+
+
+def test_how_long_ago_a_block_went_says_how_large_the_cache_had_to_be() -> None:
+    ghosts = Ghosts(8, SIZE)  # room for 2, 2 and 4 ghosts
+    ghosts.happened([removed(*range(9)), stored(100)])
+    for block, expected in ((0, (0, 0, 0)), (1, (0, 0, 1)), (5, (0, 1, 2)), (8, (1, 2, 3))):
+        ghosts.happened([stored(block)])
+        assert tuple(ghosts.hit_tokens.values()) == tuple(SIZE * blocks for blocks in expected)
+
+
+def test_what_lies_behind_a_miss_is_none_of_its_hits() -> None:
+    ghosts = Ghosts(8, SIZE)
+    ghosts.happened([removed(*range(4)), stored(3, 100, 2)])
+    assert ghosts.hit_tokens == dict.fromkeys(SIZES, SIZE)
+
+
+def test_an_emptied_cache_and_lost_events_leave_no_ghosts() -> None:
+    for event in (AllBlocksCleared(), EventsLost()):
+        ghosts = Ghosts(8, SIZE)
+        ghosts.happened([removed(1), event, stored(1)])
+        assert ghosts.hit_tokens == dict.fromkeys(SIZES, 0)
+
+
+def test_one_group_is_followed_the_first_of_the_layouts_first_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = SimulatedEngine(SimulatedConfig(capacity_blocks=64, block_size=16))
+    layout = Layout((CacheGroup("full_attention", 32), CacheGroup("mamba", 64)), 64)
+    engine.facts = msgspec.structs.replace(engine.facts, layout=layout)
+    monkeypatch.setattr(engine, "members", (1, 0))
+    ghosts = ghosts_of(engine)
+    ghosts.happened([removed(1), removed(2, group=1), stored(1), stored(2, group=1)])
+    assert ghosts.hit_tokens == dict.fromkeys(SIZES, 32)
+    assert sum(ghosts._limits) == 64 * 16 // 32
+    monkeypatch.setattr(engine, "members", (None,))
+    without = ghosts_of(engine)
+    without.happened([removed(1), stored(1)])
+    assert without.hit_tokens == dict.fromkeys(SIZES, 0)
+
+
+def test_metrics_have_all_ranks_ghost_hits_and_evictions_by_why() -> None:
+    registry = CollectorRegistry()
+    metrics, ranks = ReplicaMetrics(registry), [Ghosts(8, SIZE), Ghosts(8, 2 * SIZE)]
+    for ghosts in ranks:
+        ghosts.happened([removed(1), stored(1)])
+    assert ghost_hit_tokens(ranks) == dict.fromkeys(SIZES, 3 * SIZE)
+    metrics.happened([Evictions(ended=3, promised=1), Evictions(ended=2)])
+    told = {
+        why: registry.get_sample_value("kvroute_engine_evictions_total", {"why": why})
+        for why in ("ended", "unlikely", "usual", "promised")
+    }
+    assert told == {"ended": 5, "unlikely": 0, "usual": 0, "promised": 1}
+    assert tuple(told) == WHYS
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_simulated_engine_has_a_ghost_for_each_of_its_blocks(prefix_caching: bool) -> None:
+    config = SimulatedConfig(capacity_blocks=64, prefix_caching=prefix_caching)
+    assert sum(ghosts_of(SimulatedEngine(config))._limits) == 64

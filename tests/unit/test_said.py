@@ -1,0 +1,261 @@
+"""What clients and coding agents say of their conversations is understood, or ignored."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.keys.keyring import Caller
+from kvroute.router.api.calls import CHATS, MAX_NAME, MESSAGES, parse_call
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.sessions import AGENTS, SESSION, said_of, session_number
+from kvroute.router.routing.returns import NOTHING_SAID, Said
+
+ID = "54c1eb09-bc4c-4d2f-98eb-6d2ab2d5e2fe"
+EPHEMERAL = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+USER = {"role": "user", "content": "Hi"}
+
+
+def said(
+    body: dict[str, Any], headers: dict[str, str] | None = None, caller: Caller | None = None
+) -> Said:
+    call = parse_call(CHATS, json.dumps(body).encode())
+    return said_of(httpx.Headers(headers or {}), replace(call, caller=caller))
+
+
+def session(body: dict[str, Any], headers: dict[str, str] | None = None) -> int:
+    return said(body, headers).session
+
+
+def caller(tenant: str) -> Caller:
+    return Caller(tenant, frozenset(), f"salt of {tenant}")
+
+
+def test_who_says_nothing_has_said_nothing() -> None:
+    assert said({"messages": [USER]}) == NOTHING_SAID
+    assert said({"session_id": None, "session_end": False}, {SESSION: ""}) == NOTHING_SAID
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        ({"session_id": ID}, {}),
+        *(({}, {name.title(): ID}) for name in (SESSION, *AGENTS)),
+        ({"metadata": {"user_id": f"user_0a1b_account__session_{ID}"}}, {}),
+        (
+            {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": ID})}},
+            {},
+        ),
+    ],
+)
+def test_a_session_is_named_in_many_ways(body: dict[str, Any], headers: dict[str, str]) -> None:
+    assert session(body, headers) == session_number("", ID) > 0
+
+
+def test_the_most_explicit_name_wins() -> None:
+    names = [*AGENTS[::-1], SESSION]
+    headers = dict[str, str]()
+    for name in names:
+        headers[name] = name
+        assert session({"metadata": {"user_id": f"_session_{ID}"}}, headers) == session_number(
+            "", name
+        )
+    assert session({"session_id": ID}, headers) == session_number("", ID)
+
+
+@pytest.mark.parametrize("given", [5, True, [ID], {"id": ID}, "x" * (MAX_NAME + 1)])
+def test_what_is_no_session_id_is_refused(given: Any) -> None:
+    with pytest.raises(ApiError, match="expected a string of up to 256 characters") as refused:
+        said({"session_id": given})
+    assert (refused.value.status, refused.value.param) == (400, "session_id")
+
+
+def test_a_long_header_is_refused_if_it_is_ours() -> None:
+    with pytest.raises(ApiError, match="x-session-id is"):
+        said({}, {SESSION: "x" * (MAX_NAME + 1)})
+    assert session({}, {AGENTS[0]: "x" * (MAX_NAME + 1)}) == 0
+
+
+@pytest.mark.parametrize("given", ["true", 1, 0, [], {}])
+def test_what_is_no_end_is_refused(given: Any) -> None:
+    with pytest.raises(ApiError, match="expected true or false") as refused:
+        said({"session_end": given})
+    assert (refused.value.status, refused.value.param) == (400, "session_end")
+
+
+def test_a_request_can_be_the_last() -> None:
+    assert said({"session_end": True}).is_end
+
+
+def test_tenants_and_salts_share_no_session() -> None:
+    found = {
+        said({"session_id": ID, **own}, caller=who).session
+        for who in (None, caller("a"), caller("b"))
+        for own in ({}, {"cache_salt": "s"}, {"cache_salt": f"s{ID}"})
+    }
+    assert len(found) == 9
+
+
+@given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
+def test_two_sessions_have_two_numbers(one: tuple[str, str], other: tuple[str, str]) -> None:
+    numbers = session_number(*one), session_number(*other)
+    assert all(0 < number < 2**63 for number in numbers)
+    assert (numbers[0] == numbers[1]) == (one == other)
+
+
+def test_an_id_is_no_part_of_a_salt() -> None:
+    assert session_number("a", "bc") != session_number("ab", "c")
+
+
+def test_promises_count_for_a_tenant_else_for_a_salt() -> None:
+    numbers = [
+        said({}, caller=caller("a")).tenant,
+        said({}, caller=caller("b")).tenant,
+        said({"cache_salt": "s"}).tenant,
+    ]
+    assert len({0, *numbers}) == 4
+    assert all(0 < number < 2**31 for number in numbers)
+    assert said({"cache_salt": "s"}, caller=caller("a")).tenant == numbers[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"cache_control": HOUR},
+        {"system": [{"type": "text", "text": "Hi", "cache_control": HOUR}]},
+        {"tools": [{"name": "f"}, {"name": "g", "cache_control": HOUR}]},
+        {"messages": [USER, {**USER, "cache_control": HOUR}]},
+        {"messages": [{**USER, "content": [{"type": "text", "cache_control": HOUR}]}]},
+        {"input": [{**USER, "content": [{"type": "input_text", "cache_control": HOUR}]}]},
+    ],
+)
+def test_a_prompt_is_marked_wherever_anthropic_allows_it(body: dict[str, Any]) -> None:
+    assert said(body).promise_s == 3600
+
+
+def test_the_longest_promise_holds_and_five_minutes_are_usual() -> None:
+    def kept_s(*controls: Any) -> float:
+        parts = [{"type": "text", "text": "", "cache_control": control} for control in controls]
+        return said({"messages": [{**USER, "content": parts}]}).promise_s
+
+    assert kept_s(EPHEMERAL) == kept_s({**EPHEMERAL, "ttl": "5m"}) == 300
+    assert kept_s(EPHEMERAL, HOUR, EPHEMERAL) == 3600
+    assert kept_s({**EPHEMERAL, "ttl": "9y"}, {"type": "lasting"}, None, "1h") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "promise_s"),
+    [
+        ({"prompt_cache_retention": "24h"}, 86_400),
+        ({"prompt_cache_retention": "in_memory"}, 0),
+        ({"prompt_cache_retention": "in-memory"}, 0),
+        ({"prompt_cache_retention": 24}, 0),
+        ({"prompt_cache_options": {"ttl": "30m"}}, 1800),
+        ({"prompt_cache_options": {"mode": "explicit"}}, 0),
+        ({"prompt_cache_key": ID}, 0),
+    ],
+)
+def test_openais_clients_promise_too(body: dict[str, Any], promise_s: float) -> None:
+    assert said(body) == Said(promise_s=promise_s)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text() | st.sampled_from([HOUR, ID, "1h"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["cache_control", "type", "ttl", "content", "user_id", "x"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=12,
+)
+OTHERS = (  # fields of other APIs
+    *("metadata", "cache_control", "system", "tools", "messages", "input"),
+    *("prompt_cache_retention", "prompt_cache_options", "prompt_cache_key", "user"),
+)
+
+
+@given(st.dictionaries(st.sampled_from(OTHERS), JSON))
+def test_nothing_of_other_apis_is_refused(body: dict[str, Any]) -> None:
+    assert said(body).promise_s in (0.0, 300.0, 1800.0, 3600.0, 86_400.0)
+
+
+@given(st.text() | JSON.map(json.dumps) | JSON.map(lambda id_: json.dumps({"session_id": id_})))
+def test_any_user_is_understood_or_ignored(user: str) -> None:
+    assert session({"metadata": {"user_id": user}}) >= 0
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        '{"session_id":' + "[" * 1000,
+        '{"session_id":',
+        json.dumps({"session_id": "x" * (MAX_NAME + 1)}),
+        f"_session_{'x' * (MAX_NAME + 1)}",
+        json.dumps({"x": "x" * 10_000, "session_id": ID}),
+    ],
+)
+def test_a_user_that_is_too_deep_or_too_long_is_ignored(user: str) -> None:
+    assert session({"metadata": {"user_id": user}}) == 0
+
+
+@given(st.dictionaries(st.sampled_from(["session_id", "session_end", *OTHERS]), JSON))
+def test_any_body_is_understood_or_refused(body: dict[str, Any]) -> None:
+    with contextlib.suppress(ApiError):
+        said(body)
+
+
+def sent(call: Callable[[httpx2.Client], object]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Body and headers of what a client library sends."""
+    seen: list[httpx2.Request] = []
+
+    def note(request: httpx2.Request) -> httpx2.Response:
+        seen.append(request)
+        return httpx2.Response(418, json={})
+
+    with contextlib.suppress(openai.APIError, anthropic.APIError):
+        call(httpx2.Client(transport=httpx2.MockTransport(note)))
+    return json.loads(seen[0].content), dict(seen[0].headers)
+
+
+def test_anthropics_client_says_it_as_anthropic_does() -> None:
+    def ask(http: httpx2.Client) -> object:
+        client = anthropic.Anthropic(api_key="none", http_client=http, max_retries=0)
+        return client.messages.create(
+            model="m",
+            max_tokens=1,
+            system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            messages=[{"role": "user", "content": "Hi"}],
+            metadata={"user_id": json.dumps({"session_id": ID})},
+            cache_control={"type": "ephemeral", "ttl": "1h"},
+        )
+
+    body, headers = sent(ask)
+    found = said_of(headers, parse_call(MESSAGES, json.dumps(body).encode()))
+    assert found == Said(session_number("", ID), promise_s=3600)
+
+
+def test_openais_client_says_it_beside_its_own_fields() -> None:
+    def ask(http: httpx2.Client) -> object:
+        client = openai.OpenAI(api_key="none", http_client=http, max_retries=0)
+        return client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "Hi"}],
+            prompt_cache_retention="24h",
+            extra_headers={"X-Session-Id": ID},
+            extra_body={"session_end": True},
+        )
+
+    assert said(*sent(ask)) == Said(session_number("", ID), is_end=True, promise_s=86_400)

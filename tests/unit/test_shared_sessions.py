@@ -1,0 +1,48 @@
+"""Coding agents name one session in all their requests: sub-agents, titles and the main one."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.router.routing.returns import Returns, Said
+
+SESSION = Said(session=2**62)
+
+
+class Agents:
+    """Conversations that take turns, as a router sees them."""
+
+    def __init__(self, count: int) -> None:
+        self.returns = Returns()
+        self.chains: list[list[Fingerprint]] = [[] for _ in range(count)]
+        self._next = 1
+        self._now_s = 0.0
+
+    def turn(self, agent: int, said: Said) -> int:
+        """Its number."""
+        self._now_s += 1.0
+        self._next += 1
+        chain = self.chains[agent]
+        known = len(chain)
+        chain.append(Fingerprint(self._next))
+        turn, keep, _ = self.returns.retention(chain, known, said, self._now_s)
+        self.returns.begin(turn, keep, self._now_s)
+        self.returns.finish(turn, is_tool_call=False, now_s=self._now_s)
+        return turn.number
+
+
+@given(st.lists(st.integers(0, 3)))
+def test_the_turns_of_each_agent_are_counted_as_without_an_id(agents: list[int]) -> None:
+    named, unnamed = Agents(4), Agents(4)
+    for agent in agents:
+        number = named.turn(agent, SESSION)
+        assert number == unnamed.turn(agent, Said()) == len(named.chains[agent])
+    assert named.returns.counts == unnamed.returns.counts
+
+
+def test_an_id_finds_the_turn_before_where_its_blocks_are_forgotten() -> None:
+    agents = Agents(1)
+    assert agents.turn(0, SESSION) == 1
+    chain = [*agents.chains[0], Fingerprint(99)]
+    assert agents.returns.retention(chain, 0, SESSION, 9.0).turn.number == 2
+    assert agents.returns.retention(chain, 0, Said(), 9.0).turn.number == 1

@@ -1,0 +1,219 @@
+"""vLLM's own block pool with our free queue: which blocks it gives to new tokens."""
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.contract.keep import KEEP, Keep
+from kvroute.replica.engine.kv_events import Evictions
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]  # vLLM's own
+
+BLOCKS = 12
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["get", "get", "free", "free", "touch", "evict", "pin", "reset"]),
+        st.integers(0, 99),
+    ),
+    max_size=60,
+)
+
+
+class Side:
+    """A pool and the blocks that its requests hold."""
+
+    def __init__(self, *, ours: bool) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+
+        from kvroute.replica.vllm_engine.free_queue import FreeQueue
+
+        self.pool: Any = BlockPool(BLOCKS + 1, True, 16, enable_kv_cache_events=True)
+        self.now_s = 0.0
+        self.queue = FreeQueue(self.pool, lambda: self.now_s) if ours else None
+        self.requests: list[list[Any]] = []
+        self.hashes = count()
+
+    def get(self, number: int) -> list[int]:
+        """A request whose first blocks are full."""
+        blocks = self.pool.get_new_blocks(min(1 + number % 4, self.pool.get_num_free_blocks()))
+        for block in blocks[: 1 + number // 25]:
+            key = next(self.hashes).to_bytes(36, "big")
+            self.pool._insert_block_hash(key, block, num_tokens=16)
+        self.requests.append(blocks)
+        return [block.block_id for block in blocks]
+
+    def free(self, number: int, keep: Keep | None = None) -> None:
+        if self.requests:
+            blocks = self.requests.pop(number % len(self.requests))
+            if self.queue and keep:
+                self.queue.label(blocks, keep)
+            self.pool.free_blocks(reversed(blocks))
+
+    def touch(self, number: int) -> None:
+        cached = [block for block in self.pool.blocks if block.block_hash]
+        if cached:
+            blocks = [cached[number % len(cached)]]
+            self.pool.touch(blocks)
+            self.requests.append(blocks)
+
+    def evict(self, number: int) -> None:
+        self.pool.evict_blocks({1 + number % BLOCKS})
+
+    def pin(self, number: int) -> None:
+        """vLLM's: the block stays readable until it is used again."""
+        if self.requests:
+            blocks = self.requests.pop(number % len(self.requests))
+            self.pool.unpin_blocks(blocks, lambda block: None)
+
+    def reset(self, number: int) -> None:
+        if self.pool.reset_prefix_cache() and self.queue:
+            self.queue.clear()
+
+    @property
+    def state(self) -> Any:
+        free = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+        return free, self.pool.get_num_free_blocks(), self.pool.take_events()
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps, st.sampled_from([None, KEEP]))
+def test_with_nothing_said_the_pool_uses_the_same_blocks_as_with_its_own_queue(
+    steps: list[tuple[str, int]], keep: Keep | None
+) -> None:
+    ours, theirs = Side(ours=True), Side(ours=False)
+    for what, number in steps:
+        ours.now_s += number / 10
+        if what == "free":
+            ours.free(number, keep)
+            theirs.free(number)
+        else:
+            assert getattr(ours, what)(number) == getattr(theirs, what)(number)
+        assert ours.state == theirs.state
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps,
+    st.lists(
+        st.builds(
+            Keep,
+            st.sampled_from([0.0, 0.2, 1.0]),
+            st.sampled_from([0.0, 60.0]),
+            st.integers(0, 3),
+            st.integers(0, 2),
+        ),
+        min_size=1,
+    ),
+)
+def test_whatever_is_said_a_block_is_free_or_held(
+    steps: list[tuple[str, int]], keeps: list[Keep]
+) -> None:
+    side = Side(ours=True)
+    for number, (what, choice) in enumerate(steps):
+        side.now_s += choice
+        if what == "free":
+            side.free(choice, keeps[number % len(keeps)])
+        else:
+            getattr(side, what)(choice)
+        held = {block.block_id for blocks in side.requests for block in blocks}
+        assert sorted([*side.state[0], *held]) == [*range(1, BLOCKS + 1)]
+
+
+def test_blocks_that_are_likely_to_come_back_outlive_newer_ones() -> None:
+    side = Side(ours=True)
+    likely, unlikely = side.get(99), side.get(99)
+    side.free(0, Keep(session=1))
+    side.now_s = 1.0
+    side.free(0, Keep(0.1, session=2))
+    side.now_s = 2.0
+    side.get(3)  # four that are blank
+    assert side.get(99) == unlikely[::-1]
+    assert side.get(99) == likely[::-1]
+    assert side.queue
+    assert side.queue.evictions() == Evictions(unlikely=4, usual=4)
+
+
+def test_an_offloading_connector_hears_of_what_goes_next_wherever_its_cursor_was() -> None:
+    side = Side(ours=True)
+    first, second = side.get(99), side.get(99)
+    side.free(0, Keep(1.0))
+    side.free(0, Keep(0.3))
+    held = side.get(3)
+    side.now_s = 9.0
+    assert side.queue
+    for cursor in (None, first[0], held[0]):
+        block = None if cursor is None else side.pool.blocks[cursor]
+        after = [block.block_id for block in side.queue.iter_blocks_after(block)]
+        assert after == [*second[::-1], *first[::-1]]
+
+
+def keeping_of(*sides: Side) -> Any:
+    """As a scheduler has it; each pool has a group with all requests' blocks."""
+    from kvroute.replica.vllm_engine.keeping import Keeping
+
+    managers = [SimpleNamespace(block_pool=side.pool, req_to_blocks={}) for side in sides]
+    manager: Any = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
+    return Keeping(manager, [side.pool for side in sides])
+
+
+def request_of(name: str, keep: Keep) -> Any:
+    from kvroute.contract.generation import NO_TOKENS, GenerateRequest
+    from kvroute.replica.vllm_engine.keeping import keep_args
+
+    args = keep_args(GenerateRequest(name, NO_TOKENS, keep=keep))
+    return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=args))
+
+
+TOOLS = Keep(0.0, session=5, tool_chance=1.0, tool_s=60.0)
+
+
+def test_a_tool_call_keeps_what_the_request_has_left_in_all_pools() -> None:
+    sides = Side(ours=False), Side(ours=False)
+    keeping = keeping_of(*sides)
+    for side, manager in zip(sides, keeping._managers, strict=True):
+        side.get(99)
+        manager.req_to_blocks["a"] = side.requests[0]
+    keeping.label(request_of("a", TOOLS))
+    for side in sides:
+        side.free(0)
+    keeping.label_again("a", TOOLS.after_tool_call)
+    for side in sides:
+        for _ in range(BLOCKS // 4):
+            side.get(99)
+    assert [*keeping.evictions()] == [Evictions(usual=4)] * 2  # nobody has promised
+    assert [*keeping.evictions()] == []
+
+
+def test_a_tool_call_keeps_nothing_that_others_have_taken_since() -> None:
+    side = Side(ours=False)
+    keeping = keeping_of(side)
+    side.get(99)
+    keeping._managers[0].req_to_blocks["a"] = side.requests[0]
+    keeping.label(request_of("a", TOOLS))
+    side.free(0)
+    for _ in range(BLOCKS // 4):
+        side.get(99)  # the last one takes the blocks
+    side.free(BLOCKS // 4 - 1)
+    [*keeping.evictions()]
+    keeping.label_again("a", TOOLS.after_tool_call)
+    side.get(99)
+    assert [*keeping.evictions()] == [Evictions(usual=4)]
+
+
+def test_of_ended_requests_no_more_is_remembered_than_the_cache_has() -> None:
+    side = Side(ours=False)
+    keeping = keeping_of(side)
+    side.get(99)
+    for number in range(50):
+        keeping._managers[0].req_to_blocks[f"r{number}"] = side.requests[0]
+        keeping.label(request_of(f"r{number}", TOOLS))
+    assert [*keeping._recent] == ["r47", "r48", "r49"]
+    keeping.label_again("r48", TOOLS)
+    assert keeping._recent_blocks == 8
+    keeping.clear()
+    assert keeping._recent_blocks == len(keeping._recent) == 0
