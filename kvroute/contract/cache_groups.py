@@ -5,6 +5,8 @@ A hit ends at the deepest boundary that every group can serve. Each group has bl
 size, a multiple of the fingerprints' block size. A replica announces a group's block as the
 fingerprint at its end, changed by the group's number: so one set of fingerprints holds all groups,
 and a model with full attention alone has plain ones.
+
+An engine may keep copies of blocks in host memory. There, group g has the number HOST_GROUPS + g.
 """
 
 from typing import Annotated
@@ -21,7 +23,10 @@ STATE = frozenset({"mamba"})  # the one that ends at L
 
 UNTOLD = "no hits can be told for its engine: "  # begins why a replica is DEGRADED
 
+HOST_GROUPS = 16  # from this number on: what host memory has of the group of 16 less
+
 _MASK = (1 << 64) - 1
+_HOST = 0xD1B54A32D192ED03  # any odd number that is no multiple of _STEP near 0
 _STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: its multiples are far from each other
 
 Tokens = Annotated[int, Meta(ge=1, le=2**48)]
@@ -39,10 +44,19 @@ class CacheGroup(Struct, frozen=True, array_like=True):
 class Layout(Struct, frozen=True):
     """How an engine divides its cache."""
 
-    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=16)]  # FULL first
+    groups: Annotated[
+        tuple[CacheGroup, ...], Meta(min_length=1, max_length=HOST_GROUPS)
+    ]  # FULL first
     hit_tokens: Tokens  # the length of a hit is a multiple of it
 
 
 def member(fingerprint: Fingerprint, group: int) -> Fingerprint:
     """What is announced for the block that ends there, of the group of this number."""
+    if group >= HOST_GROUPS:
+        return in_host(member(fingerprint, group - HOST_GROUPS))
     return Fingerprint(fingerprint ^ (group * _STEP & _MASK))
+
+
+def in_host(member: Fingerprint) -> Fingerprint:
+    """What is announced for the same block in host memory."""
+    return Fingerprint(member ^ _HOST)

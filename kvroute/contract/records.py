@@ -38,7 +38,19 @@ class Load(Struct, frozen=True, gc=False):
     rendering_differences: Count = 0  # prompts that a router has rendered in another way than vLLM
 
 
-class EngineFacts(Struct, frozen=True):
+class HostTier(Struct, frozen=True):
+    """Host memory that keeps blocks of the KV cache when the engine's own memory evicts them."""
+
+    blocks: Count  # of the engine's block_size tokens
+    block_bytes: AtLeastOne  # KV of one such block
+    bytes_per_s: Rate  # of copies to the engine; an estimate: the router learns the real speed
+
+    def reload_s(self, blocks: int) -> float:
+        """To copy so many blocks back, as far as the estimate is right."""
+        return blocks * self.block_bytes / self.bytes_per_s
+
+
+class EngineFacts(Struct, frozen=True, omit_defaults=True):
     """Properties of an engine that never change."""
 
     block_size: AtLeastOne  # tokens of one fingerprint
@@ -53,6 +65,7 @@ class EngineFacts(Struct, frozen=True):
     engine: Name = "vllm"  # "vllm" | "simulated"
     content_format: Name = ""  # of messages in the chat template: "string", "openai"; empty: none
     layout: Layout | None = None  # None: full attention in blocks of block_size tokens
+    host: HostTier | None = None  # None: it has no second tier
 
 
 class Whereabouts(Struct, frozen=True):

@@ -211,6 +211,16 @@ class ReplicaOptions(CommonOptions):
             "of the greatest length is always left.",
         ),
     ] = 0.3
+    host_cache_gb: Annotated[
+        str,
+        AfterValidator(parsers.checked_size),
+        Option(
+            CACHE,
+            "Host memory in GB in which each replica keeps blocks that its GPU's cache evicts; or "
+            "a share of its node's memory, such as 30%. Its ranks share it.",
+            example="64",
+        ),
+    ] = "0"
     data_parallel_size: Annotated[
         int,
         Field(ge=1, le=256),
@@ -238,6 +248,11 @@ class ReplicaOptions(CommonOptions):
         float, NotNegative, Option(SIMULATED, "Milliseconds for one token of the answer.")
     ] = 10.0
     simulated_blocks: Annotated[int, Positive, Option(SIMULATED, "Blocks in the KV cache.")] = 4096
+    simulated_host_gb_per_s: Annotated[
+        float,
+        Field(gt=0),
+        Option(SIMULATED, "Speed of copies from host memory, of 131,072 bytes a token."),
+    ] = 25.0
 
 
 class RouterOptions(CommonOptions):

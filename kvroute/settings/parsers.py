@@ -84,6 +84,25 @@ def _no_engine_arg() -> PydanticCustomError:
     return PydanticCustomError("engine_args", "expected a JSON object or name=value")
 
 
+def checked_size(given: str) -> str:
+    """GB, or a share of memory that ends with %."""
+    try:
+        size_bytes(given, of_bytes=0)
+    except ValueError:
+        raise PydanticCustomError(
+            "size", "expected GB, such as 64, or a share of the node's memory, such as 30%"
+        ) from None
+    return given
+
+
+def size_bytes(given: str, *, of_bytes: int) -> int:
+    """Bytes of GB, or of a share of `of_bytes`. ValueError for anything else."""
+    number, percent = float(given.removesuffix("%")), given.endswith("%")
+    if not 0 <= number <= (100 if percent else 1e6):
+        raise ValueError(given)
+    return int(number / 100 * of_bytes) if percent else int(number * 1e9)
+
+
 def checked_ports(given: str) -> str:
     """FIRST-LAST, one port, or nothing."""
     try:

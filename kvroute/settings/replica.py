@@ -16,6 +16,12 @@ class ReplicaSettings(Decided, ReplicaOptions):
         """How many LoRA adapters an engine keeps in memory."""
         return max(self.max_loras, self.max_cpu_loras)
 
+    def host_cache_bytes(self, node_bytes: int) -> int:
+        """Of each rank's host tier, on a node with so much memory; 0: it has none."""
+        return (
+            parsers.size_bytes(self.host_cache_gb, of_bytes=node_bytes) // self.data_parallel_size
+        )
+
     @property
     def ports(self) -> range:
         """Of which one is taken for the routers' connections."""

@@ -1,7 +1,8 @@
 """The events that an engine emits about its KV cache, in order.
 
 Each group of an engine's KV cache has blocks of its own (contract/cache_groups.py); its number is
-the engine's.
+the engine's. An engine of n groups that keeps blocks in host memory too has n more: number n + g is
+what host memory has of group g.
 """
 
 from collections.abc import Mapping, Sequence

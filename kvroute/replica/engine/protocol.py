@@ -11,7 +11,9 @@ from kvroute.replica.engine.kv_events import KVEvent
 
 class Engine(Protocol):
     facts: EngineFacts
-    members: Sequence[int | None]  # for each group of its KV cache: its entry in the layout
+    # For each group of its KV cache, its entry in the layout; then the same for what host memory
+    # has of them, from HOST_GROUPS on, if it has a host tier.
+    members: Sequence[int | None]
 
     @property
     def pins(self) -> Mapping[str, int]:

@@ -57,9 +57,10 @@ from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
 
-# Initial estimates of the prefill speed; the router learns the real one.
-CPU_SPEED = {"prefill_tokens_per_s": 2_000.0, "attention_tokens": 1_000.0}
-GPU_SPEED = {"prefill_tokens_per_s": 25_000.0, "attention_tokens": 32_768.0}
+# Initial estimates of the prefill speed: tokens per s at a prompt's start, and the context at which
+# a token costs twice as much. The router learns the real one.
+CPU_SPEED = (2_000.0, 1_000.0)
+GPU_SPEED = (25_000.0, 32_768.0)
 
 
 class VllmEngine:
@@ -383,13 +384,16 @@ def _facts(
     llm: AsyncLLM, settings: ReplicaSettings, division: Division, content_format: str
 ) -> EngineFacts:
     config = llm.vllm_config
-    speed = CPU_SPEED if current_platform.is_cpu() else GPU_SPEED
+    is_cpu = current_platform.is_cpu()
+    prefill_tokens_per_s, attention_tokens = CPU_SPEED if is_cpu else GPU_SPEED
     prefix_caching = bool(config.cache_config.enable_prefix_caching)
     capacity_blocks = division.capacity_blocks(division.blocks)
     return EngineFacts(
         block_size=division.unit,
         capacity_blocks=capacity_blocks,
         max_model_len=config.model_config.max_model_len,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        attention_tokens=attention_tokens,
         prefix_caching=prefix_caching,
         pin_blocks=pin_budget(
             settings.pin_share if prefix_caching else 0.0,
@@ -402,5 +406,4 @@ def _facts(
         engine="vllm",
         content_format=content_format,
         layout=division.layout if prefix_caching else None,
-        **speed,
     )
