@@ -64,6 +64,7 @@ class Production:
             max_model_len=setup.kv_tokens,
             prefill_tokens_per_s=setup.prefill.tokens_per_s,
             attention_tokens=setup.prefill.attention_tokens,
+            host=setup.host,
         )
         self._fleet.update(ReplicaRecord(name, "replay", 0, facts, Load()) for name in self._names)
         for name in self._names:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
 from kvroute.contract.messages import Message
-from kvroute.contract.records import Load
+from kvroute.contract.records import HostTier, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replay.trace import Request
 
@@ -21,6 +21,7 @@ class Setup:
     prefill: PrefillModel
     block_tokens: int
     chunk_tokens: int = 8192  # of one step of an engine: vLLM's max_num_batched_tokens
+    host: HostTier | None = None
 
     @property
     def capacity_blocks(self) -> int:
