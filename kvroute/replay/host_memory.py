@@ -1,6 +1,5 @@
 """A modelled replica's host memory, and the copies back to its engine: one at a time."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -11,6 +10,7 @@ from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier
 from kvroute.contract.speed import PrefillModel
 from kvroute.replay.trace import Request
+from kvroute.replica.sim_engine.copies import Copies
 from kvroute.replica.sim_engine.host_cache import HostCache
 
 T = TypeVar("T")  # a sequence of the engine
@@ -20,7 +20,6 @@ T = TypeVar("T")  # a sequence of the engine
 class Reload(Generic[T]):
     """Blocks on their way to the engine."""
 
-    ends_s: float
     end: int  # blocks of the prompt that are in the engine then
     hashes: Sequence[Fingerprint]  # of those that are copied
     sequence: T  # who waits for them
@@ -35,7 +34,7 @@ class HostMemory(Generic[T]):
         self._cache = HostCache(tier.blocks, clock)
         self._tier = tier
         self._prefill = prefill
-        self._reloads = deque[Reload[T]]()
+        self._reloads = Copies[Reload[T]]()
         self._coming = set[Fingerprint]()
         self._added: dict[Fingerprint, None] = {}  # since the last take_changes
         self._dropped: dict[Fingerprint, None] = {}
@@ -62,18 +61,17 @@ class HostMemory(Generic[T]):
     def reload(self, sequence: T, request: Request, hits: int, blocks: int, now_s: float) -> float:
         """Begins a copy, or queues it behind those before; returns when it ends."""
         copy_s = self._tier.reload_s(blocks)
-        before_s = self._reloads[-1].ends_s if self._reloads else now_s
         end, hashes = hits + blocks, request.blocks[hits : hits + blocks]
-        self._reloads.append(Reload(before_s + copy_s, end, hashes, sequence))
+        ends_s = self._reloads.begin(Reload(end, hashes, sequence), copy_s, now_s)
         self._coming.update(hashes)
         self._cache.use(request.blocks[:end])
-        self.begun_s.append(before_s + copy_s)
+        self.begun_s.append(ends_s)
         self.reload_s += copy_s
-        return before_s + copy_s
+        return ends_s
 
     def end_reload(self) -> Reload[T]:
         """The first copy has ended."""
-        reload = self._reloads.popleft()
+        reload = self._reloads.pop()
         self._coming.difference_update(reload.hashes)
         return reload
 

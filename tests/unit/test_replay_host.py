@@ -17,8 +17,8 @@ from kvroute.replay.profiles import PROFILES
 from kvroute.replay.report import summarise
 from kvroute.replay.simulate import Cluster, simulate
 from kvroute.replay.trace import BLOCK_TOKENS, Request, ideal_hit_tokens
+from tests.support.conversations import conversations, request
 from tests.support.traces import lines
-from tests.unit.test_replay import conversations, request
 
 ROUND = EngineModel(
     PrefillModel(tokens_per_s=1000.0, attention_tokens=1e12),
