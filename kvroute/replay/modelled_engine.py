@@ -239,7 +239,7 @@ class Replica:
 
     def _is_coming(self, request: Request) -> bool:
         """What it lacks is being copied for another request: both will share it."""
-        if not self.host:
+        if self.host is None or not self._reloading:
             return False
         missing = (block for block in request.reusable if block not in self.cache)
         first = next(missing, None)
