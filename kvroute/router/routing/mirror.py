@@ -187,7 +187,8 @@ class Mirror:
         while holders:
             there = min(here + step, len(chain))
             remaining = holders & holders_of(chain, there)
-            self._settle(chain, holders_of, here, there, holders & ~remaining, depths)
+            if remaining != holders:
+                self._settle(chain, holders_of, here, there, holders & ~remaining, depths)
             here, holders = there, remaining
             step *= 2
         return depths
@@ -201,16 +202,18 @@ class Mirror:
         lost: int,
         depths: dict[str, int],
     ) -> None:
-        """Finds the depth of each replica in `lost`: it has block `low` but not block `high`."""
-        if not lost:
-            return
-        if high - low == 1:
-            depths.update((self._ids[bit], high) for bit in _bits(lost))
-            return
-        middle = (low + high) // 2
-        kept = lost & holders_of(chain, middle)
-        self._settle(chain, holders_of, low, middle, lost & ~kept, depths)
-        self._settle(chain, holders_of, middle, high, kept, depths)
+        """Finds the depth of each replica in `lost`, which has block `low` but not block `high`."""
+        while high - low > 1:
+            middle = (low + high) // 2
+            kept = lost & holders_of(chain, middle)
+            if not kept:
+                high = middle
+                continue
+            if kept != lost:
+                self._settle(chain, holders_of, low, middle, lost & ~kept, depths)
+            lost, low = kept, middle
+        for bit in _bits(lost):
+            depths[self._ids[bit]] = high
 
     def _depths_at(
         self,
