@@ -12,7 +12,13 @@ from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.router.observability.metrics import RouterMetrics
-from kvroute.router.routing.attempts import NO_OBSERVER, Attempt, Placement, RequestObserver
+from kvroute.router.routing.attempts import (
+    NO_OBSERVER,
+    Attempt,
+    Placement,
+    RequestContext,
+    RequestObserver,
+)
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.policy import Candidate
@@ -230,6 +236,21 @@ def test_a_block_that_left_the_gpu_alone_is_a_hit_and_one_that_left_both_is_evic
     assert place(fleet).evicted_tokens == 80 * BLOCK
 
 
+def test_caches_are_not_tight_while_host_memory_has_what_the_gpus_evict() -> None:
+    def pressure(evicted: Sequence[Fingerprint]) -> float:
+        fleet = fleet_of(with_tier("a"))
+        for number in range(20):
+            hold(fleet, "a", gpu=200, host=200)
+            fleet.mirror.remove("a", evicted)
+            placement = place(fleet, float(number))
+            context = RequestContext(0.0, retention=fleet.retention(placement, float(number)))
+            fleet.sent(placement, "a", str(number), float(number), context).end()
+        return place(fleet).pressure
+
+    assert pressure(CHAIN) == 0.0
+    assert pressure([*CHAIN, *map(in_host, CHAIN)]) > 0.0
+
+
 def test_engines_with_several_cache_groups_reload_too() -> None:
     layout = Layout((CacheGroup("full_attention", 4), CacheGroup("mamba", 16)), 16)
     fleet = fleet_of(with_tier("a", layout=layout), with_tier("plain"))
@@ -239,6 +260,14 @@ def test_engines_with_several_cache_groups_reload_too() -> None:
     there = at(fleet, "a")
     assert (there.hit_blocks, there.host_blocks) == (200, 200)  # the state is in host memory only
     assert at(fleet, "plain").hit_blocks == 0
+
+
+def test_the_state_of_the_fleet_has_the_tiers_size_and_its_learned_speed() -> None:
+    fleet = fleet_of(with_tier("a", host=HostTier(1000, 10**6, 1e9)), record("b"))
+    hold(fleet, "a", host=200)
+    reload(fleet, 0.4, times=30)  # twice the claim
+    assert fleet.host_tier("a") == {"blocks": 1000, "gb_per_s": pytest.approx(0.5, rel=0.05)}
+    assert fleet.host_tier("b") is None
 
 
 def test_hits_are_counted_by_tier() -> None:

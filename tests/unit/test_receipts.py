@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvroute.command.explain import _summary
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import KEEP, SessionTurn
 from kvroute.router.routing.attempts import Placement
@@ -61,6 +62,14 @@ def test_a_receipt_tells_what_has_to_be_reloaded_from_what_the_gpu_has() -> None
     there = receipt(placement(warm), policy="kvroute")["replicas"][0]
     assert (there["hit_tokens"], there["host_tokens"]) == (320, 240)
     assert there["reload_s"] == there["terms_s"]["reload"] == 0.25
+
+
+def test_explain_says_what_is_reloaded_where_something_is() -> None:
+    warm = replica("warm", hit_blocks=20, host_blocks=15, reload_s=0.25)
+    found = _summary(receipt(placement(warm), policy="kvroute"))
+    assert "240 tokens in host memory, reload 0.25 s" in found
+    plain = replica("plain", hit_blocks=20)
+    assert "host memory" not in _summary(receipt(placement(plain), policy="kvroute"))
 
 
 def test_a_policy_without_costs_has_none_on_its_receipt() -> None:

@@ -240,7 +240,8 @@ class RouterMetrics(RequestObservers):
         )
         gauge(
             "kvroute_mirror_blocks",
-            "Blocks that the router knows of, counted once however many replicas hold them.",
+            "Blocks that the router knows of, counted once however many replicas hold them; those "
+            "in host memory apart from those in GPU memory.",
             lambda: feed.state.blocks,
         )
         gauge(

@@ -122,9 +122,6 @@ class Dispatches(RequestObserver):
             predicted_ttft_s = placement.predicted_ttft_s(attempt.replica_id)
             span.set_attribute("kvroute.expected_tokens", expected_tokens)
             span.set_attribute("kvroute.predicted_ttft_s", predicted_ttft_s)
-            if host_tokens := placement.host_tokens(attempt.replica_id):
-                span.set_attribute("kvroute.expected_host_tokens", host_tokens)
-                span.set_attribute("kvroute.reload_s", placement.at(attempt.replica_id).reload_s)
 
     def first_token(self, attempt: Attempt) -> None:
         span = self._spans[attempt.request_id]
@@ -133,8 +130,10 @@ class Dispatches(RequestObserver):
             span.set_attribute("gen_ai.response.time_to_first_chunk", waited_s)
         if attempt.cached_tokens is not None:
             span.set_attribute("gen_ai.usage.cache_read.input_tokens", attempt.cached_tokens)
-        if attempt.host_tokens:
-            span.set_attribute("kvroute.host_tokens", attempt.host_tokens)
+        if attempt.placement and (host_tokens := attempt.host_tokens):
+            reload_s = attempt.placement.at(attempt.replica_id).reload_s
+            span.set_attribute("kvroute.host_tokens", host_tokens)
+            span.set_attribute("kvroute.predicted_reload_s", reload_s)
 
     def ended(self, attempt: Attempt) -> None:
         if attempt.outcome == "moved":

@@ -77,10 +77,6 @@ class Placement:
     def expected_tokens(self, replica_id: str) -> int:
         return self.at(replica_id).hit_blocks * self.block_size
 
-    def host_tokens(self, replica_id: str) -> int:
-        """Those of the expected tokens that have to be reloaded from host memory."""
-        return self.at(replica_id).host_blocks * self.block_size
-
     def predicted_ttft_s(self, replica_id: str) -> float:
         there = self.at(replica_id)
         return there.backlog_s + there.reload_s + there.own_s + there.copy_s + there.lora_s

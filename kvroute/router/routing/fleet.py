@@ -153,6 +153,14 @@ class Fleet:
             rooms.append(Room(replica_id, backlog_s, free_share))
         return rooms
 
+    def host_tier(self, replica_id: str) -> dict[str, float] | None:
+        """Its size, and the speed of reloads that was learned from it; None: it has no tier."""
+        tier = self._host_tiers.get(replica_id)
+        if tier is None:
+            return None
+        bytes_per_s = tier.bytes_per_s / self._load(replica_id).reloads.speed.slowness
+        return {"blocks": tier.blocks, "gb_per_s": round(bytes_per_s / 1e9, 3)}
+
     def prefill_s(self, replica_id: str, tokens: int) -> float:
         """Seconds to compute a prompt of `tokens` tokens there, on an idle replica."""
         load = self._load(replica_id)
