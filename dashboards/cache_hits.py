@@ -242,6 +242,89 @@ RETENTION = Row(
         ),
     ),
 )
+
+
+def found_in(tier: str) -> str:
+    return router("kvroute_hit_prompt_tokens_total", f'tier="{tier}"')
+
+
+def copied(metric: str, direction: str = "in|out") -> str:
+    return replica(f"kvroute_engine_host_{metric}_total", f'direction=~"{direction}"')
+
+
+TIERS = Row(
+    "Tiers",
+    (
+        Panel(
+            "Hits by tier",
+            "Share of prompt tokens that came from a cache, by where it was: in GPU memory, or "
+            "reloaded from host memory. Much evicted in the ledger beside a small share of host: a "
+            "larger `--host-cache-gb`.",
+            grafana.FRACTION,
+            (
+                Query(share(per_second(found_in("gpu")), per_second(PROMPTS)), "gpu", "green"),
+                Query(share(per_second(found_in("host")), per_second(PROMPTS)), "host", "blue"),
+            ),
+            stacking="normal",
+            width=6,
+        ),
+        Panel(
+            "Reloaded tokens",
+            "Prompt tokens a second that came from host memory, as the engines say it. Far above "
+            "what Hits by tier has of host: the index is behind.",
+            grafana.TOKENS_PER_S,
+            (
+                Query(
+                    per_second(replica("kvroute_engine_reloaded_tokens_total"), "replica"),
+                    "{{replica}}",
+                ),
+            ),
+            width=6,
+        ),
+        Panel(
+            "Copied to and from host memory",
+            "Bytes a second. in: reloaded, which is what the tier is for. out: kept for later; "
+            "much out and little in: what is asked for seldom comes back.",
+            grafana.BYTES,
+            (Query(per_second(copied("bytes"), "direction"), "{{direction}}"),),
+            width=6,
+        ),
+        Panel(
+            "Time spent on copies",
+            "Share of the time in which a replica copied; near 100% of in, reloads wait for each "
+            "other: more replicas, or nodes with faster links.",
+            grafana.FRACTION,
+            (
+                Query(
+                    per_second(copied("seconds"), "replica, direction"), "{{replica}} {{direction}}"
+                ),
+            ),
+            width=6,
+        ),
+        Panel(
+            "Speed of reloads",
+            "Bytes that a second of copying brings back. One replica far below the others: its "
+            "node's memory or link is shared with something else.",
+            grafana.BYTES,
+            (
+                Query(
+                    share(
+                        per_second(copied("bytes", "in"), "replica"),
+                        per_second(copied("seconds", "in"), "replica"),
+                    ),
+                    "{{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Blocks in host memory",
+            "KV blocks there. Once it does not grow any more, the tier is full: each new block "
+            "pushes out another.",
+            grafana.NUMBER,
+            (Query(replica("kvroute_engine_host_blocks"), "{{replica}}"),),
+        ),
+    ),
+)
 REPLICAS = Row(
     "Replicas' caches",
     (
@@ -320,5 +403,5 @@ CACHE_HITS = Dashboard(
     "kvroute-cache-hits",
     "kvroute / Cache hits",
     "Where every prompt token came from, and if it was not the cache, why.",
-    (SHARES, WHERE, RETENTION, PREFIXES, REPLICAS),
+    (SHARES, WHERE, RETENTION, TIERS, PREFIXES, REPLICAS),
 )

@@ -16,6 +16,7 @@ from ray.serve.config import AutoscalingContext
 SAMPLE_S = 2.0  # between two reports of a replica
 LOOK_BACK_S = 60.0  # how long reports are kept
 WAIT_SAMPLES = 5  # the last ten seconds: to grow, a minute's mean would be too late
+LARGER = 1.25  # the cache of Report.missed, as a multiple of the real one
 MOST_GROWTH = 2.0  # the largest factor in one step
 ROOMY = 0.6  # the highest occupancy allowed after one replica is removed
 TARGET_SHARE = 0.5  # the longest predicted wait allowed then, as a share of the target
@@ -29,6 +30,7 @@ class Report:
     service_s: float  # time that one request delays the others
     occupancy: float  # 0 to 1
     refusing: float = 0.0  # share of the samples in which it refused requests, for want of room
+    missed: float = 0.0  # share of the computed tokens that a LARGER cache would have had
 
 
 def desired_replicas(
@@ -52,12 +54,21 @@ def desired_replicas(
 
 
 def is_enough(reports: Sequence[Report], replicas: int, target_wait_s: float) -> bool:
-    """Whether this many replicas can take the load with a reserve."""
-    share = sum(report.occupancy for report in reports) / replicas
-    if share >= ROOMY or not reports:
+    """Whether this many replicas can take the load with a reserve. They are one fewer than now."""
+    if not reports:
+        return False
+    more_work = 1.0 + fmean(report.missed for report in reports) * cache_loss(replicas)
+    share = more_work * sum(report.occupancy for report in reports) / replicas
+    if share >= ROOMY:
         return False
     service_s = fmean(report.service_s for report in reports)
     return queueing_s(replicas, share, service_s) < TARGET_SHARE * target_wait_s
+
+
+def cache_loss(replicas: int) -> float:
+    """What the fleet's cache loses with one replica, in steps of LARGER. Hits grow about evenly
+    with the logarithm of a cache's size, so each step loses about what a step more would bring."""
+    return math.log1p(1.0 / replicas) / math.log(LARGER)
 
 
 def queueing_s(servers: int, share: float, service_s: float) -> float:
@@ -91,7 +102,8 @@ def _reports(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Report]
     """One report per replica with samples. metrics: name -> replica -> samples, oldest first."""
 
     def mean(name: str, replica: Any, samples: int = 0) -> float:
-        return fmean(sample.value for sample in metrics[name][replica][-samples:])
+        found = metrics.get(name, {}).get(replica, ())  # an older replica tells less
+        return fmean(sample.value for sample in found[-samples:]) if found else 0.0
 
     return [
         Report(
@@ -99,6 +111,7 @@ def _reports(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Report]
             service_s=mean("service_s", replica, WAIT_SAMPLES),
             occupancy=mean("occupancy", replica),
             refusing=mean("refusing", replica),
+            missed=mean("missed", replica, WAIT_SAMPLES),
         )
         for replica, samples in metrics.get("wait_s", {}).items()
         if samples

@@ -91,7 +91,8 @@ def _table(replicas: list[dict[str, Any]]) -> Table:
     columns = with_model(COLUMNS, replicas)
     table = Table(*(Column(column, overflow="fold") for column in columns))
     for replica in replicas:
-        blocks = f"{replica['blocks']} / {replica['capacity_blocks']}"
+        capacity = replica["capacity_blocks"] + replica.get("host", {}).get("blocks", 0)
+        blocks = f"{replica['blocks']} / {capacity}"
         cells = replica | {"blocks": blocks}
         table.add_row(*(str(cells[column]) for column in columns))
     return table

@@ -91,9 +91,17 @@ def _summary(receipt: dict[str, Any]) -> str:
     return (
         f"{receipt['prompt_tokens']} tokens, {receipt['reusable_blocks']} reusable blocks of "
         f"{receipt['block_size']}; the most that a replica holds: {receipt['best_hit_tokens']} "
-        f"tokens\n{receipt['choice']}: {receipt['reason']}{_evicted(receipt['evicted'])}"
-        f"{_broken(receipt['broken'])}"
+        f"tokens\n{receipt['choice']}: {receipt['reason']}{_reloaded(receipt['replicas'])}"
+        f"{_evicted(receipt['evicted'])}{_broken(receipt['broken'])}"
     )
+
+
+def _reloaded(replicas: list[dict[str, Any]]) -> str:
+    """What the choice has in host memory only; empty if nothing."""
+    choice = replicas[0] if replicas else {}
+    if not choice.get("host_tokens"):
+        return ""
+    return f"\n{choice['host_tokens']} tokens in host memory, reload {choice['reload_s']:.3g} s"
 
 
 def _evicted(evicted: dict[str, Any] | None) -> str:

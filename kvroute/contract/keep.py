@@ -1,5 +1,6 @@
 """How long a replica keeps a request's blocks in its KV cache, as far as a router knows."""
 
+from hashlib import blake2b
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
@@ -14,6 +15,17 @@ Chance = Annotated[float, Meta(ge=0, le=1)]
 Time = Annotated[float, Meta(ge=0, le=86_400)]
 Session = Annotated[int, Meta(ge=0, le=2**SESSION_BITS - 1)]
 Block = Annotated[Fingerprint, Meta(ge=0)]
+
+
+def number_of(text: str, *, bits: int) -> int:
+    """The same for equal texts, everywhere; not 0."""
+    digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - bits) or 1
+
+
+def tenant_number(name: str) -> int:
+    """Of who promises; 0: nobody in particular."""
+    return number_of(name, bits=31) if name else 0
 
 
 class Keep(Struct, frozen=True, array_like=True):

@@ -24,7 +24,7 @@ class Sent(Struct, tag="s", array_like=True):
     known_prefix: bytes
     expected: bytes
     lora: Name = ""
-    loads_lora: bool = False
+    loads_first: bool = False  # an adapter, or blocks from host memory
     turn: SessionTurn | None = None
     keep: Keep | None = None
 

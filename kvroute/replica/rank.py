@@ -16,6 +16,7 @@ from kvroute.replica.engine.kv_events import KVEvent
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import ghosts_of
+from kvroute.replica.missed import Missed
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index
@@ -42,6 +43,7 @@ class Rank:
         self.engine = engine
         self.backlog = Backlog(engine.facts.prefill_tokens_per_s)
         self.ghosts = ghosts_of(engine)
+        self.missed = Missed(self.ghosts)
         self._groups = len(engine.members) // (2 if engine.facts.host else 1)
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
@@ -78,6 +80,7 @@ class Rank:
                     if chunk.token_ids:
                         if is_first:
                             self._begun(request)
+                            self.missed.computed(len(request.token_ids) - chunk.cached_tokens)
                         self._metrics.received(request, chunk, is_first=is_first)
                         is_first = False
                     tokens += len(chunk.token_ids)
@@ -117,4 +120,5 @@ def autoscaling_stats(ranks: Sequence[Rank], now_s: float) -> dict[str, float]:
         "wait_s": waits_s[(len(waits_s) - 1) // 4],
         "service_s": fmean(rank.backlog.service_s() for rank in ranks),
         "occupancy": fmean(rank.occupancy(now_s) for rank in ranks),
+        "missed": fmean(rank.missed.share(now_s) for rank in ranks),
     }

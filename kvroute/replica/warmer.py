@@ -17,6 +17,7 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.keep import Keep, tenant_number
 from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.replica.engine.pins import room_for_pin
 from kvroute.replica.engine.protocol import Engine
@@ -30,6 +31,7 @@ FIRST_SLICE_TOKENS = 64  # computed at once while the replica serves ...
 LONGEST_SLICE_TOKENS = 256
 SLICE_S = 0.2  # ... and the longest time for it, so that streams continue
 START_S = 60.0  # the longest that prefixes delay a start, but for the last one that it computes
+LONGEST_PROMISE_S = 86_400.0
 DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
 
 
@@ -152,7 +154,10 @@ class Warmer:
         kept = self._kept.get(prefix.name)
         if kept is None:
             return False
-        return kept.warm.is_pinned or not prefix.is_pinned or not self._has_room(prefix)
+        if kept.warm.is_pinned:
+            return True
+        has_promise = kept.prefix.expires_at_s == prefix.expires_at_s
+        return has_promise and not (prefix.is_pinned and self._has_room(prefix))
 
     def _has_room(self, prefix: Prefix) -> bool:
         room = room_for_pin(prefix.name, self._engine.pins, self._engine.facts)
@@ -212,6 +217,7 @@ class Warmer:
             prefix.namespace,
             pin=pin,
             shared_tokens=self._shared_tokens(prefix),
+            keep=None if pin else _promise(prefix, time.time()),
         )
         async for _ in self._engine.generate(request):
             pass
@@ -227,3 +233,11 @@ class Warmer:
         await self._engine.unpin(name)
         if self._kept.pop(name, None):
             self._on_change()
+
+
+def _promise(prefix: Prefix, now_s: float) -> Keep | None:
+    """What is warm without a pin is kept until it expires, as far as promises have room."""
+    if prefix.expires_at_s is None:
+        return None
+    still_s = min(LONGEST_PROMISE_S, max(0.0, prefix.expires_at_s - now_s))
+    return Keep(still_s=still_s, tenant=tenant_number(prefix.tenant or prefix.namespace))

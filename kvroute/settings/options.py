@@ -353,7 +353,7 @@ class RouterOptions(CommonOptions):
     ] = 5.0
     auto_pin: Annotated[
         bool,
-        Option(PREFIXES, "Pin hot prefixes that have no name, for as long as they are hot."),
+        Option(PREFIXES, "Keep hot prefixes that have no name, for as long as they are hot."),
     ] = False
 
 

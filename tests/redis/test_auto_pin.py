@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from kvroute.contract.generation import TokenIds
+from kvroute.contract.records import Warm
 from kvroute.router.prefixes.auto_pin import AutoPin
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.routing.fleet import Fleet
 from kvroute.store.connection import connect
-from kvroute.store.prefixes import Prefixes
+from kvroute.store.prefixes import Prefix, Prefixes
 from tests.support.records import record
 
 BLOCK = 4
@@ -47,8 +49,17 @@ class Scene:
             chain = self.fleet.chain(np.append(token_ids, np.zeros(BLOCK + 1, np.uint32)))
             self.hot.see(token_ids, chain, len(token_ids), self.now_s)
 
+    def keep_warm(self, prefix: Prefix, blocks: int) -> None:
+        """Replica a says that it keeps the prefix, and has so many of its blocks."""
+        kept = record("a", pin_blocks=BUDGET)
+        kept = structs.replace(kept, pins={prefix.name: Warm(10, is_pinned=False)})
+        self.fleet.update([kept])
+        self.fleet.mirror.join("a")
+        chain = self.fleet.chain(np.append(prefix.token_ids, np.uint32(0)))
+        self.fleet.mirror.add("a", chain[:blocks])
+
     def chosen(self) -> list[list[int]]:
-        return [hot.token_ids.tolist() for hot in self.auto_pin.worth_pinning(self.now_s)]
+        return [hot.token_ids.tolist() for hot in self.auto_pin.worth_keeping(self.now_s)]
 
 
 @pytest.fixture
@@ -97,3 +108,23 @@ async def test_what_is_hot_is_declared_for_a_while(
     assert declared[0].id.startswith("auto-")
     assert declared[0].token_ids.tolist() == text(100, 10).tolist()
     assert declared[0].expires_at_s
+    assert not declared[0].is_pinned
+
+
+async def test_what_was_evicted_in_spite_of_its_promise_is_pinned(
+    scene: Scene, store: Prefixes
+) -> None:
+    token_ids = text(100, 10)
+    scene.use(token_ids, times=500)
+    (hot,) = scene.auto_pin.worth_keeping(scene.now_s)
+    await scene.auto_pin._declare(hot)
+    (promised,) = await store.all()
+    scene.keep_warm(promised, blocks=10)
+    await scene.auto_pin._declare(hot)
+    assert await store.all() == [promised]
+    scene.keep_warm(promised, blocks=9)
+    await scene.auto_pin._declare(hot)
+    assert [(each.version, each.is_pinned) for each in await store.all()] == [
+        (1, False),
+        (2, True),
+    ]

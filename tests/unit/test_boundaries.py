@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.cache_groups import CHUNK, FULL, STATE, CacheGroup, Layout, member
+from kvroute.contract.cache_groups import (
+    CHUNK,
+    FULL,
+    HOST_GROUPS,
+    STATE,
+    CacheGroup,
+    Layout,
+    member,
+)
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError
 from kvroute.router.routing.fleet import Fleet
@@ -92,6 +100,25 @@ def test_the_hit_is_the_deepest_boundary_that_every_group_can_serve(
             replica, [member(CHAIN[end // UNIT - 1], number) for number, end in holds[replica]]
         )
     found = mirror.hits_at(CHAIN[:blocks], Boundaries(layout, UNIT))
+    expected = {replica: hit(layout, holds[replica], blocks) for replica in REPLICAS}
+    assert found == {replica: depth for replica, depth in expected.items() if depth}
+
+
+@given(layouts(), st.randoms(use_true_random=False), st.integers(0, len(CHAIN)))
+def test_a_boundary_is_served_by_both_tiers_together(
+    layout: Layout, rng: random.Random, blocks: int
+) -> None:
+    mirror, holds = Mirror(), dict[str, Held]()
+    for replica in REPLICAS:
+        mirror.join(replica)
+        holds[replica] = set()
+        for first_group in (0, HOST_GROUPS):
+            held = {block for block in all_blocks(layout) if rng.random() < 0.9}
+            holds[replica] |= held
+            members = (member(CHAIN[end // UNIT - 1], first_group + group) for group, end in held)
+            mirror.add(replica, members)
+    mirror.have_host_tiers(REPLICAS)
+    found = mirror.hits_at_in_any_tier(CHAIN[:blocks], Boundaries(layout, UNIT))
     expected = {replica: hit(layout, holds[replica], blocks) for replica in REPLICAS}
     assert found == {replica: depth for replica, depth in expected.items() if depth}
 

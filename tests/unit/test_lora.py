@@ -72,10 +72,10 @@ def test_a_wait_that_is_longer_than_loading_sends_it_elsewhere() -> None:
 def test_a_burst_follows_its_leader_to_where_the_adapter_is_being_loaded() -> None:
     fleet = fleet_of(record("a"), record("b"), record("c"))
     leader = send(fleet, "sql", 0.0, "leader")
-    assert leader.dispatch.loads_lora
+    assert leader.dispatch.loads_first
     follower = send(fleet, "sql", 0.1, "follower")
     assert follower.replica_id == leader.replica_id
-    assert not follower.dispatch.loads_lora
+    assert not follower.dispatch.loads_first
 
 
 def test_from_its_third_report_on_only_the_replicas_own_word_counts() -> None:
@@ -91,7 +91,7 @@ def test_from_its_third_report_on_only_the_replicas_own_word_counts() -> None:
 def test_an_adapter_that_is_sent_to_a_full_memory_takes_anothers_place_there() -> None:
     fleet = fleet_of(record("a", "sql", max_cpu_loras=1))
     send(fleet, "law", 0.0)
-    assert send(fleet, "sql", 0.1, "back").dispatch.loads_lora
+    assert send(fleet, "sql", 0.1, "back").dispatch.loads_first
 
 
 def test_loading_is_part_of_the_backlog_and_teaches_nothing_about_the_prefill() -> None:
@@ -111,7 +111,7 @@ def test_other_routers_hear_where_an_adapter_is_being_loaded() -> None:
     there = send(mine, "sql", 0.0).replica_id
     PeerSubscriber(other, own="other", clock=lambda: 0.0).receive(peer_publisher.take())
     attempt = send(other, "sql", 0.1, "theirs")
-    assert (attempt.replica_id, attempt.dispatch.loads_lora) == (there, False)
+    assert (attempt.replica_id, attempt.dispatch.loads_first) == (there, False)
 
 
 def test_a_replica_that_does_not_know_the_adapter_gets_none_of_its_requests() -> None:

@@ -1,8 +1,11 @@
 """The mirror equals the truth, and finds how far each replica's match goes."""
 
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.contract.cache_groups import in_host
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.router.routing.eviction_history import GENERATION
 from kvroute.router.routing.masks import Masks
@@ -78,6 +81,73 @@ def test_a_thousand_block_prompt_costs_few_reads() -> None:
     mirror.add("a", chain[:700])
     assert mirror.hits(chain) == {"a": 700}
     assert counting.reads <= 25
+
+
+def tiered(**depths: tuple[int, int]) -> Mirror:
+    """Of each replica, its depth in the GPU's memory and in host memory."""
+    mirror = holding(**{replica_id: gpu for replica_id, (gpu, _) in depths.items()})
+    mirror.have_host_tiers(depths.keys())
+    for replica_id, (_, host) in depths.items():
+        mirror.add(replica_id, map(in_host, CHAIN[:host]))
+    return mirror
+
+
+depth = st.integers(0, len(CHAIN))
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(depth, depth)), depth)
+def test_the_depth_in_any_tier_is_that_of_the_deeper_one(
+    depths: dict[str, tuple[int, int]], prompt_blocks: int
+) -> None:
+    def told(depth_of: Callable[[tuple[int, int]], int]) -> dict[str, int]:
+        found = {r: min(depth_of(each), prompt_blocks) for r, each in depths.items()}
+        return {r: blocks for r, blocks in found.items() if blocks}
+
+    mirror, chain = tiered(**depths), CHAIN[:prompt_blocks]
+    assert mirror.hits(chain) == told(lambda each: each[0])
+    assert mirror.hits_in_any_tier(chain) == told(max)
+
+
+def test_only_replicas_that_are_known_to_have_a_host_tier_are_asked_for_it() -> None:
+    mirror = tiered(a=(3, 9), b=(5, 9))
+    mirror.have_host_tiers({"b"})
+    assert mirror.hits_in_any_tier(CHAIN) == {"b": 9}
+    mirror.have_host_tiers(set())
+    assert mirror.hits_in_any_tier(CHAIN) == {}
+    assert mirror.hits(CHAIN) == {"a": 3, "b": 5}
+
+
+def test_a_replica_that_clears_or_comes_again_has_its_host_tier_still() -> None:
+    mirror = tiered(a=(3, 9))
+    mirror.join("a")
+    assert mirror.hits_in_any_tier(CHAIN) == {}
+    mirror.add("a", map(in_host, CHAIN[:4]))
+    assert mirror.hits_in_any_tier(CHAIN) == {"a": 4}
+
+
+def test_a_block_that_leaves_the_gpu_alone_is_not_gone() -> None:
+    mirror = tiered(a=(9, 9))
+    mirror.remove("a", CHAIN[:9])
+    assert (len(mirror._history), mirror.known(CHAIN)) == (0, 9)
+    mirror.remove("a", map(in_host, CHAIN[5:9]))
+    assert (len(mirror._history), mirror.known(CHAIN)) == (4, 9)
+    assert mirror.hits_in_any_tier(CHAIN) == {"a": 5}
+
+
+@given(st.permutations(["a", "b"]), st.booleans())
+def test_a_block_that_left_both_tiers_takes_one_place_of_the_history(
+    leave: list[str], is_swept: bool
+) -> None:
+    mirror = tiered(a=(50, 50), b=(50, 50))
+    for replica_id in leave:
+        if is_swept:
+            mirror.drop(replica_id)
+        else:
+            mirror.remove(replica_id, CHAIN[:50])
+            mirror.remove(replica_id, map(in_host, CHAIN[:50]))
+    while mirror.sweep():
+        pass
+    assert (len(mirror), len(mirror._history), mirror.known(CHAIN)) == (0, 50, 50)
 
 
 def test_a_prompt_without_a_full_block_hits_nothing() -> None:

@@ -90,6 +90,15 @@ def test_while_half_the_fleet_is_idle_long_prompts_take_an_idle_replica() -> Non
     assert best(*busy, replica("c", own_s=10.0), replica("d", own_s=10.0)) in "cd"
 
 
+def test_a_reload_delays_its_own_request_and_nobody_else() -> None:
+    """So however dear computing is, it costs what it takes."""
+    busy = [replica(name, backlog_s=2.0) for name in "abc"]
+    reloads = replica("reloads", hit_blocks=50, host_blocks=50, backlog_s=2.0, reload_s=0.3)
+    common = prices([*busy, reloads], 0)
+    assert common.alpha > 10
+    assert cost_s(reloads, common) - cost_s(busy[0], common) == pytest.approx(0.3)
+
+
 def test_nobody_to_rank_is_no_error() -> None:
     assert rank([], forks=0, rng=RNG) == []
 
@@ -110,6 +119,7 @@ candidates = st.lists(
         decode_step_s=st.floats(0, 1),
         free_blocks=st.integers(0, 100_000),
         lora_s=seconds,
+        reload_s=seconds,
     ),
     max_size=20,
 )

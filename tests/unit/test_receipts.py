@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvroute.command.explain import _summary
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import KEEP, SessionTurn
 from kvroute.router.routing.attempts import Placement
@@ -31,6 +32,7 @@ def placement(*candidates: Candidate, forks: float = 0.0) -> Placement:
     ("loser", "reason"),
     [
         ({"backlog_s": 2.0}, "choice has 2 s less prefill queued than other"),
+        ({"reload_s": 0.5}, "choice reloads less from host memory than other (0.5 s)"),
         ({"copy_s": 0.5}, "choice holds 0 prompt tokens and other 0: to compute"),
         ({"recent_share": 1.5}, "other has computed more lately"),
         ({"decode_step_s": 0.01}, "choice has fewer running answers"),
@@ -53,6 +55,21 @@ def test_every_replica_is_listed_with_its_hits_in_tokens_and_terms_that_add_up()
     assert found["best_hit_tokens"] == 320
     for each in found["replicas"]:
         assert sum(each["terms_s"].values()) == pytest.approx(each["cost_s"], abs=1e-3)
+
+
+def test_a_receipt_tells_what_has_to_be_reloaded_from_what_the_gpu_has() -> None:
+    warm = replica("warm", hit_blocks=20, host_blocks=15, reload_s=0.25)
+    there = receipt(placement(warm), policy="kvroute")["replicas"][0]
+    assert (there["hit_tokens"], there["host_tokens"]) == (320, 240)
+    assert there["reload_s"] == there["terms_s"]["reload"] == 0.25
+
+
+def test_explain_says_what_is_reloaded_where_something_is() -> None:
+    warm = replica("warm", hit_blocks=20, host_blocks=15, reload_s=0.25)
+    found = _summary(receipt(placement(warm), policy="kvroute"))
+    assert "240 tokens in host memory, reload 0.25 s" in found
+    plain = replica("plain", hit_blocks=20)
+    assert "host memory" not in _summary(receipt(placement(plain), policy="kvroute"))
 
 
 def test_a_policy_without_costs_has_none_on_its_receipt() -> None:

@@ -10,13 +10,15 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from kvroute.contract.cache_groups import in_host
 from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpPart
-from kvroute.contract.records import ReplicaRecord
+from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.local.launch import refuse_closed_folder
 from kvroute.local.progress import StartError
 from kvroute.replay.trace import read
@@ -208,6 +210,18 @@ async def test_a_line_says_why_what_was_cached_once_is_gone(router: Router) -> N
     assert "evicted_why" not in new
     assert evicted["ledger"]["evicted"] == 800 - 32 - 384
     assert evicted["evicted_why"] == "usual"
+
+
+async def test_a_line_tells_what_came_from_host_memory(router: Router) -> None:
+    facts = msgspec.structs.replace(FACTS, host=HostTier(1000, 1000, 1e9))
+    router.fleet.update([ReplicaRecord("a", "1", 0, facts, LOAD)])
+    await router.answer(400)
+    chain = router.fleet.chain(np.arange(400, dtype=np.uint32))
+    router.fleet.mirror.add("a", [*chain[:2], *map(in_host, chain)])
+    await router.answer(400)
+    first, second = await logged(router)
+    assert "host_tokens" not in first
+    assert second["host_tokens"] == second["cached_tokens"] - 64 > 0
 
 
 async def test_choices_count_together(router: Router) -> None:

@@ -8,15 +8,16 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.records import ReplicaRecord
+from kvroute.contract.cache_groups import in_host
+from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.process import tracing
 from kvroute.process.tracing import Tracing, protocol, start_tracing, traces_endpoint
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.observability.request_spans import Dispatches
 from kvroute.router.routing.attempts import Attempt
 from kvroute.router.routing.fleet import Fleet
-from tests.support.records import FACTS, LOAD
+from tests.support.records import FACTS, LOAD, record
 
 HERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://here:4318/"}
 THERE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://there:1/mine"}
@@ -96,6 +97,22 @@ async def test_an_answer_that_nobody_waits_for_ends_its_span(
 def sent(fleet: Fleet, replica_id: str) -> Attempt:
     placement = fleet.place(PROMPT, ["full", "free"], 0.0)
     return fleet.sent(placement, replica_id, "r", 0.0)
+
+
+def test_a_span_tells_what_came_from_host_memory(
+    traces: Tracing, kept: InMemorySpanExporter
+) -> None:
+    observer = Dispatches(traces)
+    fleet = Fleet(model="m", revision="", block_size=4, rng=random.Random(0), observer=observer)
+    fleet.update([record("full", host=HostTier(1000, 1000, 1e6)), record("free")])
+    fleet.mirror.join("full")
+    fleet.mirror.add("full", map(in_host, fleet.chain(PROMPT)))
+    attempt = sent(fleet, "full")
+    attempt.receive(Chunk((1,), 8, is_last=True), 1.0)
+    attempt.end()
+    (span,) = spans(traces, kept)
+    assert span.attributes
+    assert span.attributes["kvroute.host_tokens"] == 8
 
 
 def test_a_full_replica_and_the_one_it_went_to_instead_share_a_span(

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvroute.contract.keep import Keep
@@ -74,6 +75,13 @@ class IdleQueue:
         """Its blocks with their ages, the largest first."""
         for block, since_s in self.blocks.items():
             yield self.age(since_s, now_s, self.still_s), block
+
+    def take_until(self, limit_s: float) -> list[Idle]:
+        """Those that are idle since then or longer; it has them no more."""
+        taken = list(takewhile(lambda idle: idle[1] <= limit_s, self.blocks.items()))
+        for block, _ in taken:
+            del self.blocks[block]
+        return taken
 
     def insert(self, added: Iterable[Idle]) -> None:
         """Puts blocks at their places, which are near the end: all newer ones are moved. What has

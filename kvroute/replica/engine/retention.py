@@ -257,22 +257,19 @@ class IdleBlocks:
         """Blocks whose time is over go on as if they had become idle at that time; at this look's
         time, which is nearly the same, if the last one was not long ago."""
         quiet_s, self._looked_s = now_s - self._looked_s, now_s
-        self._heads = None
-        self._start_promises(now_s)
+        if self._just_promised:
+            self._start_promises(now_s)
         for queue in [*self._promised]:
-            blocks, over = queue.blocks, list[Idle]()
-            plain = self._queue(Kind(queue.kind.halvings))
-            while blocks:
-                block, since_s = blocks.popitem(last=False)
-                over_s = since_s + queue.still_s
-                if over_s > now_s:
-                    blocks[block] = since_s
-                    blocks.move_to_end(block, last=False)
-                    break
+            blocks, limit_s = queue.blocks, now_s - queue.still_s
+            if blocks and next(iter(blocks.values())) > limit_s:
+                continue
+            plain, over = self._queue(Kind(queue.kind.halvings)), list[Idle]()
+            for block, since_s in queue.take_until(limit_s):
                 self._queue_of[block] = plain
-                over_s = min(over_s, self._until_s.pop(block, math.inf))
+                over_s = min(since_s + queue.still_s, self._until_s.pop(block, math.inf))
                 over.append((block, over_s if quiet_s > 2 * LOOK_S else now_s))
             self._insert(plain, over)
+            self._heads = None
             if not blocks:
                 del self._promised[queue]
         if now_s > self._looked_at_shared_s + SHARED_LOOK_S:

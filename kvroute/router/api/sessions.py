@@ -5,12 +5,11 @@ never refused: their next versions may have other values.
 """
 
 from collections.abc import Iterator, Mapping
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
-from kvroute.contract.keep import SESSION_BITS
+from kvroute.contract.keep import SESSION_BITS, number_of, tenant_number
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.calls import MAX_NAME, Call, objects
 from kvroute.router.api.errors import invalid, shown
@@ -37,13 +36,13 @@ def said_of(headers: Mapping[str, str], call: Call) -> Said:
         session_number(call.cache_salt, id_) if id_ else 0,
         _is_end(call.body.get("session_end")),
         max(_kept_s(call), _retention_s(call.body)),
-        _tenant_number(tenant_of(call.caller) or call.cache_salt),
+        tenant_number(tenant_of(call.caller) or call.cache_salt),
     )
 
 
 def session_number(namespace: str, id_: str) -> int:
     """Of SESSION_BITS, not 0. Equal ids of two namespaces have different ones."""
-    return _number(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
+    return number_of(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
 
 
 def checked_id(name: str, value: object) -> str:
@@ -118,13 +117,3 @@ def _retention_s(body: Mapping[str, Any]) -> float:
 
 def _ttl_s(value: object) -> float:
     return TTLS_S.get(value, 0.0) if isinstance(value, str) else 0.0
-
-
-def _tenant_number(name: str) -> int:
-    """Of 31 bits; 0: nobody in particular."""
-    return _number(name, bits=31) if name else 0
-
-
-def _number(text: str, *, bits: int) -> int:
-    digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - bits) or 1

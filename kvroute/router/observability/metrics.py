@@ -144,12 +144,19 @@ class Counts(RequestObserver):
             "replica is gone), promised (before the time that somebody had asked for was over).",
             "why",
         )
+        tiers = counter(
+            "hit_prompt_tokens",
+            "Tokens of prompts that came from a cache, by where it was: gpu, or host: reloaded "
+            "from host memory, as far as the router expected that.",
+            "tier",
+        )
         # Every label value starts at 0: a rate needs the 0 before the first event.
         self._outcomes = {name: outcomes.labels(name) for name in get_args(Outcome)}
         for code in REFUSALS:
             self._refusals.labels(code)
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
         self._evicted = {why: evicted.labels(why) for why in WHYS}
+        self._gpu_hits, self._host_hits = tiers.labels("gpu"), tiers.labels("host")
         self._reusable_tokens = counter(
             "reusable_tokens", "Tokens of those prompts that the best replica had or expected."
         )
@@ -180,6 +187,9 @@ class Counts(RequestObserver):
         for cause, tokens in msgspec.structs.asdict(ledger).items():
             self._tokens[cause].inc(tokens)
         self._evicted[attempt.evicted_why].inc(ledger.evicted)
+        host_tokens = attempt.host_tokens
+        self._gpu_hits.inc(ledger.hit + ledger.unexpected_hit - host_tokens)
+        self._host_hits.inc(host_tokens)
         reusable_tokens = attempt.placement.reusable_tokens
         self._reusable_tokens.inc(reusable_tokens)
         if attempt.placement.expected_tokens(attempt.replica_id) < reusable_tokens:
@@ -230,7 +240,8 @@ class RouterMetrics(RequestObservers):
         )
         gauge(
             "kvroute_mirror_blocks",
-            "Blocks that the router knows of, counted once however many replicas hold them.",
+            "Blocks that the router knows of, counted once however many replicas hold them; those "
+            "in host memory apart from those in GPU memory.",
             lambda: feed.state.blocks,
         )
         gauge(

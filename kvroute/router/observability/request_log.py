@@ -52,6 +52,7 @@ class Line(msgspec.Struct):
     lora: str | msgspec.UnsetType = msgspec.UNSET  # the requested adapter
     tenant: str | msgspec.UnsetType = msgspec.UNSET  # whose API key it came with, if one is needed
     broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # as in receipts
+    host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of the cached ones: reloaded from there
     evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # if the ledger has evicted tokens
     queued_s: float | msgspec.UnsetType = msgspec.UNSET  # before it was sent, if it had to wait
     priority: str | msgspec.UnsetType = msgspec.UNSET  # its class, if it is not `default`
@@ -122,6 +123,7 @@ class RequestLog(RequestObserver):
             lora=placement.lora or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
+            host_tokens=attempt.host_tokens or msgspec.UNSET,
             evicted_why=attempt.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
             queued_s=waited_s or msgspec.UNSET,
             priority=_unless_default(attempt.context.urgency.priority),

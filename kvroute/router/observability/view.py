@@ -129,6 +129,7 @@ class View:
         return answered | {
             "node": record.whereabouts.node,
             "capacity_blocks": record.facts.capacity_blocks,
+            "host_blocks": record.facts.host.blocks if record.facts.host else 0,
             "cached_blocks": self._blocks.get(record.id),
             "used_blocks": record.load.used_blocks,
             "pinned_blocks": sum(warm.blocks for warm in record.pins.values() if warm.is_pinned),
@@ -161,6 +162,7 @@ class View:
                 "prompt_tokens": attempt.placement.prompt_tokens,
                 "expected_tokens": attempt.placement.expected_tokens(attempt.replica_id),
                 "cached_tokens": attempt.cached_tokens,
+                "host_tokens": attempt.host_tokens,
                 "output_tokens": attempt.output_tokens if attempt.outcome else None,
                 "predicted_ttft_s": round(
                     attempt.placement.predicted_ttft_s(attempt.replica_id), 4

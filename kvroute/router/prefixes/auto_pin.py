@@ -1,4 +1,8 @@
-"""Hot prefixes without a name are pinned for as long as they are hot (--auto-pin)."""
+"""Hot prefixes without a name are kept warm for as long as they are hot (--auto-pin).
+
+A promise is enough for most: engines evict such blocks late (retention.py). What a replica has
+evicted nevertheless is pinned from then on.
+"""
 
 import asyncio
 import contextlib
@@ -10,7 +14,7 @@ from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import Hot, HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.routing.fleet import Fleet
-from kvroute.store.prefixes import own_id
+from kvroute.store.prefixes import Prefix, own_id
 
 CHECK_INTERVAL_S = 5.0
 CANDIDATES = 20  # prefixes, the hottest first
@@ -35,12 +39,12 @@ class AutoPin:
         """Checks and declares until cancelled."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            for hot in self.worth_pinning(time.monotonic()):
+            for hot in self.worth_keeping(time.monotonic()):
                 with contextlib.suppress(RedisError, OSError):  # the catalogue logs the outage
                     await self._declare(hot)
 
-    def worth_pinning(self, now_s: float) -> list[Hot]:
-        """The prefixes worth pinning that fit into the BUDGET, the hottest first."""
+    def worth_keeping(self, now_s: float) -> list[Hot]:
+        """The prefixes worth a name that fit into the BUDGET, the hottest first."""
         records = self._fleet.own_records
         room = BUDGET * min((record.facts.pin_blocks for record in records), default=0)
         chosen = []
@@ -57,17 +61,24 @@ class AutoPin:
     async def _declare(self, hot: Hot) -> None:
         name, (tenant, namespace) = f"{AUTO}{hot.end:016x}", hot.owner
         id_ = own_id(tenant, name) if tenant else name
-        known = self._catalogue.get(id_)
+        known = self._catalogue.latest(id_)
+        is_lost = known is not None and not known.is_pinned and self._is_lost(known)
         expires_at_s = time.time() + COOL_S
-        if known and known.expires_at_s and known.expires_at_s > expires_at_s - COOL_S / 2:
+        if known and not is_lost and (known.expires_at_s or 0.0) > expires_at_s - COOL_S / 2:
             return
         source = {"prompt": self._prompts.decode(hot.token_ids)}
         await self._catalogue.store.declare(
             id_,
             token_ids=hot.token_ids,
             source=source,
+            is_pinned=is_lost or (known is not None and known.is_pinned),
             expires_at_s=expires_at_s,
             tenant=tenant,
             namespace=namespace,
         )
         await self._catalogue.refresh()
+
+    def _is_lost(self, prefix: Prefix) -> bool:
+        """A replica that keeps it warm has evicted some of it."""
+        warm_on = {record.id for record in self._fleet.own_records if prefix.name in record.pins}
+        return not warm_on <= self._catalogue.holders(prefix.token_ids, prefix.namespace)

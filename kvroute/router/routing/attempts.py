@@ -79,7 +79,7 @@ class Placement:
 
     def predicted_ttft_s(self, replica_id: str) -> float:
         there = self.at(replica_id)
-        return there.backlog_s + there.own_s + there.copy_s + there.lora_s
+        return there.backlog_s + there.reload_s + there.own_s + there.copy_s + there.lora_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Dispatch:
     known_prefix: tuple[Fingerprint, ...]  # last block that some replica had of it; empty: none
     expected: tuple[Fingerprint, ...]  # blocks that it will add to the replica's cache
     lora: str = ""  # its LoRA adapter
-    loads_lora: bool = False  # the replica has to load the adapter first, as the router knows
+    loads_first: bool = False  # the adapter or blocks from host memory, as the router knows
     turn: SessionTurn | None = None
     keep: Keep | None = None
 
@@ -245,7 +245,7 @@ class Attempt:
 
     def first_token(self, now_s: float) -> None:
         self.first_token_s = now_s
-        self.load.first_token(self.request_id, now_s)
+        self.load.first_token(self.request_id, now_s, self.cached_tokens)
         self.observer.first_token(self)
 
     def end(self, outcome: Outcome | None = None) -> None:
@@ -282,6 +282,18 @@ class Attempt:
         added = self.boundaries.added(chain, 0) if self.boundaries else chain
         capacity = self.capacity_blocks * len(added) // max(1, len(chain))
         self.mirror.infer(self.replica_id, added, capacity_blocks=capacity)
+
+    @property
+    def host_tokens(self) -> int:
+        """Those of the prompt that came from host memory: what was delivered beyond what should be
+        in GPU memory, if more was expected in host memory."""
+        if self.placement is None or self.cached_tokens is None:
+            return 0
+        there = self.placement.at(self.replica_id)
+        if not there.host_blocks:
+            return 0
+        gpu_tokens = (there.hit_blocks - there.host_blocks) * self.placement.block_size
+        return max(0, min(self.cached_tokens, self.placement.prompt_tokens) - gpu_tokens)
 
     @property
     def evicted_why(self) -> Why:

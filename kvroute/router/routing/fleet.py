@@ -12,7 +12,7 @@ from kvroute.contract.chain import Scope, Space
 from kvroute.contract.fingerprint import Feature, Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.ranks import replica_of
-from kvroute.contract.records import ReplicaRecord
+from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.contract.speed import PrefillModel, prefill_model
 from kvroute.router.routing.attempts import (
     NO_OBSERVER,
@@ -36,6 +36,7 @@ from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate, rank
 from kvroute.router.routing.pressure import Pressure
 from kvroute.router.routing.queue import Room
+from kvroute.router.routing.reloads import Reload
 from kvroute.router.routing.returns import NOTHING_SAID, Retention, Returns, Said
 
 EVERYBODY = Scope()
@@ -103,6 +104,7 @@ class Fleet:
         self._loads: dict[str, ReplicaLoad] = {}  # of replicas with a record or with requests
         self._branches = Branches()
         self._boundaries: dict[str, Boundaries] = {}  # of engines with several cache groups
+        self._host_tiers: dict[str, HostTier] = {}  # of replicas that have one
 
     @property
     def records(self) -> list[ReplicaRecord]:
@@ -151,6 +153,14 @@ class Fleet:
             rooms.append(Room(replica_id, backlog_s, free_share))
         return rooms
 
+    def host_tier(self, replica_id: str) -> dict[str, float] | None:
+        """Its size, and the speed of reloads that was learned from it; None: it has no tier."""
+        tier = self._host_tiers.get(replica_id)
+        if tier is None:
+            return None
+        bytes_per_s = tier.bytes_per_s / self._load(replica_id).reloads.speed.slowness
+        return {"blocks": tier.blocks, "gb_per_s": round(bytes_per_s / 1e9, 3)}
+
     def prefill_s(self, replica_id: str, tokens: int) -> float:
         """Seconds to compute a prompt of `tokens` tokens there, on an idle replica."""
         load = self._load(replica_id)
@@ -171,6 +181,8 @@ class Fleet:
             ours = set(self._running())
             unreadable = {id_: why for id_, why in unreadable.items() if replica_of(id_) in ours}
         self._boundaries, unknown = _boundaries(self._records.values())
+        self._host_tiers = _host_tiers(self._records.values())
+        self.mirror.have_host_tiers(self._host_tiers.keys())
         self.handshake.check(self._records.values(), unreadable, unknown)
         self._leased = self._records.keys() - set(unleased)
         self._free_blocks = {
@@ -224,16 +236,10 @@ class Fleet:
         return tuple(chain[hit_blocks:])
 
     def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
-        """replica id -> blocks of the chain that a request would find there; no entry: none."""
-        if not self._boundaries:
-            return self.mirror.hits(chain)
+        """replica id -> blocks of the chain that a request would find in GPU memory there; no
+        entry: none."""
         hits = self.mirror.hits(chain)
-        for replica_id in self._boundaries:
-            hits.pop(replica_id, None)
-        for boundaries in set(self._boundaries.values()):
-            found = self.mirror.hits_at(chain, boundaries)
-            hits |= {id_: n for id_, n in found.items() if self._boundaries.get(id_) is boundaries}
-        return hits
+        return self._by_layout(hits, chain, self.mirror.hits_at) if self._boundaries else hits
 
     def place(
         self,
@@ -267,12 +273,17 @@ class Fleet:
         hits = self.hits(chain)
         for replica_id in self.handshake.degraded:
             hits.pop(replica_id, None)
+        reloads = self._reloads(chain, hits, now_s) if self._host_tiers else {}
+        for replica_id, (host_blocks, _) in reloads.items():
+            hits[replica_id] = hits.get(replica_id, 0) + host_blocks
         best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
         prefix = chain[:best]
         prompt = Prompt(prompt_tokens, best, self._block_size)
         candidates = self._candidates(running, prompt, hits, prefix, now_s)
         if lora:
             candidates = [self._with_lora(each, lora) for each in candidates]
+        if reloads:
+            candidates = [_with_reload(each, reloads) for each in candidates]
         if not best and (home := self.returns.home(session)):
             candidates = [_with_home(each, home) for each in candidates]
         forks = self._branches.forks(prefix)
@@ -307,8 +318,7 @@ class Fleet:
         """The request was sent there: it counts as load, and its blocks are expected."""
         there, load = placement.at(replica_id), self._load(replica_id)
         retention = context.retention if context else None
-        hit_blocks = there.hit_blocks
-        hit_tokens = hit_blocks * self._block_size
+        hit_tokens = there.hit_blocks * self._block_size
         prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
         dispatch = Dispatch(
             request_id=request_id,
@@ -317,9 +327,9 @@ class Fleet:
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=placement.known_prefix[-1:],
-            expected=self.added(replica_id, placement.chain, hit_blocks),
+            expected=self.added(replica_id, placement.chain, there.hit_blocks - there.host_blocks),
             lora=placement.lora,
-            loads_lora=there.lora_s > 0,
+            loads_first=there.lora_s > 0 or there.host_blocks > 0,
             turn=retention and retention.turn,
             keep=retention and retention.keep,
         )
@@ -327,15 +337,15 @@ class Fleet:
             self._pressure.sent(
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
-        attempt = self.begin(dispatch, now_s)
+        attempt = self.begin(dispatch, now_s, self._reload(there))
         attempt.placement, attempt.observer = placement, self.observer
         attempt.boundaries = self._boundaries.get(replica_id)
         attempt.context = context or attempt.context
         self.observer.sent(attempt)
         return attempt
 
-    def begin(self, dispatch: Dispatch, now_s: float) -> Attempt:
-        """Counts a dispatch, of this router or of another, as load."""
+    def begin(self, dispatch: Dispatch, now_s: float, reload: Reload | None = None) -> Attempt:
+        """Counts a dispatch, of this router or of another, as load. reload: of this router's."""
         load = self._load(dispatch.replica_id)
         load.send(
             dispatch.request_id,
@@ -345,7 +355,8 @@ class Fleet:
                 dispatch.prompt_tokens,
                 now_s,
                 dispatch.lora,
-                dispatch.loads_lora,
+                dispatch.loads_first,
+                reload,
             ),
         )
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
@@ -402,6 +413,48 @@ class Fleet:
                 )
             )
         return candidates
+
+    def _by_layout(
+        self,
+        plain: dict[str, int],
+        chain: Sequence[Fingerprint],
+        hits_at: Callable[[Sequence[Fingerprint], Boundaries], dict[str, int]],
+    ) -> dict[str, int]:
+        """The hits where engines with several cache groups have those that their layouts allow."""
+        hits = {id_: blocks for id_, blocks in plain.items() if id_ not in self._boundaries}
+        for boundaries in set(self._boundaries.values()):
+            found = hits_at(chain, boundaries)
+            hits |= {id_: n for id_, n in found.items() if self._boundaries.get(id_) is boundaries}
+        return hits
+
+    def _reloads(
+        self, chain: Sequence[Fingerprint], hits: Mapping[str, int], now_s: float
+    ) -> dict[str, tuple[int, float]]:
+        """replica id -> blocks that it would reload behind the hit in its GPU's memory, and the
+        seconds until it has; no entry: none, or it computes them in less time."""
+        deeper = self.mirror.hits_in_any_tier(chain)
+        if self._boundaries:
+            deeper = self._by_layout(deeper, chain, self.mirror.hits_at_in_any_tier)
+        found = {}
+        for replica_id, depth in deeper.items():
+            begin = hits.get(replica_id, 0)
+            if depth <= begin or replica_id in self.handshake.degraded:
+                continue
+            load, tier = self._load(replica_id), self._host_tiers[replica_id]
+            reload_s = load.reloads.seconds(tier.reload_s(depth - begin), now_s)
+            tokens = begin * self._block_size, depth * self._block_size
+            if reload_s < load.speed.slowness * load.model.seconds(*tokens):
+                found[replica_id] = (depth - begin, load.reloads.wait_s(now_s) + reload_s)
+        return found
+
+    def _reload(self, there: Candidate) -> Reload | None:
+        """What a request is about to reload."""
+        tier = self._host_tiers.get(there.replica_id) if there.host_blocks else None
+        if tier is None:
+            return None
+        end, claimed_s = there.hit_blocks, tier.reload_s(there.host_blocks)
+        begin = end - there.host_blocks
+        return Reload(begin * self._block_size, end * self._block_size, claimed_s)
 
     def _usable(self, blocks: int) -> int:
         """Of a prompt's blocks, those before the last boundary at which a hit can end."""
@@ -462,6 +515,13 @@ class Fleet:
         return record.facts.prefix_caching
 
 
+def _with_reload(candidate: Candidate, reloads: Mapping[str, tuple[int, float]]) -> Candidate:
+    if candidate.replica_id not in reloads:
+        return candidate
+    host_blocks, reload_s = reloads[candidate.replica_id]
+    return candidate._replace(host_blocks=host_blocks, reload_s=reload_s)
+
+
 def _with_home(candidate: Candidate, home: str) -> Candidate:
     """What the index does not know of a session, the replica of its latest turn may have: a new
     conversation that begins there costs the least. A busy fleet does not look at it."""
@@ -490,6 +550,15 @@ def _boundaries(
         except UnknownLayoutError as error:
             unknown[record.id] = f"{UNTOLD}{error}"
     return known, unknown
+
+
+def _host_tiers(records: Iterable[ReplicaRecord]) -> dict[str, HostTier]:
+    """Of the replicas that have one, by id."""
+    return {
+        record.id: record.facts.host
+        for record in records
+        if record.facts.host and record.facts.prefix_caching
+    }
 
 
 def _report_loras(load: ReplicaLoad, record: ReplicaRecord) -> None:

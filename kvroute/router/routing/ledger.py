@@ -19,7 +19,8 @@ such a token is the first of these whose length reaches beyond the token's posit
     stale       expected: evicted in the meantime, not there yet, or the index was wrong
     spilled     reusable: another replica had it, but the request did not go there
     unpinned    named: declared to be kept warm, but no replica had it
-    evicted     known: some replica had it once, but none has it now
+    evicted     known: some replica had it once, but none has it now, or only in host memory from
+                where reloading it would take longer than computing it
     broken      inside that part: had the prompt before it not changed, a cache could have held it
     new         cacheable: no replica ever had it
     isolated    the same, for a prompt with a cache_salt. Prompts with other salts may share the

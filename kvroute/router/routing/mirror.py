@@ -3,15 +3,22 @@
 Each fingerprint maps to a bit mask of replica slots. A replica that holds block i of a chain holds
 the blocks before it, because engines evict leaves first. So galloping and bisection find the length
 of each replica's match: about ten dictionary reads for a prompt of a thousand blocks.
+
+A replica with a host tier announces what host memory has under other fingerprints
+(contract/cache_groups.py). They are in its set like all others; only replicas that are known to
+have such a tier are asked for them.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from kvroute.contract.cache_groups import in_host
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.eviction_history import EvictionHistory
 from kvroute.router.routing.masks import TABLES, Masks
+
+Holders = Callable[[Sequence[Fingerprint], int], int]  # the bits of those that have block i
 
 
 class Mirror:
@@ -33,17 +40,28 @@ class Mirror:
         self._predicted_blocks: dict[str, int] = {}  # replica id -> blocks in its last such slot
         self._ids: dict[int, str] = {}  # bit -> replica id
         self._live = 0  # bits in use; all other bits of a mask are ignored
+        self._tiered_ids: frozenset[str] = frozenset()  # replicas that have a host tier
+        self._tiered = 0  # their bits
+        self._has_known_tiers = False  # now or before
         self._dirty = 0  # released bits, perhaps still set in some masks
         self._sweeping = 0  # those of them that the current sweep clears
         self._unswept = 0  # tables that the current sweep has still to clear
 
     def __len__(self) -> int:
-        """Known fingerprints: held by live replicas, or not yet swept."""
+        """Known fingerprints: held by live replicas, or not yet swept. A block in host memory has
+        one of its own."""
         return len(self._held)
 
     @property
     def replica_ids(self) -> set[str]:
         return set(self._slots)
+
+    def have_host_tiers(self, replica_ids: Collection[str]) -> None:
+        """These replicas have one, and no other does."""
+        if self._tiered_ids != replica_ids:
+            self._tiered_ids = frozenset(replica_ids)
+            self._tiered = sum(map(self._bits, self._tiered_ids))
+            self._has_known_tiers = True
 
     def join(self, replica_id: str) -> None:
         """The replica starts empty; whatever was known about it is dropped."""
@@ -66,7 +84,7 @@ class Mirror:
         self._held.mark(self._slots[replica_id], fingerprints)
 
     def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        self._history.add(self._held.unmark(self._slots[replica_id], fingerprints))
+        self._remember(self._held.unmark(self._slots[replica_id], fingerprints))
 
     def infer(self, replica_id: str, chain: Sequence[Fingerprint], *, capacity_blocks: int) -> None:
         """The replica holds this chain now; an unfed mirror has to infer that."""
@@ -96,26 +114,23 @@ class Mirror:
         self._expected.unmark(self._bits(replica_id), fingerprints)
 
     def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
-        """replica id -> leading blocks of the chain held or expected there; no entry: none."""
-        depths: dict[str, int] = {}
-        here, step = 0, 1
-        holders = self._holders(chain, 0)
-        while holders:
-            there = min(here + step, len(chain))
-            remaining = holders & self._holders(chain, there)
-            self._settle(chain, here, there, holders & ~remaining, depths)
-            here, holders = there, remaining
-            step *= 2
-        return depths
+        """replica id -> leading blocks of the chain held or expected in GPU memory there; no entry:
+        none."""
+        return self._depths(chain, self._holders)
+
+    def hits_in_any_tier(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
+        """The same in GPU or host memory, for the replicas that have a host tier."""
+        return self._depths(chain, self._holders_in_any_tier) if self._tiered else {}
 
     def hits_at(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> dict[str, int]:
-        """The same for engines with several cache groups."""
-        depths: dict[str, int] = {}
-        holders = boundaries.hits(chain, lambda each: self._holders((each,), 0), self._live)
-        for replicas, depth in holders:
-            for bit in _bits(replicas):
-                depths.setdefault(self._ids[bit], depth)
-        return depths
+        """As `hits`, for engines with several cache groups."""
+        return self._depths_at(chain, boundaries, self._holders, self._live)
+
+    def hits_at_in_any_tier(
+        self, chain: Sequence[Fingerprint], boundaries: Boundaries
+    ) -> dict[str, int]:
+        """As `hits_in_any_tier`, for engines with several cache groups."""
+        return self._depths_at(chain, boundaries, self._holders_in_any_tier, self._tiered)
 
     def known(self, chain: Sequence[Fingerprint], *, at_least: int = 0) -> int:
         """Leading blocks of the chain that some replica holds or once held, as far as the eviction
@@ -124,8 +139,10 @@ class Mirror:
         return bisect_left(blocks, True, lo=at_least, key=lambda i: not self.is_known(chain[i]))
 
     def is_known(self, fingerprint: Fingerprint) -> bool:
-        """Whether some replica holds the block, or once held it."""
-        return bool(self._held.get(fingerprint)) or fingerprint in self._history
+        """Whether some replica holds the block, or once held it, in whatever memory."""
+        if self._was(fingerprint):
+            return True
+        return self._has_known_tiers and self._was(in_host(fingerprint))
 
     def held_by(self, replica_id: str) -> set[Fingerprint]:
         """All of one replica's blocks."""
@@ -143,7 +160,7 @@ class Mirror:
             self._unswept = TABLES
             self._sweeping = self._dirty
         self._unswept -= 1
-        self._history.add(self._held.unmark_in(self._unswept, self._sweeping))
+        self._remember(self._held.unmark_in(self._unswept, self._sweeping))
         self._expected.unmark_in(self._unswept, self._sweeping)
         if not self._unswept:
             self._dirty &= ~self._sweeping
@@ -156,19 +173,72 @@ class Mirror:
         fingerprint = chain[i]
         return (self._held.get(fingerprint) | self._expected.get(fingerprint)) & self._live
 
+    def _holders_in_any_tier(self, chain: Sequence[Fingerprint], i: int) -> int:
+        """The same in GPU or host memory, of those with a host tier."""
+        if i >= len(chain):
+            return 0
+        return (self._holders(chain, i) | self._held.get(in_host(chain[i]))) & self._tiered
+
+    def _depths(self, chain: Sequence[Fingerprint], holders_of: Holders) -> dict[str, int]:
+        """replica id -> leading blocks of the chain that it has; no entry: none."""
+        depths: dict[str, int] = {}
+        here, step = 0, 1
+        holders = holders_of(chain, 0)
+        while holders:
+            there = min(here + step, len(chain))
+            remaining = holders & holders_of(chain, there)
+            if remaining != holders:
+                self._settle(chain, holders_of, here, there, holders & ~remaining, depths)
+            here, holders = there, remaining
+            step *= 2
+        return depths
+
     def _settle(
-        self, chain: Sequence[Fingerprint], low: int, high: int, lost: int, depths: dict[str, int]
+        self,
+        chain: Sequence[Fingerprint],
+        holders_of: Holders,
+        low: int,
+        high: int,
+        lost: int,
+        depths: dict[str, int],
     ) -> None:
-        """Finds the depth of each replica in `lost`: it holds block `low` but not block `high`."""
-        if not lost:
-            return
-        if high - low == 1:
-            depths.update((self._ids[bit], high) for bit in _bits(lost))
-            return
-        middle = (low + high) // 2
-        kept = lost & self._holders(chain, middle)
-        self._settle(chain, low, middle, lost & ~kept, depths)
-        self._settle(chain, middle, high, kept, depths)
+        """Finds the depth of each replica in `lost`, which has block `low` but not block `high`."""
+        while high - low > 1:
+            middle = (low + high) // 2
+            kept = lost & holders_of(chain, middle)
+            if not kept:
+                high = middle
+                continue
+            if kept != lost:
+                self._settle(chain, holders_of, low, middle, lost & ~kept, depths)
+            lost, low = kept, middle
+        for bit in _bits(lost):
+            depths[self._ids[bit]] = high
+
+    def _depths_at(
+        self,
+        chain: Sequence[Fingerprint],
+        boundaries: Boundaries,
+        holders_of: Holders,
+        replicas: int,
+    ) -> dict[str, int]:
+        """The deepest boundary that each of the replicas can serve."""
+        depths: dict[str, int] = {}
+        for able, depth in boundaries.hits(chain, lambda each: holders_of((each,), 0), replicas):
+            for bit in _bits(able):
+                depths.setdefault(self._ids[bit], depth)
+        return depths
+
+    def _was(self, member: Fingerprint) -> bool:
+        """Some replica holds it, or once held it."""
+        return bool(self._held.get(member)) or member in self._history
+
+    def _remember(self, gone: Iterable[Fingerprint]) -> None:
+        """Blocks that no replica has any more in this memory. One that is still in the other is not
+        gone: it comes here again, so each block takes one place of the history."""
+        if self._has_known_tiers:
+            gone = [each for each in gone if not self._held.get(in_host(each))]
+        self._history.add(gone)
 
     def _bits(self, replica_id: str) -> int:
         return self._slots.get(replica_id, 0) | self._predicted.get(replica_id, 0)
@@ -178,12 +248,15 @@ class Mirror:
         bit = ~used & (used + 1)
         self._ids[bit] = replica_id
         self._live |= bit
+        if replica_id in self._tiered_ids:
+            self._tiered |= bit
         return bit
 
     def _release(self, bit: int) -> None:
         """Releases the bit, which can be reused after a sweep."""
         self._ids.pop(bit, None)
         self._live &= ~bit
+        self._tiered &= ~bit
         self._dirty |= bit
 
 

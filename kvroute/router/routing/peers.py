@@ -82,7 +82,7 @@ class PeerPublisher(RequestObserver):
                 pack(dispatch.known_prefix),
                 pack(dispatch.expected),
                 dispatch.lora,
-                dispatch.loads_lora,
+                dispatch.loads_first,
                 dispatch.turn,
                 dispatch.keep,
             )
@@ -274,7 +274,7 @@ def _dispatch(event: Sent) -> Dispatch:
         unpack(event.known_prefix),
         unpack(event.expected),
         event.lora,
-        event.loads_lora,
+        event.loads_first,
         event.turn,
         event.keep,
     )

@@ -1,11 +1,13 @@
 """Ranks replicas for a request by cost, as arithmetic only: no clocks, no sockets, no Ray.
 
-    cost = W + alpha * (own + copy / (1 + forks) + lora) + eviction + externality + balance
-             + rotation + decode
+    cost = W + reload + alpha * (own + copy / (1 + forks) + lora) + eviction + externality
+             + balance + rotation + decode
 
 in seconds, with
 
     W        prefill queued or running on the replica
+    reload   copying back what the replica has of the prompt in host memory, those copies included
+             that are under way there. It delays this request alone and takes no time of the GPU's
     own      prefill of what no replica holds: every replica would have to compute it
     copy     prefill of what another replica holds and this one does not
     forks    earlier requests that diverged at the end of the prompt's longest known prefix. A
@@ -48,7 +50,7 @@ class Candidate(NamedTuple):
     """One replica for one request. A tuple, since every decision makes one for each replica."""
 
     replica_id: str
-    hit_blocks: int  # leading blocks of the prompt held or expected there
+    hit_blocks: int  # leading blocks of the prompt held or expected there, in whatever memory
     backlog_s: float  # W
     own_s: float
     copy_s: float = 0.0
@@ -60,6 +62,8 @@ class Candidate(NamedTuple):
     free_blocks: int = 0  # KV blocks that no running request holds
     unanswered: int = 0  # requests sent there and not yet answered
     lora_s: float = 0.0  # to load the request's LoRA adapter there; 0: nothing to load
+    host_blocks: int = 0  # of hit_blocks, the last ones: those that have to be reloaded
+    reload_s: float = 0.0  # until they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ def cost_s(candidate: Candidate, prices: Prices) -> float:
     backlog_s, own_s, copy_s = candidate.backlog_s, candidate.own_s, candidate.copy_s
     lora_s = candidate.lora_s
     total_s = backlog_s + prices.alpha * (own_s + prices.copy * copy_s + lora_s)
-    total_s += prices.pressure * copy_s
+    total_s += candidate.reload_s + prices.pressure * copy_s
     if backlog_s < prices.median_backlog_s:
         after_s = min(backlog_s + own_s + copy_s + lora_s, prices.median_backlog_s)
         total_s += NEW_REQUESTS_PER_S * (after_s**2 - backlog_s**2) / 2.0
@@ -112,6 +116,7 @@ class Terms(NamedTuple):
     """What `cost_s` adds up, in the order of the formula above: seconds, as they are priced."""
 
     waiting: float
+    reload: float
     own: float
     copy: float
     lora: float
@@ -131,6 +136,7 @@ def terms_s(candidate: Candidate, prices: Prices) -> Terms:
     chunks = (candidate.pending_tokens + candidate.new_tokens) / PREFILL_CHUNK_TOKENS
     return Terms(
         waiting=backlog_s,
+        reload=candidate.reload_s,
         own=prices.alpha * own_s,
         copy=prices.alpha * prices.copy * copy_s,
         lora=prices.alpha * candidate.lora_s,

@@ -15,6 +15,7 @@ RECEIPTS = "kvroute_receipts"  # the member of a response that has them
 # The reason to give when this term makes most of the difference between choice and runner-up.
 REASONS = {
     "waiting": "{choice} has {seconds} s less prefill queued than {other}",
+    "reload": "{choice} reloads less from host memory than {other} ({seconds} s)",
     "own": "{choice} computes what is new in the prompt {seconds} s sooner than {other}",
     "copy": "{choice} holds {hits} prompt tokens and {other} {other_hits}: to compute the "
     "difference again counts {seconds} s",
@@ -78,7 +79,9 @@ def _replica(candidate: Candidate, terms: Terms | None, block_size: int) -> dict
     return {
         "id": candidate.replica_id,
         "hit_tokens": candidate.hit_blocks * block_size,
+        "host_tokens": candidate.host_blocks * block_size,
         "backlog_s": round(candidate.backlog_s, 4),
+        "reload_s": round(candidate.reload_s, 4),
         "prefill_s": round(candidate.own_s + candidate.copy_s, 4),
         "unanswered": candidate.unanswered,
         "free_blocks": candidate.free_blocks,

@@ -474,7 +474,11 @@ class ModelRouter:
             "waiting": record.load.waiting,
             "loras": record.load.loras,
             "degraded": self._fleet.handshake.degraded.get(record.id),
-        }
+        } | self._host_tier(record)
+
+    def _host_tier(self, record: ReplicaRecord) -> dict[str, Any]:
+        tier = self._fleet.host_tier(record.id)
+        return {"host": tier} if tier else {}
 
     def _receipt(self, generation: Generation, broken: Break | None) -> dict[str, Any]:
         """The receipt of a prompt in generation."""

@@ -19,6 +19,7 @@ const EVICTED = {
 // What a cost is made of, in the words of the receipt's reasons.
 const TERMS = {
   waiting: "queued prefill",
+  reload: "reloading from host memory",
   own: "computing what no replica holds",
   copy: "computing again what others hold",
   lora: "loading the LoRA adapter",
@@ -107,6 +108,7 @@ function showSummary(decision, summary) {
   const word = decision.cached_tokens === null ? "expected in cache" : "cached";
   setText(hits, `${count(cached)} of ${plural(decision.prompt_tokens, "token")} ${word}`);
   const parts = [
+    decision.host_tokens ? `${count(decision.host_tokens)} from host memory` : null,
     decision.queued_s ? `held back ${seconds(decision.queued_s)}` : null,
     decision.ttft_s === null ? null : `first token ${seconds(decision.ttft_s)}`,
     `predicted ${seconds(decision.predicted_ttft_s)}`,
@@ -142,6 +144,7 @@ function outcomeOf(decision) {
     ["expected here", `${count(decision.expected_tokens)} tokens`],
     ["delivered by the cache", decision.cached_tokens === null ? "–" : `${count(decision.cached_tokens)} tokens`],
   ];
+  if (decision.host_tokens) facts.push(["of these from host memory", `${count(decision.host_tokens)} tokens`]);
   if (decision.output_tokens !== null) facts.push(["answer", plural(decision.output_tokens, "token")]);
   if (receipt.congestion_price !== null) facts.push(["price of computing again", `× ${receipt.congestion_price.toFixed(2)}`]);
   if (receipt.broken) facts.push(["prefix broken", changed(receipt.broken)]);
@@ -189,13 +192,18 @@ function costs(decision, replica, i) {
   const name = el("th", "", replica.id, i === 0 ? el("i", "", "choice") : i === 1 ? el("i", "", "runner-up") : null);
   name.scope = "row";
   const values = [
-    percent(replica.hit_tokens, decision.prompt_tokens),
+    percent(replica.hit_tokens, decision.prompt_tokens) + inHost(replica, decision),
     seconds(replica.backlog_s),
     seconds(replica.prefill_s),
     count(replica.unanswered),
     seconds(replica.cost_s),
   ];
   return el("tr", i === 0 ? "choice" : "", name, ...values.map((value) => el("td", "number", value)));
+}
+
+function inHost(replica, decision) {
+  if (!replica.host_tokens) return "";
+  return ` (${percent(replica.host_tokens, decision.prompt_tokens)} to reload, ${seconds(replica.reload_s)})`;
 }
 
 function terms(replica) {

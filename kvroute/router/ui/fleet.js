@@ -13,12 +13,13 @@ const STATES = {
 };
 
 const load = (replica) => (replica.running ?? 0) + (replica.waiting ?? 0);
+const room = (replica) => (replica.capacity_blocks ?? 0) + (replica.host_blocks ?? 0);
 const share = (part, total) => (total ? (part ?? 0) / total : 0);
 const byName = (a, b) => (a.id < b.id ? -1 : 1);
 const ORDERS = {
   name: () => 0,
   busiest: (a, b) => load(b) - load(a) || b.requests - a.requests,
-  fullest: (a, b) => share(b.cached_blocks, b.capacity_blocks) - share(a.cached_blocks, a.capacity_blocks),
+  fullest: (a, b) => share(b.cached_blocks, room(b)) - share(a.cached_blocks, room(a)),
   missing: (a, b) => !a.requests - !b.requests || share(a.hit_tokens, a.prompt_tokens) - share(b.hit_tokens, b.prompt_tokens),
 };
 
@@ -78,7 +79,7 @@ function tile(replica) {
 }
 
 function showCache(replica, bar, cache) {
-  const capacity = replica.capacity_blocks;
+  const capacity = room(replica);
   if (!capacity) {
     setText(cache, "not announced to the index yet");
     return;
@@ -93,8 +94,9 @@ function showCache(replica, bar, cache) {
     pinned ? `${percent(pinned, capacity)} pinned` : null,
   ].filter(Boolean);
   setText(cache, words.join(" · "));
-  bar.setAttribute("aria-label", `KV cache of ${count(capacity)} blocks: ${words.join(", ")}`);
-  bar.title = `${count(capacity)} blocks; ${count(replica.cached_blocks ?? 0)} cached, ${count(used)} in use by requests, ${count(pinned)} pinned`;
+  const where = replica.host_blocks ? `, ${count(replica.host_blocks)} of them in host memory` : "";
+  bar.setAttribute("aria-label", `KV cache of ${count(capacity)} blocks${where}: ${words.join(", ")}`);
+  bar.title = `${count(capacity)} blocks${where}; ${count(replica.cached_blocks ?? 0)} cached, ${count(used)} in use by requests, ${count(pinned)} pinned`;
 }
 
 function showFigures(replica, list) {

@@ -1,0 +1,282 @@
+"""Where requests go whose prompts replicas have in host memory, and what routers learn of that."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvroute.contract.cache_groups import CacheGroup, Layout, in_host
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.generation import Chunk
+from kvroute.contract.records import HostTier, ReplicaRecord
+from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.routing.attempts import (
+    NO_OBSERVER,
+    Attempt,
+    Placement,
+    RequestContext,
+    RequestObserver,
+)
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.routing.policy import Candidate
+from tests.support.records import record
+
+BLOCK = 4  # tokens; a replica computes 1000 a second
+CHAIN = [Fingerprint(1000 + i) for i in range(200)]
+TOKENS = BLOCK * len(CHAIN) + 1
+TIER = HostTier(blocks=1000, block_bytes=1000, bytes_per_s=1e6)  # 1 ms for a block: 4 times faster
+
+
+def with_tier(replica_id: str, **differs: Any) -> ReplicaRecord:
+    return record(replica_id, **{"host": TIER} | differs)
+
+
+def fleet_of(*records: ReplicaRecord, observer: RequestObserver = NO_OBSERVER) -> Fleet:
+    fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0), observer=observer)
+    for each in records:
+        fleet.mirror.join(each.id)
+    fleet.update(records)
+    return fleet
+
+
+def hold(fleet: Fleet, replica_id: str, *, gpu: int = 0, host: int = 0) -> None:
+    fleet.mirror.add(replica_id, CHAIN[:gpu])
+    fleet.mirror.add(replica_id, map(in_host, CHAIN[:host]))
+
+
+def place(fleet: Fleet, at_s: float = 0.0, chain: Sequence[Fingerprint] = CHAIN) -> Placement:
+    running = [each.id for each in fleet.records]
+    return fleet.place_chain(chain, BLOCK * len(chain) + 1, running, at_s)
+
+
+def at(fleet: Fleet, replica_id: str, at_s: float = 0.0) -> Candidate:
+    return place(fleet, at_s).at(replica_id)
+
+
+def answer(attempt: Attempt, *, at_s: float, cached_blocks: int = len(CHAIN)) -> Attempt:
+    attempt.receive(Chunk((1,), cached_blocks * BLOCK, is_last=True), at_s)
+    attempt.end()
+    return attempt
+
+
+def reload(fleet: Fleet, takes_s: float, *, times: int = 1, at_s: float = 0.0) -> None:
+    """Requests at "a", one after another, that reload as the router expects."""
+    for number in range(times):
+        placement = place(fleet, at_s)
+        attempt = fleet.sent(placement, "a", str(number), at_s)
+        rest_s = 0.001  # the last token
+        answer(attempt, at_s=at_s + takes_s + rest_s)
+        at_s += 10.0
+
+
+def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
+    fleet = fleet_of(with_tier("a"), record("b"))
+    hold(fleet, "a", gpu=50, host=150)
+    there = at(fleet, "a")
+    assert (there.hit_blocks, there.host_blocks) == (150, 100)
+    assert there.reload_s == pytest.approx(0.1)
+    assert there.own_s == pytest.approx(0.201)
+    assert there.new_tokens == 201
+    assert place(fleet).predicted_ttft_s("a") == pytest.approx(0.301)
+
+
+def test_what_is_in_both_tiers_counts_once_and_needs_no_reload() -> None:
+    fleet = fleet_of(with_tier("a"))
+    hold(fleet, "a", gpu=150, host=120)
+    there = at(fleet, "a")
+    assert (there.hit_blocks, there.host_blocks, there.reload_s) == (150, 0, 0.0)
+
+
+def test_the_gpu_that_has_a_prefix_comes_before_host_memory_and_this_before_computing() -> None:
+    fleet = fleet_of(with_tier("host"), with_tier("gpu"), with_tier("cold"))
+    hold(fleet, "host", host=200)
+    hold(fleet, "gpu", gpu=200)
+    assert [each.replica_id for each in place(fleet).ranking] == ["gpu", "host", "cold"]
+
+
+def test_a_host_hit_on_an_idle_replica_is_worth_more_than_a_wait_for_the_gpus() -> None:
+    fleet = fleet_of(with_tier("host"), with_tier("gpu"))
+    hold(fleet, "host", host=200)
+    hold(fleet, "gpu", gpu=200)
+    fleet.sent(place(fleet, 0.0, CHAIN[:1]), "gpu", "other", 0.0)
+    other = [Fingerprint(i) for i in range(1, 100)]
+    fleet.sent(place(fleet, 0.0, other), "gpu", "long", 0.0)
+    assert place(fleet).ranking[0].replica_id == "host"
+
+
+def test_where_reloading_takes_longer_than_computing_host_memory_counts_for_nothing() -> None:
+    slow = HostTier(blocks=1000, block_bytes=1000, bytes_per_s=1e5)  # 10 ms for a block of 4 ms
+    fleet = fleet_of(with_tier("a", host=slow), record("b"))
+    hold(fleet, "a", gpu=50, host=200)
+    placement = place(fleet)
+    assert (placement.best_hit_blocks, placement.at("a").host_blocks) == (50, 0)
+    assert placement.at("a").reload_s == 0.0
+    assert not fleet.sent(placement, "a", "r", 0.0).dispatch.loads_first
+
+
+def test_a_replica_without_a_tier_or_a_record_or_that_differs_has_no_host_hits() -> None:
+    fleet = fleet_of(record("plain"), with_tier("away"), with_tier("odd", layout=UNKNOWN))
+    for replica_id in ("plain", "away", "odd"):
+        hold(fleet, replica_id, host=200)
+    assert place(fleet).best_hit_blocks == 200
+    fleet.update([record("plain"), with_tier("odd", layout=UNKNOWN)])
+    assert fleet.place_chain(CHAIN, TOKENS, ["plain", "away", "odd"], 0.0).best_hit_blocks == 0
+
+
+UNKNOWN = Layout((CacheGroup("telepathy", 8),), 8)
+
+
+def test_slow_first_tokens_teach_that_a_host_hit_is_dearer_than_computing() -> None:
+    fleet = fleet_of(with_tier("a"), record("b"))
+    hold(fleet, "a", host=200)
+    fleet.mirror.add("b", CHAIN[:60])
+    assert place(fleet).ranking[0].replica_id == "a"
+    reload(fleet, 2.0)  # ten times the claim; computing takes 0.8 s
+    reload(fleet, 2.0, at_s=10.0)
+    assert at(fleet, "a", 20.0).host_blocks == 0
+    assert place(fleet, 20.0).ranking[0].replica_id == "b"
+
+
+def test_fast_first_tokens_teach_that_a_host_hit_is_cheaper_than_claimed() -> None:
+    modest = HostTier(blocks=1000, block_bytes=1000, bytes_per_s=3e5)  # 3.3 ms; the truth: 0.5 ms
+    fleet = fleet_of(with_tier("a", host=modest), record("b"))
+    hold(fleet, "a", host=200)
+    before_s = at(fleet, "a").reload_s
+    reload(fleet, 0.1, times=30)
+    assert before_s == pytest.approx(2 / 3)
+    assert at(fleet, "a", 1000.0).reload_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_replica_where_reloads_were_slow_is_tried_again_after_a_while() -> None:
+    fleet = fleet_of(with_tier("a"))
+    hold(fleet, "a", host=200)
+    reload(fleet, 2.0, times=2)
+    assert at(fleet, "a", 20.0).host_blocks == 0
+    assert at(fleet, "a", 1500.0).host_blocks == 200
+
+
+def test_one_late_first_token_does_not_end_all_reloads() -> None:
+    fleet = fleet_of(with_tier("a"))
+    hold(fleet, "a", host=200)
+    reload(fleet, 0.2, times=20)
+    reload(fleet, 60.0, at_s=300.0)
+    assert at(fleet, "a", 400.0).host_blocks == 200
+
+
+def test_only_what_was_really_reloaded_teaches() -> None:
+    fleet = fleet_of(with_tier("a"))
+    hold(fleet, "a", gpu=100, host=200)
+    attempt = fleet.sent(place(fleet), "a", "r", 0.0)
+    answer(attempt, at_s=5.0, cached_blocks=100)  # the engine has computed all of it
+    assert attempt.load.reloads.speed.slowness == 1.0
+    attempt = fleet.sent(place(fleet, 1.0), "a", "r", 1.0)
+    answer(attempt, at_s=1.251, cached_blocks=150)  # half: 0.05 s, and 0.201 s for the rest
+    assert attempt.load.reloads.speed.slowness == pytest.approx(1.0)
+
+
+def test_a_reload_in_company_teaches_nothing() -> None:
+    fleet = fleet_of(with_tier("a"))
+    hold(fleet, "a", host=200)
+    reloads = fleet.sent(place(fleet), "a", "reloads", 0.0)
+    other = fleet.sent(place(fleet, 0.0, [Fingerprint(7)]), "a", "other", 0.0)
+    answer(other, at_s=1.0, cached_blocks=0)
+    answer(reloads, at_s=2.0)
+    assert reloads.load.reloads.speed.slowness == 1.0
+
+
+def test_a_first_token_after_a_reload_teaches_nothing_about_the_prefill() -> None:
+    publisher = PeerPublisher()
+    fleet, peer = fleet_of(with_tier("a"), observer=publisher), fleet_of(with_tier("a"))
+    subscriber = PeerSubscriber(peer, own="peer", clock=lambda: 5.0)
+    hold(fleet, "a", host=200)
+    attempt = fleet.sent(place(fleet), "a", "r", 0.0)
+    assert attempt.dispatch.loads_first
+    answer(attempt, at_s=50.0)
+    subscriber.receive(publisher.take())
+    assert attempt.load.speed.slowness == peer._load("a").speed.slowness == 1.0
+
+
+def test_what_is_computed_while_another_request_reloads_is_timed_from_its_own_start() -> None:
+    fleet = fleet_of(with_tier("a"))
+    hold(fleet, "a", host=200)
+    fleet.sent(place(fleet), "a", "reloads", 0.0)
+    chain = [Fingerprint(i) for i in range(100)]
+    other = fleet.sent(place(fleet, 50.0, chain), "a", "computes", 50.0)
+    answer(other, at_s=50.401, cached_blocks=0)
+    assert other.load.speed.slowness == pytest.approx(1.0)
+
+
+def test_reloads_stand_in_line_until_their_first_tokens() -> None:
+    fleet = fleet_of(with_tier("a"))
+    hold(fleet, "a", host=200)
+    first = fleet.sent(place(fleet), "a", "first", 0.0)
+    fleet.mirror.unexpect("a", first.dispatch.expected)  # as if it were another prompt
+    assert at(fleet, "a", 0.05).reload_s == pytest.approx(0.15 + 0.2)
+    first.load.finish("first")
+    assert at(fleet, "a", 0.05).reload_s == pytest.approx(0.2)
+
+
+def test_what_is_being_reloaded_is_expected_in_the_gpus_memory() -> None:
+    fleet = fleet_of(with_tier("a"), with_tier("b"))
+    hold(fleet, "a", gpu=50, host=200)
+    attempt = fleet.sent(place(fleet), "a", "leader", 0.0)
+    assert attempt.dispatch.expected == tuple(CHAIN[50:])
+    assert (at(fleet, "a").hit_blocks, at(fleet, "a").host_blocks) == (200, 0)
+
+
+def test_a_block_that_left_the_gpu_alone_is_a_hit_and_one_that_left_both_is_evicted() -> None:
+    fleet = fleet_of(with_tier("a"))
+    hold(fleet, "a", gpu=200, host=200)
+    fleet.mirror.remove("a", CHAIN[50:])
+    assert place(fleet).evicted_tokens == 0
+    fleet.mirror.remove("a", map(in_host, CHAIN[120:]))
+    assert place(fleet).evicted_tokens == 80 * BLOCK
+
+
+def test_caches_are_not_tight_while_host_memory_has_what_the_gpus_evict() -> None:
+    def pressure(evicted: Sequence[Fingerprint]) -> float:
+        fleet = fleet_of(with_tier("a"))
+        for number in range(20):
+            hold(fleet, "a", gpu=200, host=200)
+            fleet.mirror.remove("a", evicted)
+            placement = place(fleet, float(number))
+            context = RequestContext(0.0, retention=fleet.retention(placement, float(number)))
+            fleet.sent(placement, "a", str(number), float(number), context).end()
+        return place(fleet).pressure
+
+    assert pressure(CHAIN) == 0.0
+    assert pressure([*CHAIN, *map(in_host, CHAIN)]) > 0.0
+
+
+def test_engines_with_several_cache_groups_reload_too() -> None:
+    layout = Layout((CacheGroup("full_attention", 4), CacheGroup("mamba", 16)), 16)
+    fleet = fleet_of(with_tier("a", layout=layout), with_tier("plain"))
+    members = fleet.added("a", CHAIN)
+    fleet.mirror.add("a", members[:60])
+    fleet.mirror.add("a", map(in_host, members))
+    there = at(fleet, "a")
+    assert (there.hit_blocks, there.host_blocks) == (200, 200)  # the state is in host memory only
+    assert at(fleet, "plain").hit_blocks == 0
+
+
+def test_the_state_of_the_fleet_has_the_tiers_size_and_its_learned_speed() -> None:
+    fleet = fleet_of(with_tier("a", host=HostTier(1000, 10**6, 1e9)), record("b"))
+    hold(fleet, "a", host=200)
+    reload(fleet, 0.4, times=30)  # twice the claim
+    assert fleet.host_tier("a") == {"blocks": 1000, "gb_per_s": pytest.approx(0.5, rel=0.05)}
+    assert fleet.host_tier("b") is None
+
+
+def test_hits_are_counted_by_tier() -> None:
+    registry = CollectorRegistry()
+    fleet = fleet_of(with_tier("a"), observer=RouterMetrics(registry))
+    hold(fleet, "a", gpu=50, host=150)
+    answer(fleet.sent(place(fleet), "a", "r", 0.0), at_s=1.0, cached_blocks=140)
+    found = {
+        tier: registry.get_sample_value("kvroute_hit_prompt_tokens_total", {"tier": tier})
+        for tier in ("gpu", "host")
+    }
+    assert found == {"gpu": 200, "host": 360}
