@@ -145,6 +145,16 @@ class Replica:
         self._added, self._removed = [], []
         self._steps += plan.steps
         self._context_tokens += plan.steps * len(self._decoding)
+        self._end_chunks(plan, result)
+        self._end_answers(result)
+        if self.host is not None:
+            added, removed = self.host.take_changes()
+            result.added += added
+            result.removed += removed
+        self._start(plan.ends_s)
+        return result
+
+    def _end_chunks(self, plan: Plan, result: StepResult) -> None:
         for sequence, tokens in plan.chunks:
             sequence.computed += tokens
             self._write_through(sequence)
@@ -153,18 +163,14 @@ class Replica:
                 self._decode(sequence)
                 result.first_tokens.append(sequence.request)
                 del self._pending_tokens[sequence.request.index]
+
+    def _end_answers(self, result: StepResult) -> None:
         while self._decoding and self._decoding[0][0] <= self._steps:
             sequence = heappop(self._decoding)[2]
             request = sequence.request
             self._context_tokens -= request.input_tokens + request.output_tokens
             self._release(sequence)
             result.finished.append(request)
-        if self.host is not None:
-            added, removed = self.host.take_changes()
-            result.added += added
-            result.removed += removed
-        self._start(plan.ends_s)
-        return result
 
     def report(self) -> Report:
         """Its load now."""
