@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.cache_groups import member
+from kvroute.contract.cache_groups import HOST_GROUPS, member
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
@@ -16,6 +16,7 @@ from kvroute.replica.engine.kv_events import (
     EventsLost,
     Evictions,
     KVEvent,
+    Transfers,
 )
 
 NOTHING: Mapping[BlockHash, int] = {}
@@ -104,9 +105,16 @@ class BlockTable:
         entries: dict[int, list[_Group]] = {}
         self._groups = [None if entry is None else _grouped(entry, entries) for entry in members]
         self._announced = [groups[0].announced for groups in entries.values()]
+        # Of the layout's first entry, which is full attention if the engine has any.
+        self._in_host = entries[HOST_GROUPS][0].announced if HOST_GROUPS in entries else {}
 
     def __len__(self) -> int:
         return sum(map(len, self._announced))
+
+    @property
+    def host_blocks(self) -> int:
+        """How many blocks host memory has of the layout's first entry."""
+        return len(self._in_host)
 
     def held(self) -> list[Fingerprint]:
         return [fingerprint for each in self._announced for fingerprint in each.values()]
@@ -127,8 +135,8 @@ class BlockTable:
                     self._clear(changes)
                 case BlocksHeld():
                     comparison = self._reconcile(event, changes)
-                case Evictions():
-                    pass  # the removals tell of the blocks
+                case Evictions() | Transfers():
+                    pass  # stores and removals tell of the blocks
                 case EventsLost():
                     pass  # the reader of the events requests BlocksHeld
         return comparison

@@ -14,10 +14,13 @@ from kvroute.replica.engine.kv_events import (
     EventsLost,
     Evictions,
     KVEvent,
+    Transfers,
 )
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.ghosts import SIZES, Ghosts
 from kvroute.replica.publisher import Publisher
+
+WAYS = ("in", "out")
 
 
 class ReplicaMetrics:
@@ -45,6 +48,17 @@ class ReplicaMetrics:
         )
         # Every label value starts at 0: a rate needs the 0 before the first event.
         self._evictions = {why.name: evictions.labels(why.name) for why in fields(Evictions)}
+        self._reloaded_tokens = counter(
+            "reloaded_tokens", "Prompt tokens that came from the KV cache in host memory."
+        )
+        moved = counter(
+            "host_bytes",
+            "KV copied from host memory to the engine (in) or back (out).",
+            "direction",
+        )
+        moving = counter("host_seconds", "Time that those copies took.", "direction")
+        self._host_bytes = {way: moved.labels(way) for way in WAYS}
+        self._host_seconds = {way: moving.labels(way) for way in WAYS}
         self._clears = counter("cache_clears", "Times that it was emptied.")
         self._losses = counter(
             "event_losses", "Times that its events were lost, and the index began anew."
@@ -58,16 +72,19 @@ class ReplicaMetrics:
             self._cached_tokens.inc(chunk.cached_tokens)
         self._output_tokens.inc(len(chunk.token_ids))
 
-    def happened(self, events: Iterable[KVEvent]) -> None:
-        """Counts changes of the engine's cache."""
+    def happened(self, events: Iterable[KVEvent], groups: int | None = None) -> None:
+        """Counts changes of the engine's cache. groups: how many the engine's own memory has; what
+        events tell of further ones is about host memory."""
         for event in events:
             match event:
-                case BlockStored():
+                case BlockStored() if groups is None or event.group < groups:
                     self._stored.inc(len(event.block_hashes))
-                case BlockRemoved():
+                case BlockRemoved() if groups is None or event.group < groups:
                     self._evicted.inc(len(event.block_hashes))
                 case Evictions():
                     self._count_evictions(event)
+                case Transfers():
+                    self._count_transfers(event)
                 case AllBlocksCleared():
                     self._clears.inc()
                 case EventsLost():
@@ -78,6 +95,13 @@ class ReplicaMetrics:
     def _count_evictions(self, evictions: Evictions) -> None:
         for why, blocks in asdict(evictions).items():
             self._evictions[why].inc(blocks)
+
+    def _count_transfers(self, transfers: Transfers) -> None:
+        self._reloaded_tokens.inc(transfers.reloaded_tokens)
+        self._host_bytes["in"].inc(transfers.in_bytes)
+        self._host_bytes["out"].inc(transfers.out_bytes)
+        self._host_seconds["in"].inc(transfers.in_s)
+        self._host_seconds["out"].inc(transfers.out_s)
 
     def export(
         self, engines: Sequence[Engine], publishers: Sequence[Publisher], ghosts: Sequence[Ghosts]
@@ -109,6 +133,11 @@ class ReplicaMetrics:
             "kvroute_engine_capacity_blocks",
             "KV blocks in all.",
             lambda: sum(each.capacity_blocks for each in facts),
+        )
+        gauge(
+            "kvroute_engine_host_blocks",
+            "KV blocks in host memory.",
+            lambda: sum(publisher.host_blocks for publisher in publishers),
         )
         gauge(
             "kvroute_engine_pinned_blocks",

@@ -74,6 +74,11 @@ class Publisher:
         return len(self._table)
 
     @property
+    def host_blocks(self) -> int:
+        """How many blocks the replica has in host memory, copies of others included."""
+        return self._table.host_blocks
+
+    @property
     def lag_s(self) -> float:
         """Age of the oldest change that is not in the index; 0 when all are."""
         since_s = self._waiting_since_s

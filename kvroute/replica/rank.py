@@ -42,6 +42,7 @@ class Rank:
         self.engine = engine
         self.backlog = Backlog(engine.facts.prefill_tokens_per_s)
         self.ghosts = ghosts_of(engine)
+        self._groups = len(engine.members) // (2 if engine.facts.host else 1)
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
         self.publisher = Publisher(
@@ -63,7 +64,7 @@ class Rank:
         return asyncio.create_task(events, name="events")
 
     def _happened(self, events: Sequence[KVEvent]) -> None:
-        self._metrics.happened(events)
+        self._metrics.happened(events, self._groups)
         self.ghosts.happened(events)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

@@ -53,4 +53,17 @@ class Evictions:
     promised: int = 0  # somebody had promised to come back, and the time was not over
 
 
-KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Evictions
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Copies between the engine's memory and host memory, since the last event of this kind."""
+
+    reloaded_tokens: int = 0  # of prompts, that host memory delivered
+    in_bytes: int = 0  # from host memory to the engine
+    in_s: float = 0.0
+    out_bytes: int = 0
+    out_s: float = 0.0
+
+
+KVEvent = (
+    BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Evictions | Transfers
+)
