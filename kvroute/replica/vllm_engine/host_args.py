@@ -1,5 +1,6 @@
 """vLLM's arguments for a tier of the cache in host memory."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,8 +65,8 @@ def check_tier(settings: ReplicaSettings, division: Division, *, is_caching: boo
         )
     if blocks < LEAST_BLOCKS:
         # vLLM rounds a block up to whole pages of memory.
-        least_gb = LEAST_BLOCKS * (block_bytes + PAGE) * settings.data_parallel_size / 1e9
+        least_bytes = LEAST_BLOCKS * (block_bytes + PAGE) * settings.data_parallel_size
         raise CannotRunError(
             f"--host-cache-gb is {size}, which has room for {blocks} blocks of {block_bytes} "
-            f"bytes; give at least {least_gb:.3g}, or 0 for no tier"
+            f"bytes; give at least {math.ceil(least_bytes / 1e6) / 1e3}, or 0 for no tier"
         )
