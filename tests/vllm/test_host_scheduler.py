@@ -1,6 +1,7 @@
 """vLLM's scheduler with a tier in host memory, driven without a model: what is kept, told and
 reloaded."""
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -162,12 +163,13 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(steps=steps, host_blocks=st.integers(16, 60))
+@pytest.mark.parametrize("kind", ["full", "window", "chunk"])
+@settings(max_examples=40, deadline=None)
+@given(steps=steps, host_blocks=st.sampled_from([16, 60]))
 def test_the_table_is_what_both_tiers_hold(
-    steps: list[tuple[str, int, int]], host_blocks: int
+    kind: str, steps: list[tuple[str, int, int]], host_blocks: int
 ) -> None:
-    engine = shared(host_blocks)
+    engine = shared(kind, host_blocks)
     names: list[str] = []
     for do, number, blocks in steps:
         match do:
@@ -190,12 +192,18 @@ def test_the_table_is_what_both_tiers_hold(
     assert len(engine.table) == 0
 
 
-_shared: dict[int, "Tiered"] = {}
-
-
-def shared(host_blocks: int) -> "Tiered":
+@cache
+def shared(kind: str, host_blocks: int) -> "Tiered":
     """Making one takes a second."""
-    size = 16 if host_blocks < 30 else 60
-    if size not in _shared:
-        _shared[size] = tiered(host_blocks=size)
-    return _shared[size]
+    from tests.support.kv_managers import chunk, full, window
+
+    more = {"full": [], "window": [window(BLOCK, 40)], "chunk": [chunk(BLOCK, 4 * BLOCK)]}[kind]
+    return tiered(full(BLOCK), *more, blocks=24 * (1 + len(more)), host_blocks=host_blocks)
+
+
+def test_the_window_of_a_prompt_is_reloaded_with_it() -> None:
+    engine = shared("window", 400)
+    engine.ask(0, PROMPT)
+    flood(engine)
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+    assert engine.division.members == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
