@@ -112,6 +112,27 @@ def test_a_clear_empties_both_tiers_whenever_it_comes() -> None:
     assert engine.table.host_blocks == 10
 
 
+def test_host_memory_is_never_cleared_alone() -> None:
+    engine = tiered(host_blocks=128)
+    engine.ask(0, PROMPT)
+    engine.add(1000, PROMPT, answer=4)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.scheduler.reset_connector_cache()
+    engine.run()
+    assert engine.table.host_blocks == 20
+    assert engine.compare().drift == 0
+
+
+def test_a_tool_call_at_an_answers_end_keeps_its_blocks() -> None:
+    engine = tiered(host_blocks=40)
+    keep = Keep(0.0, session=1, tool_chance=1.0, tool_s=60.0)
+    engine.ask(0, PROMPT, keep)
+    engine.scheduler.label_again("r1", keep.after_tool_call)
+    flood(engine, keep=Keep(0.1))
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+
+
 def test_without_the_option_there_is_no_connector() -> None:
     from kvroute.replica.vllm_engine.host_args import host_args
     from kvroute.settings.replica import ReplicaSettings

@@ -31,7 +31,8 @@ class Removed(kv_events.KVCacheEvent):
 
 
 class Held(kv_events.KVCacheEvent):
-    """For each group: blocks cached under each hash, after the events before this one."""
+    """For each group: blocks cached under each hash, after the events before this one. With a host
+    tier, the same follows of what that has."""
 
     copies: list[dict[ExternalBlockHash, int]]
 

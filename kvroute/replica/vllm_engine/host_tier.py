@@ -125,7 +125,8 @@ class HostTier:
         """Under one name there are all choices of a request."""
         self._recent.setdefault(name, []).extend(keys)
         self._recent.move_to_end(name)
-        if len(self._recent) > RECENT:
+        most_blocks = self._policy.cache_capacity
+        while len(self._recent) > RECENT or sum(map(len, self._recent.values())) > most_blocks:
             self._recent.popitem(last=False)
 
 

@@ -171,6 +171,11 @@ class _Kvroute:
         self._publish_events()
         return done
 
+    def reset_connector_cache(self) -> bool:
+        """A host tier is cleared with the engine's own memory, and only then."""
+        done: bool = self.host is not None or super().reset_connector_cache()  # type: ignore[misc]
+        return done
+
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """It publishes the step's events."""
         if self.host:
