@@ -33,6 +33,13 @@ def replay(
         int | None,
         typer.Option(min=512, help="KV cache of each, in tokens (default: the engine's)."),
     ] = None,
+    host_tokens: Annotated[
+        int, typer.Option(min=0, help="Cache of each in host memory, in tokens.")
+    ] = 0,
+    host_gb_per_s: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Speed of copies from there (default: the engine's)."),
+    ] = None,
     load: Annotated[
         float | None,
         typer.Option(
@@ -127,6 +134,9 @@ def replay(
         share_delay_ms / 1000,
         profile.engine(),
         *_slow(slow),
+        host_tokens=host_tokens,
+        host_gb_per_s=host_gb_per_s or profile.host_gb_per_s,
+        kv_bytes=profile.kv_bytes,
     )
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -166,8 +176,8 @@ def replay(
                 "requests": len(arrivals.requests),
                 f"{pace.unit}_per_s": arrivals.rate,
                 "seed": seed,
-                **asdict(cluster),
                 **profile.model_dump(exclude={"kv_tokens"}),
+                **asdict(cluster),
                 "engine": engine,
             }
             html.write_text(page(title, arrivals.requests, runs, parameters))

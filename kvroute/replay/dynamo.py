@@ -23,7 +23,11 @@ class Dynamo(Prefilling):
     compute than router_queue_threshold (16) x max_num_batched_tokens, requests wait, by default
     first come, first served. Hits are looked up again when a request leaves the queue, as there
     with overlap refresh.
+
+    A block that only host memory has counts 0.75: host_cache_hit_weight's default there.
     """
+
+    host_credit = 0.75
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
@@ -45,7 +49,7 @@ class Dynamo(Prefilling):
     def has_room(self) -> bool:
         return min(self.prefill_tokens) <= QUEUE_STEPS * self.setup.chunk_tokens
 
-    def cost(self, request: Request, missing: Sequence[int]) -> list[float]:
+    def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
         return [
             (self.prefill_tokens[r] + missing[r]) / request.block_tokens
             + len(self.in_use[r])

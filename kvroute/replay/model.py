@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from kvroute.contract.speed import PrefillModel
 
 PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
+KV_BYTES = 131_072  # keys and values of a token
+HOST_GB_PER_S = 50.0  # of copies from host memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A modelled replica works like vLLM: chunked prefill, batched decode, a paged prefix cache.
 
-An admitted request reserves blocks for its whole response, so nothing is preempted.
+An admitted request reserves blocks for its whole response, so nothing is preempted. It may wait for
+a copy of blocks from host memory before it joins the batch, while others run.
 """
 
 import math
@@ -11,7 +12,8 @@ from itertools import count, takewhile
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import KEEP, Keep
-from kvroute.contract.records import Load
+from kvroute.contract.records import HostTier, Load
+from kvroute.replay.host_memory import HostMemory
 from kvroute.replay.model import EngineModel
 from kvroute.replay.protocol import Report
 from kvroute.replay.trace import Request
@@ -23,7 +25,6 @@ class Running:
     """A request in the engine."""
 
     request: Request
-    hit_tokens: int
     computed: int  # prompt tokens in the cache, hits included
     blocks: list[int]  # of the cache, for its prompt and its answer
     keep: Keep
@@ -68,19 +69,31 @@ class Plan:
         return min(self.steps, max(1, math.ceil(root)))
 
 
-class Replica:
-    """The caller drives it: `arrive` at any time, `end_step` at the time it names."""
+Waiting = tuple[float, int, Request, Keep]  # its turn, its arrival; then what it is
 
-    def __init__(self, model: EngineModel, capacity_blocks: int) -> None:
+
+class Replica:
+    """The caller drives it: `arrive` at any time, `end_step` at the time it names, and `end_reload`
+    at the times that `host` names."""
+
+    def __init__(
+        self, model: EngineModel, capacity_blocks: int, host: HostTier | None = None
+    ) -> None:
         self.cache = PagedCache(capacity_blocks, self._evicted, lambda: self._now_s)
         self.hit_tokens: dict[int, int] = {}  # request index -> its cached tokens
+        self.host_tokens: dict[int, int] = {}  # those of them that come from host memory
+        self.reload_wait_s: dict[int, float] = {}  # for which it waited for these
+        self.host: HostMemory[Running] | None = None
+        if host is not None:
+            self.host = HostMemory(host, model.prefill, lambda: self._now_s)
         self.prefill_s = 0.0  # spent on prompts so far
         self._now_s = 0.0  # of the last call
         self.plan: Plan | None = None
         self._model = model
         self._capacity_blocks = capacity_blocks
         self._pending_tokens: dict[int, int] = {}  # request without a first token -> to compute
-        self._waiting: list[tuple[float, int, Request, Keep]] = []  # heap: its turn, its arrival
+        self._waiting: list[Waiting] = []  # heap
+        self._behind: list[Waiting] = []  # whose blocks are being copied for another request
         self._prefilling: list[Running] = []
         self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index
         self._arrivals = count()
@@ -106,13 +119,22 @@ class Replica:
         self._pending_tokens[request.index] = (
             self._missing_tokens(request) if new_tokens is None else new_tokens
         )
-        if self.plan is None:
-            self._start(now_s)
-        elif self.plan.steps > 1 and self._waiting[0][2] is request:
-            plan = self.plan
-            self.plan = Plan(
-                plan.started_s, plan.steps_by(now_s), plan.first_s, plan.growth_s, plan.chunks
-            )
+        if self.plan is None or self._waiting[0][2] is request:
+            self._look_again(now_s)
+
+    def end_reload(self, now_s: float) -> None:
+        """The first copy from host memory has ended: its request joins the batch."""
+        assert self.host is not None
+        self._now_s = now_s
+        reload = self.host.end_reload()
+        sequence = reload.sequence
+        end = reload.end * sequence.request.block_tokens
+        self._fill(sequence, sequence.computed, end)
+        sequence.computed = end
+        self._prefilling.append(sequence)
+        while self._behind:
+            heappush(self._waiting, self._behind.pop())
+        self._look_again(now_s)
 
     def end_step(self) -> StepResult:
         """The planned steps are over; the next ones have begun, if there is work."""
@@ -123,33 +145,46 @@ class Replica:
         self._added, self._removed = [], []
         self._steps += plan.steps
         self._context_tokens += plan.steps * len(self._decoding)
+        self._end_chunks(plan, result)
+        self._end_answers(result)
+        if self.host is not None:
+            added, removed = self.host.take_changes()
+            result.added += added
+            result.removed += removed
+        self._start(plan.ends_s)
+        return result
+
+    def _end_chunks(self, plan: Plan, result: StepResult) -> None:
         for sequence, tokens in plan.chunks:
             sequence.computed += tokens
+            self._write_through(sequence)
             if sequence.computed == sequence.request.input_tokens:
                 self._prefilling.remove(sequence)
                 self._decode(sequence)
                 result.first_tokens.append(sequence.request)
                 del self._pending_tokens[sequence.request.index]
+
+    def _end_answers(self, result: StepResult) -> None:
         while self._decoding and self._decoding[0][0] <= self._steps:
             sequence = heappop(self._decoding)[2]
             request = sequence.request
             self._context_tokens -= request.input_tokens + request.output_tokens
             self._release(sequence)
             result.finished.append(request)
-        self._start(plan.ends_s)
-        return result
 
     def report(self) -> Report:
         """Its load now."""
         used_blocks = self._capacity_blocks - len(self.cache.free)
         return Report(
-            Load(running=self._sequences, waiting=len(self._waiting), used_blocks=used_blocks),
+            Load(running=self._running, waiting=self._queued, used_blocks=used_blocks),
             pending_tokens=sum(self._pending_tokens.values()),
         )
 
     def _missing_tokens(self, request: Request) -> int:
         """Of its prompt, as the cache is now."""
         hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
+        if self.host is not None:
+            hits += self.host.worth(request, hits)
         return request.input_tokens - hits * request.block_tokens
 
     def _decode(self, sequence: Running) -> None:
@@ -157,6 +192,16 @@ class Replica:
         self._context_tokens += request.input_tokens + 1
         last_step = self._steps + request.output_tokens - 1
         heappush(self._decoding, (last_step, request.index, sequence))
+
+    def _look_again(self, now_s: float) -> None:
+        """There is more to run: planned decode steps are shortened, so that it can be."""
+        plan = self.plan
+        if plan is None:
+            self._start(now_s)
+        elif plan.steps > 1:
+            self.plan = Plan(
+                plan.started_s, plan.steps_by(now_s), plan.first_s, plan.growth_s, plan.chunks
+            )
 
     def _start(self, now_s: float) -> None:
         model, decodes = self._model, len(self._decoding)
@@ -185,14 +230,39 @@ class Replica:
         for sequence in self._prefilling:
             budget -= self._chunk(sequence, budget, chunks)
         while budget > 0 and self._waiting and self._sequences < self._model.max_sequences:
-            admitted = self._admit(*self._waiting[0][2:])
+            request, keep = self._waiting[0][2:]
+            if self._is_coming(request):
+                self._behind.append(heappop(self._waiting))
+                continue
+            admitted = self._admit(request, keep)
             if admitted is None:
                 break
             heappop(self._waiting)
-            self._prefilling.append(admitted)
-            self.hit_tokens[admitted.request.index] = admitted.hit_tokens
-            budget -= self._chunk(admitted, budget, chunks)
+            if not self._reload(admitted):
+                self._prefilling.append(admitted)
+                budget -= self._chunk(admitted, budget, chunks)
         return chunks
+
+    def _is_coming(self, request: Request) -> bool:
+        """What it lacks is being copied for another request: both will share it."""
+        if self.host is None or not self._reloading:
+            return False
+        missing = (block for block in request.reusable if block not in self.cache)
+        first = next(missing, None)
+        return first is not None and self.host.is_coming(first)
+
+    def _reload(self, admitted: Running) -> bool:
+        """Whether it waits for blocks from host memory."""
+        request = admitted.request
+        hits = admitted.computed // request.block_tokens
+        blocks = 0 if self.host is None else self.host.worth(request, hits)
+        self.hit_tokens[request.index] = (hits + blocks) * request.block_tokens
+        if self.host is None or not blocks:
+            return False
+        ends_s = self.host.reload(admitted, request, hits, blocks, self._now_s)
+        self.host_tokens[request.index] = blocks * request.block_tokens
+        self.reload_wait_s[request.index] = ends_s - self._now_s
+        return True
 
     def _chunk(self, sequence: Running, budget: int, chunks: list[tuple[Running, int]]) -> int:
         """Schedules prompt tokens. As in vLLM, their blocks are cached at once: another request in
@@ -214,7 +284,7 @@ class Replica:
             return None
         tokens = len(hits) * request.block_tokens
         blocks = hits + self.cache.take(needed - len(hits))
-        return Running(request, tokens, tokens, blocks, keep)
+        return Running(request, tokens, blocks, keep)
 
     def _fill(self, sequence: Running, start: int, end: int) -> None:
         """Caches the prompt's blocks that become full between two lengths."""
@@ -229,15 +299,40 @@ class Replica:
         """Its full blocks, the answer's included, are cached and free from now on."""
         request, size = sequence.request, sequence.request.block_tokens
         full = (request.input_tokens + request.output_tokens) // size
+        answer: list[Fingerprint] = []
         for block in sequence.blocks[request.input_tokens // size : full]:
             self._answers -= 1
-            self.cache.store(block, Fingerprint(self._answers))
+            answer.append(Fingerprint(self._answers))
+            self.cache.store(block, answer[-1])
         self.cache.release(sequence.blocks, sequence.keep)
+        if self.host is not None:
+            blocks = [*request.blocks, *answer]
+            self.host.store(blocks)
+            self.host.release(blocks, sequence.keep)
+
+    def _write_through(self, sequence: Running) -> None:
+        """Its computed blocks are in host memory too from now on, as far as they have room."""
+        if self.host is not None:
+            request = sequence.request
+            self.host.store(request.blocks[: sequence.computed // request.block_tokens])
 
     def _evicted(self, hash_: Fingerprint) -> None:
         if hash_ >= 0 and hash_ not in self.cache:
             self._removed.append(hash_)
 
     @property
-    def _sequences(self) -> int:
+    def _running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def _reloading(self) -> int:
+        return len(self.host) if self.host is not None else 0
+
+    @property
+    def _sequences(self) -> int:
+        """Those that hold blocks."""
+        return self._running + self._reloading
+
+    @property
+    def _queued(self) -> int:
+        return len(self._waiting) + len(self._behind) + self._reloading

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvroute.replay.compare import Run
 from kvroute.replay.plot import Line, Plot, svg
-from kvroute.replay.report import COLUMNS, MORE_COLUMNS, WARM_UP, Column, cells
+from kvroute.replay.report import WARM_UP, Column, cells, table_columns
 from kvroute.replay.trace import Request, ideal_hit_tokens
 
 QUANTILES = np.linspace(0, 1, 201)
@@ -60,8 +60,7 @@ def page(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title><style>{CSS}</style></head>
 <body><h1>{escape(title)}</h1>
-<div class="scroll">{_table(runs, COLUMNS)}</div>
-<div class="scroll">{_table(runs, MORE_COLUMNS)}</div>
+{"".join(_tables(runs))}\
 <p class="note">{TABLE_NOTE}</p>
 <div class="plots">{"".join(map(_figure, plots(requests, runs)))}</div>
 <h2>Parameters</h2>
@@ -160,6 +159,11 @@ def _figure(plot: Plot) -> str:
     return (
         f"<figure><h2>{plot.title}</h2>{svg(plot)}<figcaption>{plot.caption}</figcaption></figure>"
     )
+
+
+def _tables(runs: Sequence[Run]) -> Iterator[str]:
+    for columns in table_columns([run.summary for run in runs]):
+        yield f'<div class="scroll">{_table(runs, columns)}</div>\n'
 
 
 def _table(runs: Sequence[Run], columns: Sequence[Column]) -> str:

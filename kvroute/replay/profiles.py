@@ -12,7 +12,7 @@ from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
 from kvroute.contract.speed import PrefillModel
-from kvroute.replay.model import EngineModel
+from kvroute.replay.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.settings.help import expectation
 
 DEFAULT_ENGINE = "h200-8b"
@@ -41,6 +41,8 @@ class Profile(BaseModel):
     chunk_tokens: PositiveInt = ASSUMED.chunk_tokens
     max_sequences: PositiveInt = ASSUMED.max_sequences
     kv_tokens: PositiveInt = 800_000  # that the KV cache holds
+    kv_bytes: PositiveInt = KV_BYTES  # keys and values of a token
+    host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # of copies from host memory, of all its GPUs
 
     @classmethod
     def of(cls, engine: EngineModel, kv_tokens: int) -> "Profile":
@@ -74,6 +76,7 @@ class Gpu:
     flops: float  # dense BF16
     memory_bytes_per_s: float
     memory_bytes: float
+    host_gb_per_s: float  # of copies from host memory: assumed, see below
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,15 @@ class Model:
     kv_width: int  # key-value heads x head size
 
 
-H200 = Gpu(989e12, 4.8e12, 141e9)  # SXM
-H100 = Gpu(989e12, 3.35e12, 80e9)  # SXM
-A100 = Gpu(312e12, 2.039e12, 80e9)  # SXM, 80 GB
-L4 = Gpu(121e12, 0.3e12, 24e9)
+# Copies from pinned host memory: datasheets say PCIe 5 x16 for H100 and H200 ("128 GB/s", both ways
+# together: 64 each way) and PCIe 4 x16 for A100 and L4 ("64 GB/s": 32 each way). About 80% of a
+# direction is assumed to be left of that for copies of blocks.
+PCIE_5, PCIE_4 = 50.0, 25.0  # GB/s
+
+H200 = Gpu(989e12, 4.8e12, 141e9, PCIE_5)  # SXM
+H100 = Gpu(989e12, 3.35e12, 80e9, PCIE_5)  # SXM
+A100 = Gpu(312e12, 2.039e12, 80e9, PCIE_4)  # SXM, 80 GB
+L4 = Gpu(121e12, 0.3e12, 24e9, PCIE_4)
 LLAMA_8B = Model(8.03e9, layers=32, width=4096, kv_width=1024)  # Llama 3.1
 LLAMA_70B = Model(70.6e9, layers=80, width=8192, kv_width=1024)
 
@@ -100,7 +108,7 @@ def derived(gpu: Gpu, model: Model, *, gpus: int = 1) -> Profile:
     A token's prefill takes 2 FLOPs for each parameter, and 4 x layers x width for each token before
     it; both are equal at parameters / (2 x layers x width) tokens. A step reads the weights once,
     and keys and values of every token in its sequences' context, at the memory's peak speed.
-    Communication between GPUs takes no time here.
+    Communication between GPUs takes no time here. Each GPU has its own link to host memory.
     """
     weight_bytes = BYTES * model.parameters
     kv_bytes = 2 * BYTES * model.layers * model.kv_width  # of one token
@@ -111,6 +119,8 @@ def derived(gpu: Gpu, model: Model, *, gpus: int = 1) -> Profile:
         step_s=STEP_OVERHEAD_S + weight_bytes / bytes_per_s,
         context_token_s=kv_bytes / bytes_per_s,
         kv_tokens=int((MEMORY_SHARE * gpus * gpu.memory_bytes - weight_bytes) / kv_bytes),
+        kv_bytes=kv_bytes,
+        host_gb_per_s=gpus * gpu.host_gb_per_s,
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
 from kvroute.contract.messages import Message
-from kvroute.contract.records import Load
+from kvroute.contract.records import HostTier, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replay.trace import Request
 
@@ -21,6 +21,7 @@ class Setup:
     prefill: PrefillModel
     block_tokens: int
     chunk_tokens: int = 8192  # of one step of an engine: vLLM's max_num_batched_tokens
+    host: HostTier | None = None
 
     @property
     def capacity_blocks(self) -> int:
@@ -60,7 +61,8 @@ class Policy(Protocol):
     def wakes_s(self) -> float | None:
         """When it wants to be asked again, should nothing happen before. None: never."""
 
-    def first_token(self, request: Request, now_s: float) -> None: ...
+    def first_token(self, request: Request, now_s: float, cached_tokens: int) -> None:
+        """cached_tokens: of its prompt, as the engine says."""
 
     def finished(self, request: Request, now_s: float) -> None: ...
 

@@ -36,6 +36,13 @@ MORE_COLUMNS: Sequence[Column] = (
     ("16k-48k", "ttft_p90_16k_48k_s", "{:.2f}"),
     ("over 48k tokens", "ttft_p90_over_48k_s", "{:.2f}"),
 )
+HOST_COLUMNS: Sequence[Column] = (
+    ("policy", "policy", "{}"),
+    ("hits in GPU memory", "gpu_hit_share", "{:.3f}"),
+    ("in host memory", "host_hit_share", "{:.3f}"),
+    ("reloads, s", "reload_s", "{:.1f}"),
+    ("wait for one, ms", "reload_wait_ms", "{:.0f}"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,10 @@ class Summary:
     ttft_p90_4k_16k_s: float | None
     ttft_p90_16k_48k_s: float | None
     ttft_p90_over_48k_s: float | None
+    gpu_hit_share: float  # these two make up hit_share
+    host_hit_share: float
+    reload_s: float  # seconds of copies from host memory, of all replicas
+    reload_wait_ms: float  # for these copies, of a request that had one, in the mean
 
     def row(self) -> dict[str, str | float | None]:
         return asdict(self)
@@ -63,6 +74,8 @@ def summarise(policy: str, requests: Sequence[Request], outcome: Outcome) -> Sum
     measured = slice(len(requests) // WARM_UP, None)
     input_tokens = np.array([request.input_tokens for request in requests], dtype=float)
     hit_tokens = sum(outcome.hit_tokens[measured])
+    host_tokens = sum(outcome.host_tokens[measured])
+    waits_s = [wait_s for wait_s in outcome.reload_wait_s[measured] if wait_s]
     ideal_tokens = sum(ideal_hit_tokens(requests)[measured])
     arrival_s, first_s = np.array(outcome.arrival_s), np.array(outcome.first_token_s)
     ttft_s = (first_s - arrival_s)[measured]
@@ -81,13 +94,24 @@ def summarise(policy: str, requests: Sequence[Request], outcome: Outcome) -> Sum
         prompt_tokens_per_s=float(input_tokens[in_time].sum()) / span_s,
         imbalance=max(outcome.prefill_s) * len(outcome.prefill_s) / sum(outcome.prefill_s),
         **dict(zip(_SIZE_FIELDS, _p90_by_size_s(input_tokens[measured], ttft_s), strict=True)),
+        gpu_hit_share=(hit_tokens - host_tokens) / float(input_tokens[measured].sum()),
+        host_hit_share=host_tokens / float(input_tokens[measured].sum()),
+        reload_s=sum(outcome.reload_s),
+        reload_wait_ms=1000 * sum(waits_s) / len(waits_s) if waits_s else 0.0,
     )
 
 
 def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """The results of all requests; then the replicas' balance, and the TTFT by prompt size."""
-    yield _table(summaries, COLUMNS)
-    yield _table(summaries, MORE_COLUMNS)
+    """The results of all requests; then the replicas' balance, and the TTFT by prompt size; then
+    the hits by tier, where host memory was of use."""
+    for columns in table_columns(summaries):
+        yield _table(summaries, columns)
+
+
+def table_columns(summaries: Sequence[Summary]) -> list[Sequence[Column]]:
+    """Of each table."""
+    has_host = any(summary.reload_s for summary in summaries)
+    return [COLUMNS, MORE_COLUMNS, *([HOST_COLUMNS] if has_host else [])]
 
 
 def cells(summary: Summary, columns: Sequence[Column]) -> list[str]:

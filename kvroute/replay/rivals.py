@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
+from kvroute.contract.cache_groups import in_host
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
 from kvroute.replay.protocol import Report, Sending, Setup
@@ -55,7 +56,7 @@ class Counting:
 
     def sent(self, request: Request, replica: int) -> None: ...
 
-    def first_token(self, request: Request, now_s: float) -> None:
+    def first_token(self, request: Request, now_s: float, cached_tokens: int) -> None:
         self.queued[self.at[request.index]] -= 1
 
     def finished(self, request: Request, now_s: float) -> None:
@@ -166,16 +167,25 @@ class SGLang(Counting):
 class Indexed(Counting):
     """A policy that also follows the index."""
 
+    host_credit = 1.0  # of a block that only host memory has; one in GPU memory counts 1
+
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
         self.mirror = Mirror()
         for replica in self.replicas:
             self.mirror.join(str(replica))
 
-    def hits(self, request: Request) -> list[int]:
-        """How many leading blocks of the prompt each replica holds."""
+    def hits(self, request: Request) -> list[float]:
+        """How many leading blocks of the prompt each replica holds, by what they count."""
         hits = self.mirror.hits(request.reusable)
-        return [hits.get(str(replica), 0) for replica in self.replicas]
+        gpu = [hits.get(str(replica), 0) for replica in self.replicas]
+        if self.setup.host is None:
+            return [*gpu]
+        hits = self.mirror.hits([*map(in_host, request.reusable)])
+        return [
+            near + self.host_credit * max(0, hits.get(str(replica), 0) - near)
+            for replica, near in enumerate(gpu)
+        ]
 
     def index_changed(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
@@ -189,11 +199,11 @@ class Prefilling(Indexed):
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
-        self.prefill_tokens = [0] * setup.replicas
-        self.new_tokens: dict[int, int] = {}  # request -> prompt tokens to compute
+        self.prefill_tokens: list[float] = [0] * setup.replicas
+        self.new_tokens: dict[int, float] = {}  # request -> prompt tokens to compute
 
-    def missing_tokens(self, request: Request) -> list[int]:
-        """How many tokens of the prompt each replica lacks."""
+    def missing_tokens(self, request: Request) -> list[float]:
+        """How many tokens of the prompt each replica lacks, as far as its hits count."""
         return [request.input_tokens - hit * request.block_tokens for hit in self.hits(request)]
 
     def pick(self, request: Request) -> int:
@@ -202,15 +212,15 @@ class Prefilling(Indexed):
         self.new_tokens[request.index] = missing[replica]
         return replica
 
-    def cost(self, request: Request, missing: Sequence[int]) -> list[float]:
+    def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
         """Of sending it to each replica, which lacks so many tokens of the prompt."""
         raise NotImplementedError
 
     def sent(self, request: Request, replica: int) -> None:
         self.prefill_tokens[replica] += self.new_tokens[request.index]
 
-    def first_token(self, request: Request, now_s: float) -> None:
-        super().first_token(request, now_s)
+    def first_token(self, request: Request, now_s: float, cached_tokens: int) -> None:
+        super().first_token(request, now_s, cached_tokens)
         self.prefill_tokens[self.at[request.index]] -= self.new_tokens.pop(request.index)
 
 
@@ -221,7 +231,7 @@ class LMetric(Prefilling):
     Scheduling", arXiv 2603.15202. In its favour, prompts also count as cached where they were sent.
     """
 
-    def cost(self, request: Request, missing: Sequence[int]) -> list[float]:
+    def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
         return [(self.prefill_tokens[r] + missing[r]) * (self.active[r] + 1) for r in self.replicas]
 
     def sent(self, request: Request, replica: int) -> None:
@@ -240,10 +250,12 @@ class LlmD(Indexed):
     deploy/config/epp-precise-prefix-cache-config.yaml, which leaves speculative indexing at its
     default, off; the queue's scale in queuedepth/README.md. It scrapes queues and KV use from vLLM,
     every 50 ms by default (refreshMetricsInterval). A single router's own counters replace that
-    here, minus the one request that no longer waits: they are never late.
+    here, minus the one request that no longer waits: they are never late. A block that only host
+    memory has counts 0.8, the default weight of `cpu` in llm-d-kv-cache-manager.
     """
 
     report_s = 0.05
+    host_credit = 0.8
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)

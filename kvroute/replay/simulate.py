@@ -9,8 +9,9 @@ from itertools import count, pairwise
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
+from kvroute.contract.records import HostTier
 from kvroute.replay.closed_loop import FollowUp
-from kvroute.replay.model import EngineModel
+from kvroute.replay.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
 from kvroute.replay.policies import POLICIES
 from kvroute.replay.protocol import Policy, Report, Setup
@@ -32,6 +33,15 @@ class Cluster:
     engine: EngineModel = ENGINE
     slow_share: float = 0.0  # of the replicas; routers expect all to be as fast as `engine`
     slow_speed: float = 1.0  # of these, as a multiple of the others'
+    host_tokens: int = 0  # of each replica's cache in host memory; 0: it has none
+    host_gb_per_s: float = HOST_GB_PER_S  # of copies from there
+    kv_bytes: int = KV_BYTES  # keys and values of a token
+
+    def host(self, block_tokens: int) -> HostTier | None:
+        """Of each replica, in blocks of so many tokens."""
+        blocks = self.host_tokens // block_tokens
+        bytes_per_s = 1e9 * self.host_gb_per_s
+        return HostTier(blocks, block_tokens * self.kv_bytes, bytes_per_s) if blocks else None
 
     @property
     def speeds(self) -> list[float]:
@@ -49,6 +59,9 @@ class Outcome:
     finished_s: list[float]
     hit_tokens: list[int]
     prefill_s: list[float]  # seconds that each replica spent on prompts
+    host_tokens: list[int]  # hits that were copied from host memory
+    reload_wait_s: list[float]  # for which each waited for these
+    reload_s: list[float]  # seconds that each replica spent on these copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,11 @@ class Arrival:
 class StepEnd:
     replica: int
     at_s: float  # the event is void if the plan was shortened since
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadEnd:
+    replica: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +111,7 @@ class Reports:
     reports: Sequence[Report]  # of each replica
 
 
-Event = Arrival | StepEnd | IndexChange | PeerMessage | Wake | Poll | Reports
+Event = Arrival | StepEnd | ReloadEnd | IndexChange | PeerMessage | Wake | Poll | Reports
 
 
 def simulate(
@@ -124,12 +142,14 @@ class _Simulation:
         follow_ups: Mapping[int, FollowUp],
         on_first_token: Callable[[], None],
     ) -> None:
+        block_tokens = requests[0].block_tokens
         setup = Setup(
             cluster.replicas,
             cluster.kv_tokens,
             cluster.engine.prefill,
-            requests[0].block_tokens,
+            block_tokens,
             cluster.engine.chunk_tokens,
+            cluster.host(block_tokens),
         )
         self._cluster = cluster
         self._requests = requests
@@ -139,7 +159,7 @@ class _Simulation:
             POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
         ]
         self._replicas = [
-            Replica(cluster.engine.at_speed(speed), setup.capacity_blocks)
+            Replica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.host)
             for speed in cluster.speeds
         ]
         self._waking = set[int]()  # routers
@@ -154,7 +174,17 @@ class _Simulation:
         self._unfinished = len(requests)
         self._begin_polls()
         none = [0.0] * len(requests)
-        self._outcome = Outcome(none, none.copy(), none.copy(), [0] * len(requests), [])
+        nothing = [0] * len(requests)
+        self._outcome = Outcome(
+            arrival_s=none,
+            first_token_s=none.copy(),
+            finished_s=none.copy(),
+            hit_tokens=nothing,
+            prefill_s=[],
+            host_tokens=nothing.copy(),
+            reload_wait_s=none.copy(),
+            reload_s=[],
+        )
 
     def run(self) -> Outcome:
         while self._events:
@@ -164,6 +194,8 @@ class _Simulation:
                     self._arrive(request, now_s)
                 case StepEnd(replica, at_s):
                     self._end_step(replica, at_s)
+                case ReloadEnd(replica):
+                    self._end_reload(replica, now_s)
                 case IndexChange(replica, added, removed):
                     for router in self._routers:
                         router.index_changed(replica, added, removed)
@@ -181,6 +213,9 @@ class _Simulation:
                     self._routers[number].reported(reports, now_s)
                     self._ask(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
+        self._outcome.reload_s = [
+            replica.host.reload_s if replica.host is not None else 0.0 for replica in self._replicas
+        ]
         return self._outcome
 
     def _arrive(self, request: Request, now_s: float) -> None:
@@ -197,6 +232,7 @@ class _Simulation:
             self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep)
             if self._replicas[chosen].plan is not before:
                 self._await_step(chosen)
+            self._await_reloads(chosen)
         self._share(router, now_s)
         if (after_s := policy.wakes_s()) and router not in self._waking:
             self._waking.add(router)
@@ -223,11 +259,9 @@ class _Simulation:
         result = self._replicas[replica].end_step()
         self._announce(replica, result, at_s)
         for request in result.first_tokens:
-            self._outcome.first_token_s[request.index] = at_s
-            self._outcome.hit_tokens[request.index] = self._replicas[replica].hit_tokens.pop(
-                request.index
-            )
-            self._routers[self._router_of(request)].first_token(request, at_s)
+            self._note_first_token(request.index, self._replicas[replica], at_s)
+            policy = self._routers[self._router_of(request)]
+            policy.first_token(request, at_s, self._outcome.hit_tokens[request.index])
             self._on_first_token()
         self._unfinished -= len(result.finished)
         for request in result.finished:
@@ -238,10 +272,26 @@ class _Simulation:
                 self._push(at_s + follow_up.think_s, arrival)
         if self._replicas[replica].plan:
             self._await_step(replica)
+        self._await_reloads(replica)
         for router in {
             self._router_of(request) for request in (*result.first_tokens, *result.finished)
         }:
             self._ask(router, at_s)
+
+    def _note_first_token(self, index: int, replica: Replica, at_s: float) -> None:
+        outcome = self._outcome
+        outcome.first_token_s[index] = at_s
+        outcome.hit_tokens[index] = replica.hit_tokens.pop(index)
+        outcome.host_tokens[index] = replica.host_tokens.pop(index, 0)
+        outcome.reload_wait_s[index] = replica.reload_wait_s.pop(index, 0.0)
+
+    def _end_reload(self, number: int, now_s: float) -> None:
+        replica = self._replicas[number]
+        before = replica.plan
+        replica.end_reload(now_s)
+        if replica.plan is not before:
+            self._await_step(number)
+        self._await_reloads(number)
 
     def _announce(self, replica: int, result: StepResult, at_s: float) -> None:
         if result.added or result.removed:
@@ -252,6 +302,13 @@ class _Simulation:
         plan = self._replicas[replica].plan
         assert plan is not None
         self._push(plan.ends_s, StepEnd(replica, plan.ends_s))
+
+    def _await_reloads(self, number: int) -> None:
+        host = self._replicas[number].host
+        if host is not None and host.begun_s:
+            for ends_s in host.begun_s:
+                self._push(ends_s, ReloadEnd(number))
+            host.begun_s.clear()
 
     def _push(self, at_s: float, event: Event) -> None:
         heappush(self._events, (at_s, next(self._order), event))

@@ -6,12 +6,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
+from kvroute.contract.records import HostTier
 from kvroute.process.builtin_model import resolve
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.vllm_engine.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 
 UNKNOWN_CONTEXT = 131_072  # tokens
+SIMULATED_TOKEN_BYTES = 131_072  # keys and values, as of an 8B model
 
 
 async def start_engines(settings: ReplicaSettings) -> Sequence[Engine]:
@@ -42,11 +46,21 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
         stream_interval=settings.stream_interval,
         prefix_caching=settings.prefix_caching,
         pin_share=settings.pin_share,
+        host=_simulated_host(settings),
         adapters=frozenset(adapter.name for adapter in settings.adapters),
         max_loras=settings.max_loras,
         max_cpu_loras=settings.kept_loras,
     )
     return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
+
+
+def _simulated_host(settings: ReplicaSettings) -> HostTier | None:
+    """Host memory of one rank."""
+    block_bytes = settings.block_size * SIMULATED_TOKEN_BYTES
+    blocks = settings.host_cache_bytes(psutil.virtual_memory().total) // block_bytes
+    if not blocks or not settings.prefix_caching:
+        return None
+    return HostTier(blocks, block_bytes, 1e9 * settings.simulated_host_gb_per_s)
 
 
 def prepare_vllm(folder: str) -> None:

@@ -1,7 +1,6 @@
 """What a replay promises: the engine's arithmetic, fair policies, the same answer twice."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -26,22 +25,15 @@ from kvroute.replay.trace import (
     native_rps,
     read,
 )
+from tests.support.conversations import conversations, request
 
 NO_ATTENTION = PrefillModel(tokens_per_s=1000.0, attention_tokens=1e12)
 ROUND = EngineModel(NO_ATTENTION, step_s=1.0, sequence_s=0.0, context_token_s=0.001)
 KEYS = (
     "policy hit_share ideal_share ttft_p50_s ttft_p90_s ttft_p99_s tpot_p90_ms throughput_rps "
     "prompt_tokens_per_s imbalance ttft_p90_under_4k_s ttft_p90_4k_16k_s ttft_p90_16k_48k_s "
-    "ttft_p90_over_48k_s"
+    "ttft_p90_over_48k_s gpu_hit_share host_hit_share reload_s reload_wait_ms"
 ).split()
-
-
-def request(
-    index: int, blocks: list[int], output_tokens: int = 1, *, rest: int = 1, at_s: float = 0.0
-) -> Request:
-    """A prompt of these full blocks and a rest."""
-    chain = tuple(Fingerprint(block) for block in blocks)
-    return Request(index, at_s, len(blocks) * BLOCK_TOKENS + rest, output_tokens, chain)
 
 
 def run(replica: Replica, arrivals: list[Request]) -> tuple[dict[int, float], dict[int, float]]:
@@ -59,19 +51,6 @@ def run(replica: Replica, arrivals: list[Request]) -> tuple[dict[int, float], di
         first_s |= {done.index: now_s for done in result.first_tokens}
         last_s |= {done.index: now_s for done in result.finished}
     return first_s, last_s
-
-
-def conversations(count: int = 60, turns: int = 4, seed: int = 0) -> list[Request]:
-    """Chats that share a system prompt; each turn repeats the one before and adds to it."""
-    rng = random.Random(seed)
-    times_s = sorted(rng.uniform(0, 60) for _ in range(count * turns))
-    chats = [[1] for _ in range(count)]
-    requests = []
-    for index, at_s in enumerate(times_s):
-        chat = chats[rng.randrange(count)]
-        chat += [1000 * (index + 1) + i for i in range(rng.randrange(1, 12))]
-        requests.append(request(index, chat, rng.randrange(1, 200), rest=7, at_s=at_s))
-    return requests
 
 
 @pytest.fixture

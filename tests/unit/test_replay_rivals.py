@@ -2,15 +2,17 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from kvroute.contract.cache_groups import in_host
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.records import Load
+from kvroute.contract.records import HostTier, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replay.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
 from kvroute.replay.protocol import Policy, Report, Setup
-from kvroute.replay.rivals import LlmD, LlmDSpeculative, LMetric
+from kvroute.replay.rivals import Indexed, LlmD, LlmDSpeculative, LMetric
 from kvroute.replay.trace import BLOCK_TOKENS, Request
 
 SETUP = Setup(2, 800_000, PrefillModel(25_000.0, 32_768.0), BLOCK_TOKENS, chunk_tokens=1000)
@@ -40,7 +42,7 @@ def test_dynamo_holds_requests_while_every_replica_has_too_many_tokens_to_comput
     first, _ = both_busy(policy)
     assert sent(policy, prompt(2, 9000), prompt(3, 10)) == []
     free = policy.at[first.index]
-    policy.first_token(first, 1.0)
+    policy.first_token(first, 1.0, 0)
     assert sent(policy, now_s=1.0) == [(2, free), (3, free)]
 
 
@@ -66,7 +68,7 @@ def test_dynamos_wspt_lets_the_fewest_uncached_tokens_go_first() -> None:
     policy.index_changed(0, [Fingerprint(block) for block in range(1, 11)], [])
     cached = prompt(4, 10 * BLOCK_TOKENS + 5, range(1, 11))
     assert sent(policy, prompt(2, 900), prompt(3, 10), cached) == []
-    policy.first_token(first, 1.0)
+    policy.first_token(first, 1.0, 0)
     assert [index for index, _ in sent(policy, now_s=1.0)] == [4, 3, 2]
 
 
@@ -93,7 +95,7 @@ def test_lmetric_expects_prompts_where_it_sent_them_until_they_are_answered() ->
     request = prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))
     sent(policy, request)
     assert sorted(policy.hits(request)) == [0, 4]
-    policy.first_token(request, 1.0)
+    policy.first_token(request, 1.0, 0)
     policy.finished(request, 0.0)
     assert policy.hits(request) == [0, 0]
 
@@ -115,6 +117,16 @@ def test_llm_ds_speculation_ends_after_two_seconds() -> None:
     assert max(policy.hits(request)) == 3
     sent(policy, now_s=2.0)
     assert policy.hits(request) == [0, 0]
+
+
+@pytest.mark.parametrize(("kind", "credit"), [(LMetric, 1.0), (LlmD, 0.8), (Dynamo, 0.75)])
+def test_a_block_in_host_memory_counts_what_its_product_says(
+    kind: type[Indexed], credit: float
+) -> None:
+    policy = kind(replace(SETUP, host=HostTier(100, 1, 1.0)), random.Random(0))
+    chain = [Fingerprint(block) for block in range(1, 5)]
+    policy.index_changed(0, [*chain[:1], *map(in_host, chain)], [])
+    assert policy.hits(prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))) == [1 + 3 * credit, 0]
 
 
 @pytest.mark.parametrize("busy", [0, 1])

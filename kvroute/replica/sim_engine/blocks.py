@@ -5,7 +5,7 @@ A block's hash is its fingerprint.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from kvroute.contract.chain import Scope, Space
 from kvroute.contract.fingerprint import Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import Keep
+from kvroute.contract.records import HostTier
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockHash,
@@ -20,7 +21,9 @@ from kvroute.replica.engine.kv_events import (
     BlocksHeld,
     BlockStored,
     KVEvent,
+    Transfers,
 )
+from kvroute.replica.sim_engine.host_cache import HostCache
 from kvroute.replica.sim_engine.paged_cache import PagedCache
 
 
@@ -33,6 +36,11 @@ class Table:
     hashes: list[Fingerprint]  # of the first full blocks; computed when needed
     blocks: list[int] = field(default_factory=list)  # held, in order
     cached: int = 0  # leading blocks that are full and cached under their hash
+    written: int = 0  # leading blocks that were written through to host memory
+
+
+NO_TRANSFERS = Transfers()
+HOST = 1  # the number of host memory's group of blocks, in events
 
 
 class BlockPool:
@@ -46,6 +54,7 @@ class BlockPool:
         block_size: int,
         capacity_blocks: int,
         prefix_caching: bool = True,
+        host: HostTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._space = Space(model, revision, block_size)
@@ -56,6 +65,10 @@ class BlockPool:
         self._cache = PagedCache(
             capacity_blocks, lambda hash_: self._events.append(BlockRemoved([hash_])), clock
         )
+        self._tier = host
+        self._host = HostCache(host.blocks, clock) if host else None
+        self._coming = set[Fingerprint]()  # from host memory
+        self._transfers = NO_TRANSFERS
 
     @property
     def free_blocks(self) -> int:
@@ -69,6 +82,10 @@ class BlockPool:
         """How many blocks are cached under each hash."""
         return dict(self._cache.copies())
 
+    def copies_in_host(self) -> dict[BlockHash, int]:
+        """The same for host memory."""
+        return dict.fromkeys(self._host or (), 1)
+
     def table(self, token_ids: TokenIds, scope: Scope) -> Table:
         """A table without blocks."""
         return Table(token_ids.tolist(), scope, self._space.chain(token_ids, scope))
@@ -76,9 +93,7 @@ class BlockPool:
     def admit(self, table: Table) -> int | None:
         """Gives cached blocks to an empty table and returns their number. While the pool has no
         room for all its tokens, it changes nothing and returns None."""
-        tokens = len(table.token_ids)
-        reusable = table.hashes[: reusable_blocks(tokens, self.block_size)]
-        hits = self._cache.admit(reusable, self._blocks_for(tokens))
+        hits = self._cache.admit(self._reusable(table), self._blocks_for(len(table.token_ids)))
         if hits is None:
             return None
         table.blocks = hits
@@ -96,6 +111,57 @@ class BlockPool:
             self._store(table, tokens // self.block_size)
         return True
 
+    def hits_in_host(self, table: Table) -> int:
+        """How many blocks host memory has behind those that an admitted table holds."""
+        return self._host.hits(self._reusable(table), len(table.blocks)) if self._host else 0
+
+    def is_coming(self, table: Table) -> bool:
+        """The first block that the engine lacks for it is being copied for another table."""
+        if not self._coming:
+            return False
+        missing = (hash_ for hash_ in self._reusable(table) if hash_ not in self._cache)
+        return next(missing, None) in self._coming
+
+    def begin_reload(self, table: Table, blocks: int) -> None:
+        """Holds room for so many further blocks, which are copied from host memory."""
+        assert self._host is not None
+        end = len(table.blocks) + blocks
+        self._coming.update(table.hashes[len(table.blocks) : end])
+        self._host.use(table.hashes[:end])
+        table.blocks += self._cache.take(blocks)
+
+    def end_reload(self, table: Table) -> None:
+        """The copy is there, and cached."""
+        assert self._tier is not None
+        blocks = len(table.blocks) - table.cached
+        self._coming.difference_update(table.hashes[table.cached : len(table.blocks)])
+        self._store(table, len(table.blocks))
+        before, size = self._transfers, blocks * self._tier.block_bytes
+        self._transfers = replace(
+            before,
+            reloaded_tokens=before.reloaded_tokens + blocks * self.block_size,
+            in_bytes=before.in_bytes + size,
+            in_s=before.in_s + self._tier.reload_s(blocks),
+        )
+
+    def drop_reload(self, table: Table) -> None:
+        """Nobody waits for it: its room is free."""
+        self._coming.difference_update(table.hashes[table.cached : len(table.blocks)])
+        self.free(table)
+
+    def write_through(self, table: Table, computed: int) -> None:
+        """Host memory keeps the cached blocks among the first `computed` tokens too."""
+        full = min(computed // self.block_size, table.cached)
+        if self._host is None or full <= table.written:
+            return
+        table.written = full
+        added, dropped = self._host.store(table.hashes[:full])
+        if dropped:
+            self._events.append(BlockRemoved(dropped, HOST))
+        if added:
+            self._events.append(BlockStored(added, added, HOST))
+            self._count_out(len(added))
+
     def forget(self, table: Table, computed: int) -> None:
         """Of the table's cached blocks, those that have no KV: only `computed` tokens have."""
         first = computed // self.block_size
@@ -105,12 +171,16 @@ class BlockPool:
     def free(self, table: Table, keep: Keep | None = None) -> None:
         """Releases all blocks of the table; `keep` is what its request says of them at its end."""
         self._cache.release(table.blocks, keep)
+        if self._host is not None and keep is not None:
+            self._host.use(table.hashes[: table.cached], keep)
         table.blocks = []
-        table.cached = 0
+        table.cached = table.written = 0
 
     def end_session(self, session: int) -> None:
         """Its blocks are evicted first."""
         self._cache.end(session)
+        if self._host is not None:
+            self._host.end(session)
 
     def share(self, table: Table, blocks: int) -> Table:
         """A new table that also holds the first blocks of this one; they must be cached."""
@@ -125,6 +195,8 @@ class BlockPool:
         if self.used_blocks:
             return False
         self._cache.clear()
+        if self._host is not None:
+            self._host.clear()
         if self.prefix_caching:
             self._events.append(AllBlocksCleared())
         return True
@@ -132,14 +204,30 @@ class BlockPool:
     def emit_held(self) -> None:
         """Adds an event with all cached blocks."""
         if self.prefix_caching:
-            self._events.append(BlocksHeld([self.copies()]))
+            host = [] if self._host is None else [self.copies_in_host()]
+            self._events.append(BlocksHeld([self.copies(), *host]))
 
     def drain(self) -> list[KVEvent]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         if evictions := self._cache.free.idle.evictions():
             events.append(evictions)
+        if self._transfers != NO_TRANSFERS:
+            events.append(self._transfers)
+            self._transfers = NO_TRANSFERS
         return events
+
+    def _reusable(self, table: Table) -> list[Fingerprint]:
+        return table.hashes[: reusable_blocks(len(table.token_ids), self.block_size)]
+
+    def _count_out(self, blocks: int) -> None:
+        assert self._tier is not None
+        before = self._transfers
+        self._transfers = replace(
+            before,
+            out_bytes=before.out_bytes + blocks * self._tier.block_bytes,
+            out_s=before.out_s + self._tier.reload_s(blocks),
+        )
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -10,16 +10,18 @@ from itertools import count
 from operator import attrgetter
 
 from kvroute.contract.adapters import LOAD_S, Residents
+from kvroute.contract.cache_groups import HOST_GROUPS
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import KEEP, Keep
-from kvroute.contract.records import EngineFacts, Load
+from kvroute.contract.records import EngineFacts, HostTier, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.sim_engine import http_response
 from kvroute.replica.sim_engine.blocks import BlockPool, Table
+from kvroute.replica.sim_engine.copies import Copies
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocabulary, salt
 from kvroute.replica.sim_engine.output import Output, TokenLogprob, joined
 from kvroute.replica.sim_engine.sampling import Sampling
@@ -48,6 +50,7 @@ class SimulatedConfig:
     stream_interval: int = 1  # tokens in a chunk of an answer, after the first
     prefix_caching: bool = True
     pin_share: float = 0.3  # share of the KV cache for pins
+    host: HostTier | None = None  # host memory that keeps blocks; only with prefix_caching
     adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that it may load
     max_loras: int = 4  # different ones in one batch
     max_cpu_loras: int = 16  # in memory; at least max_loras
@@ -133,19 +136,21 @@ class SimulatedEngine(Engine):
             max_cpu_loras=config.max_cpu_loras,
             engine="simulated",
             content_format="string",
+            host=config.host,
         )
         self._vocabulary = (
             Vocabulary.of_tokenizer(tokenizer)
             if tokenizer
             else Vocabulary.of_numbers(config.vocabulary)
         )
-        self.members = (0,)
+        self.members = (0,) if config.host is None else (0, HOST_GROUPS)
         self._pool = BlockPool(
             model=config.model,
             revision=config.revision,
             block_size=config.block_size,
             capacity_blocks=config.capacity_blocks,
             prefix_caching=config.prefix_caching,
+            host=config.host,
         )
         self._prefill = PrefillModel(
             config.prefill_tokens_per_s or math.inf, config.attention_tokens
@@ -156,6 +161,7 @@ class SimulatedEngine(Engine):
         self._arrivals = count()
         self._waiting: list[_Choice] = []  # by their turns
         self._running: list[_Choice] = []  # the latest admitted last
+        self._reloads = Copies[_Choice]()  # admitted ones that wait for blocks from host memory
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
         self._has_work = asyncio.Event()
@@ -247,7 +253,7 @@ class SimulatedEngine(Engine):
     def load(self) -> Load:
         return Load(
             len(self._running),
-            len(self._waiting),
+            len(self._waiting) + len(self._reloads),
             self._pool.used_blocks,
             tuple(self._adapters.names),
             self.config.lora_load_s,
@@ -345,6 +351,9 @@ class SimulatedEngine(Engine):
         del self._waiting[first:end]
         for choice in [choice for choice in self._running if choice.job is job]:
             self._leave(choice, choice.keep if choice.generated else None)
+        for choice in [choice for choice in self._reloads if choice.job is job]:
+            self._reloads.drop(choice)
+            self._pool.drop_reload(choice.table)
 
     def _leave(self, choice: _Choice, keep: Keep | None = None) -> None:
         """keep: what is said of its blocks; None: it has not ended."""
@@ -354,14 +363,37 @@ class SimulatedEngine(Engine):
     async def _run(self) -> None:
         self._pace.restart()
         while True:
-            if not (self._running or self._waiting):
+            if not (self._running or self._waiting or self._reloads):
                 self._has_work.clear()
                 await self._has_work.wait()
                 self._pace.restart()
+            self._end_reloads()
             batch = self._schedule()
-            await self._pace.spend(self._loading_s(batch) + self._step_s(batch))
+            if batch or not self._reloads:
+                await self._pace.spend(self._loading_s(batch) + self._step_s(batch))
+            else:
+                await self._wait_for_reload()
             self._publish()
             self._deliver(batch)
+            if self.config.host is not None:
+                self._publish()  # what was computed is in host memory now
+
+    async def _wait_for_reload(self) -> None:
+        """Until the first copy from host memory has ended, or there is more to do."""
+        self._has_work.clear()
+        left_s = self._reloads.next_end_s - asyncio.get_running_loop().time()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._has_work.wait()
+        self._pace.restart()
+
+    def _end_reloads(self) -> None:
+        """Choices whose copies have ended join the batch."""
+        while self._reloads and self._reloads.next_end_s <= asyncio.get_running_loop().time():
+            choice = self._reloads.pop()
+            self._pool.end_reload(choice.table)
+            choice.computed = choice.table.cached * self.config.block_size
+            self._running.append(choice)
 
     def _schedule(self) -> Batch:
         """The next step; the blocks that it fills are held and cached now, as in vLLM."""
@@ -400,7 +432,7 @@ class SimulatedEngine(Engine):
 
     def _admit_waiting(self, budget: int) -> Batch:
         batch: Batch = {}
-        while budget and len(self._running) < self.config.max_running:
+        while budget and len(self._running) + len(self._reloads) < self.config.max_running:
             choice = self._next_waiting()
             if choice is None:
                 break
@@ -408,22 +440,40 @@ class SimulatedEngine(Engine):
             if hit_blocks is None:
                 break
             self._waiting.remove(choice)
-            self._running.append(choice)
             choice.computed = hit_blocks * self.config.block_size
+            reloaded = self._reload(choice)
             if choice.job.cached_tokens is None:
-                choice.job.cached_tokens = choice.computed
+                choice.job.cached_tokens = choice.computed + reloaded
+            if reloaded:
+                continue
+            self._running.append(choice)
             tokens = min(choice.missing, budget)
             self._pool.extend(choice.table, choice.computed + tokens)
             batch[choice] = tokens
             budget -= tokens
         return batch
 
+    def _reload(self, choice: _Choice) -> int:
+        """Has tokens behind its hits copied from host memory, where that takes less time than to
+        compute them; returns how many."""
+        blocks = self._pool.hits_in_host(choice.table)
+        if not blocks or self.config.host is None:
+            return 0
+        copy_s, tokens = self.config.host.reload_s(blocks), blocks * self.config.block_size
+        if copy_s >= self._prefill.seconds(choice.computed, choice.computed + tokens):
+            return 0
+        self._pool.begin_reload(choice.table, blocks)
+        self._reloads.begin(choice, copy_s, asyncio.get_running_loop().time())
+        return tokens
+
     def _next_waiting(self) -> _Choice | None:
-        """The first one whose adapter has a place in the batch."""
-        loras = {choice.lora for choice in self._running if choice.lora}
+        """The first one whose adapter has a place in the batch, and whose blocks are not just being
+        copied for another one: both will share them."""
+        loras = {choice.lora for choice in (*self._running, *self._reloads) if choice.lora}
         is_full = len(loras) >= self.config.max_loras
         for choice in self._waiting:
-            if not (is_full and choice.lora and choice.lora not in loras):
+            has_place = not (is_full and choice.lora and choice.lora not in loras)
+            if has_place and not self._pool.is_coming(choice.table):
                 return choice
         return None
 
@@ -454,6 +504,7 @@ class SimulatedEngine(Engine):
             if not choice.job.unfinished:
                 continue  # aborted while the step ran
             choice.computed += tokens
+            self._pool.write_through(choice.table, choice.computed)
             if not choice.missing:
                 self._generate_token(choice)
 

@@ -1,0 +1,128 @@
+"""Host memory keeps the blocks that are used last, or those that requests ask to keep."""
+
+from collections import OrderedDict
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.keep import Keep
+from kvroute.replica.sim_engine.host_cache import HostCache
+
+CAPACITY = 6
+
+prompts = st.lists(st.integers(1, 12), min_size=1, max_size=8).map(
+    lambda numbers: [Fingerprint(number) for number in numbers]
+)
+
+
+def chain(*numbers: int) -> list[Fingerprint]:
+    return [Fingerprint(number) for number in numbers]
+
+
+def host(capacity: int = CAPACITY) -> HostCache:
+    times_s = iter(range(1_000_000))
+    return HostCache(capacity, lambda: float(next(times_s)))
+
+
+def test_hits_end_at_the_first_gap() -> None:
+    cache = host()
+    cache.store(chain(1, 2, 4))
+    assert cache.hits(chain(1, 2, 3, 4)) == 2
+    assert cache.hits(chain(1, 2, 3, 4), start=3) == 1
+    assert cache.hits(chain(1, 2, 3, 4), start=2) == 0
+
+
+def test_the_prompt_used_longest_ago_is_dropped_from_its_tail() -> None:
+    cache = host()
+    cache.store(chain(1, 2, 3))
+    cache.store(chain(4, 5, 6))
+    cache.use(chain(1, 2, 3))
+    assert cache.store(chain(7, 8)) == (chain(7, 8), chain(6, 5))
+
+
+def test_what_is_there_already_is_not_stored_again() -> None:
+    cache = host()
+    assert cache.store(chain(1, 2)) == (chain(1, 2), [])
+    assert cache.store(chain(1, 2, 3)) == (chain(3), [])
+    assert len(cache) == 3
+
+
+def test_a_prompt_drops_none_of_its_own_blocks() -> None:
+    cache = host(3)
+    cache.store(chain(1, 2, 9))
+    assert cache.store(chain(1, 2, 3, 4)) == (chain(3), chain(9))
+
+
+def test_what_seldom_comes_back_goes_first() -> None:
+    cache = host(4)
+    cache.store(chain(1, 2))
+    cache.use(chain(1, 2))
+    cache.store(chain(3, 4))
+    cache.use(chain(3, 4), Keep(chance=0.01))
+    cache.store(chain(5, 6))
+    assert [*cache] == chain(1, 2, 5, 6)
+
+
+def test_an_ended_session_goes_first() -> None:
+    cache = host(4)
+    for first, session in ((1, 7), (3, 8)):
+        cache.store(chain(first, first + 1))
+        cache.use(chain(first, first + 1), Keep(session=session))
+    cache.end(8)
+    assert cache.store(chain(5))[1] == chain(4)
+
+
+def test_nothing_is_there_after_it_was_cleared() -> None:
+    cache = host()
+    cache.store(chain(1, 2))
+    cache.clear()
+    assert len(cache) == 0
+    assert cache.store(chain(1, 2)) == (chain(1, 2), [])
+
+
+@given(prompts)
+def test_no_room_at_all_stores_nothing(prompt: list[Fingerprint]) -> None:
+    cache = host(0)
+    assert cache.store(prompt) == ([], [])
+    cache.use(prompt, Keep(session=1))
+    assert cache.hits(prompt) == len(cache) == 0
+
+
+class LeastRecentlyUsed(RuleBasedStateMachine):
+    """With nothing said, it is a plain LRU in which a prompt's last block is the oldest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = host()
+        self.model: OrderedDict[Fingerprint, None] = OrderedDict()  # the oldest first
+
+    @rule(prompt=prompts)
+    def store(self, prompt: list[Fingerprint]) -> None:
+        fits = list(dict.fromkeys(prompt))[:CAPACITY]
+        new = [hash_ for hash_ in fits if hash_ not in self.model]
+        old = [hash_ for hash_ in self.model if hash_ not in fits]
+        dropped = old[: max(0, len(self.model) + len(new) - CAPACITY)]
+        assert self.cache.store(prompt) == (new, dropped)
+        for hash_ in dropped:
+            del self.model[hash_]
+        self.renew(fits)
+
+    @rule(prompt=prompts)
+    def use(self, prompt: list[Fingerprint]) -> None:
+        self.cache.use(prompt)
+        self.renew([hash_ for hash_ in dict.fromkeys(prompt) if hash_ in self.model])
+
+    def renew(self, hashes: list[Fingerprint]) -> None:
+        for hash_ in reversed(hashes):
+            self.model.pop(hash_, None)
+            self.model[hash_] = None
+
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        assert set(self.cache) == set(self.model)
+        assert len(self.cache) <= CAPACITY
+
+
+TestLeastRecentlyUsed = LeastRecentlyUsed.TestCase

@@ -1,0 +1,185 @@
+"""Host memory in a replay: what is copied back, when, and what routers hear of it."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvroute.cli import app
+from kvroute.contract.cache_groups import in_host
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.records import HostTier
+from kvroute.contract.speed import PrefillModel
+from kvroute.replay.model import EngineModel
+from kvroute.replay.modelled_engine import Replica
+from kvroute.replay.policies import POLICIES
+from kvroute.replay.profiles import PROFILES
+from kvroute.replay.report import summarise
+from kvroute.replay.simulate import Cluster, simulate
+from kvroute.replay.trace import BLOCK_TOKENS, Request, ideal_hit_tokens
+from tests.support.conversations import conversations, request
+from tests.support.traces import lines
+
+ROUND = EngineModel(
+    PrefillModel(tokens_per_s=1000.0, attention_tokens=1e12),
+    step_s=1.0,
+    sequence_s=0.0,
+    context_token_s=0.0,
+)
+FAST = HostTier(blocks=100, block_bytes=100, bytes_per_s=1000.0)  # 0.1 s for a block, not 0.512
+SLOW = HostTier(blocks=100, block_bytes=100, bytes_per_s=100.0)  # 1 s
+
+
+def run(replica: Replica, arrivals: list[Request]) -> dict[int, float]:
+    """Drives one replica alone; when each request had its first token."""
+    first_s: dict[int, float] = {}
+    coming, reloads = list(arrivals), list[float]()
+    while coming or reloads or replica.plan:
+        assert replica.host is not None
+        times_s = [
+            coming[0].arrival_s if coming else 1e9,
+            min(reloads, default=1e9),
+            replica.plan.ends_s if replica.plan else 1e9,
+        ]
+        now_s = min(times_s)
+        match times_s.index(now_s):
+            case 0:
+                replica.arrive(coming.pop(0), now_s)
+            case 1:
+                reloads.remove(now_s)
+                replica.end_reload(now_s)
+            case _:
+                result = replica.end_step()
+                first_s |= {done.index: now_s for done in result.first_tokens}
+        reloads += replica.host.begun_s
+        replica.host.begun_s.clear()
+    return first_s
+
+
+def flooded(at_s: float = 20.0) -> list[Request]:
+    """A prompt, then others that push it out of a GPU cache of 6 blocks."""
+    return [
+        request(0, [1, 2, 3]),
+        request(1, [11, 12, 13, 14, 15], at_s=at_s / 2),
+    ]
+
+
+def test_a_block_that_the_gpu_has_evicted_is_copied_back() -> None:
+    replica = Replica(ROUND, 6, FAST)
+    first_s = run(replica, [*flooded(), request(2, [1, 2, 3], at_s=20.0)])
+    assert replica.hit_tokens[2] == replica.host_tokens[2] == 3 * BLOCK_TOKENS
+    assert first_s[2] == pytest.approx(20.0 + 0.3 + 1 + 0.001)
+    assert replica.reload_wait_s[2] == pytest.approx(0.3)
+
+
+def test_what_computes_sooner_than_it_is_copied_is_computed() -> None:
+    replica = Replica(ROUND, 6, SLOW)
+    first_s = run(replica, [*flooded(), request(2, [1, 2, 3], at_s=20.0)])
+    assert replica.hit_tokens[2] == 0
+    assert first_s[2] == pytest.approx(20.0 + 1 + 1.537)
+
+
+def test_hits_in_gpu_memory_come_first_and_the_rest_is_copied() -> None:
+    replica = Replica(ROUND, 6, FAST)
+    run(
+        replica,
+        [request(0, [1, 2, 3]), request(1, [9, 10, 11], at_s=10), request(2, [1, 2, 3], at_s=20)],
+    )
+    assert replica.hit_tokens[2] == 3 * BLOCK_TOKENS
+    assert replica.host_tokens[2] == BLOCK_TOKENS  # the tail, which went first
+
+
+def test_others_run_while_one_waits_for_its_copy() -> None:
+    replica = Replica(ROUND, 9, HostTier(100, 100, 200.0))  # 0.5 s a block
+    last = [request(2, [1, 2, 3], at_s=30.0), request(3, [], at_s=30.1)]
+    flood = request(1, [11, 12, 13, 14, 15, 16, 17, 18], at_s=15.0)
+    first_s = run(replica, [request(0, [1, 2, 3]), flood, *last])
+    assert first_s[3] == pytest.approx(30.1 + 1.001)
+    assert first_s[2] == pytest.approx(30.0 + 1.5 + 1.001)
+
+
+def test_copies_come_one_after_another() -> None:
+    replica = Replica(ROUND, 12, FAST)
+    prompts = [[1, 2, 3], [4, 5, 6], list(range(20, 31)), [1, 2, 3], [4, 5, 6]]
+    times_s = [0.0, 10.0, 20.0, 40.0, 40.0]
+    run(
+        replica,
+        [request(i, p, at_s=t) for i, (p, t) in enumerate(zip(prompts, times_s, strict=True))],
+    )
+    assert replica.reload_wait_s == {3: pytest.approx(0.3), 4: pytest.approx(0.6)}
+
+
+def test_who_needs_blocks_that_are_under_way_shares_them() -> None:
+    replica = Replica(ROUND, 6, FAST)
+    again = [request(2, [1, 2, 3], at_s=20.0), request(3, [1, 2, 4], at_s=20.1)]
+    run(replica, [*flooded(), *again])
+    assert replica.host_tokens == {2: 3 * BLOCK_TOKENS}
+    assert replica.hit_tokens[3] == 2 * BLOCK_TOKENS
+    assert replica.host is not None
+    assert replica.host.reload_s == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("blocks", [4, 30])
+def test_changes_tell_what_each_tier_gains_or_loses(blocks: int) -> None:
+    replica = Replica(ROUND, 12, replace_blocks(blocks))
+    held: set[Fingerprint] = set()
+    for coming in conversations(count=2, turns=6):
+        if len(coming.blocks) > 10:
+            continue
+        replica.arrive(coming, 0.0)
+        while replica.plan or len(replica.host or ()):
+            assert replica.host is not None
+            if replica.host.begun_s and not replica.plan:
+                replica.end_reload(replica.host.begun_s.pop(0))
+                continue
+            result = replica.end_step()
+            held = held - set(result.removed) | set(result.added)
+    assert replica.host is not None
+    gpu = {hash_ for hash_, _ in replica.cache.copies() if hash_ > 0}
+    host = {in_host(hash_) for hash_ in replica.host.held() if hash_ > 0}
+    assert held == gpu | host
+
+
+def replace_blocks(blocks: int) -> HostTier:
+    return HostTier(blocks, block_bytes=100, bytes_per_s=1000.0)
+
+
+def cluster(host_tokens: int, host_gb_per_s: float = 50.0) -> Cluster:
+    return Cluster(3, 40_000, host_tokens=host_tokens, host_gb_per_s=host_gb_per_s)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_memory_brings_hits_under_every_policy(policy: str) -> None:
+    requests = conversations()
+    one, two = (simulate(requests, cluster(tokens), policy) for tokens in (0, 400_000))
+    assert 0 < sum(two.host_tokens) <= sum(two.hit_tokens) <= sum(ideal_hit_tokens(requests))
+    assert sum(one.hit_tokens) < sum(two.hit_tokens)
+    assert sum(two.reload_s) > 0 == sum(one.reload_s) == sum(one.host_tokens)
+
+
+def test_hits_are_told_by_tier() -> None:
+    requests = conversations()
+    summary = summarise("kvroute", requests, simulate(requests, cluster(400_000), "kvroute"))
+    assert summary.hit_share == pytest.approx(summary.gpu_hit_share + summary.host_hit_share)
+    assert summary.host_hit_share > 0 < summary.reload_wait_ms
+
+
+def test_host_memory_that_is_too_slow_is_as_none() -> None:
+    requests = conversations()
+    none = simulate(requests, cluster(0), "sglang")
+    slow = simulate(requests, cluster(400_000, host_gb_per_s=0.001), "sglang")
+    assert slow.first_token_s == none.first_token_s
+
+
+def test_the_command_shows_where_hits_were(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(lines(conversations())))
+    options = ["--replicas", "2", "--kv-tokens", "40000", "--rate", "5"]
+    shown = CliRunner().invoke(app, ["replay", str(trace), *options, "--host-tokens", "400000"])
+    assert "in host memory" in shown.stdout
+    assert "in host memory" not in CliRunner().invoke(app, ["replay", str(trace), *options]).stdout
+
+
+def test_every_profile_reloads_sooner_than_it_computes() -> None:
+    for profile in PROFILES.values():
+        assert profile.kv_bytes / (1e9 * profile.host_gb_per_s) < 1 / profile.prefill_tokens_per_s
