@@ -37,6 +37,7 @@ from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.vllm_engine import die_with_parent
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
+from kvroute.replica.vllm_engine.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.division import Division
@@ -45,6 +46,7 @@ from kvroute.replica.vllm_engine.endpoints import listed
 from kvroute.replica.vllm_engine.engine_args import checked, front_args
 from kvroute.replica.vllm_engine.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.events import EventBatch, event_of
+from kvroute.replica.vllm_engine.host_args import check_tier, host_args
 from kvroute.replica.vllm_engine.http_app import HttpApp
 from kvroute.replica.vllm_engine.keeping import keep_args
 from kvroute.replica.vllm_engine.last_words import LastWords
@@ -56,11 +58,6 @@ from kvroute.replica.vllm_engine.subscription import Subscription
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
-
-# Initial estimates of the prefill speed: tokens per s at a prompt's start, and the context at which
-# a token costs twice as much. The router learns the real one.
-CPU_SPEED = (2_000.0, 1_000.0)
-GPU_SPEED = (25_000.0, 32_768.0)
 
 
 class VllmEngine:
@@ -308,6 +305,7 @@ def engine_args(
         ours["max_loras"] = settings.max_loras
         ours["max_cpu_loras"] = settings.kept_loras
         ours["max_lora_rank"] = room_for_rank(settings.adapters)
+    ours |= host_args(settings, node_bytes=psutil.virtual_memory().total, on_cpu=on_cpu)
     on_cpus = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
         "enforce_eager": True,
@@ -358,7 +356,11 @@ async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
     told = await core.call(
         "kvroute_begin", settings.served_model_name, settings.revision, settings.block_size
     )
-    return msgspec.convert(told, Division)
+    division = msgspec.convert(told, Division)
+    if division.host_block_bytes:
+        is_caching = bool(core.llm.vllm_config.cache_config.enable_prefix_caching)
+        check_tier(settings, division, is_caching=is_caching)
+    return division
 
 
 async def _try(core: RankCore, words: LastWords) -> None:
@@ -384,16 +386,15 @@ def _facts(
     llm: AsyncLLM, settings: ReplicaSettings, division: Division, content_format: str
 ) -> EngineFacts:
     config = llm.vllm_config
-    is_cpu = current_platform.is_cpu()
-    prefill_tokens_per_s, attention_tokens = CPU_SPEED if is_cpu else GPU_SPEED
+    prefill = prefill_claim()
     prefix_caching = bool(config.cache_config.enable_prefix_caching)
     capacity_blocks = division.capacity_blocks(division.blocks)
     return EngineFacts(
         block_size=division.unit,
         capacity_blocks=capacity_blocks,
         max_model_len=config.model_config.max_model_len,
-        prefill_tokens_per_s=prefill_tokens_per_s,
-        attention_tokens=attention_tokens,
+        prefill_tokens_per_s=prefill.tokens_per_s,
+        attention_tokens=prefill.attention_tokens,
         prefix_caching=prefix_caching,
         pin_blocks=pin_budget(
             settings.pin_share if prefix_caching else 0.0,
@@ -406,4 +407,5 @@ def _facts(
         engine="vllm",
         content_format=content_format,
         layout=division.layout if prefix_caching else None,
+        host=division.host_tier(reload_claim()),
     )

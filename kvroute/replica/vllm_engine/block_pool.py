@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from kvroute.contract.chain import Space
 from kvroute.replica.vllm_engine.events import Removed, Stored
-from kvroute.replica.vllm_engine.request_chain import RequestChain
+from kvroute.replica.vllm_engine.request_chain import chain_of
 
 
 def fingerprint(pool: BlockPool, space: Space) -> None:
@@ -111,7 +111,7 @@ class _Fingerprinted(BlockPool):
             (block_hash, found)
             for block_hash, found in zip(
                 stored.block_hashes,
-                self._chain(request).at(request, ends, self.hash_block_size),
+                chain_of(request, self.kvroute_space).at(request, ends, self.hash_block_size),
                 strict=True,
             )
             if found is not None
@@ -119,10 +119,3 @@ class _Fingerprinted(BlockPool):
         if known:
             hashes, found = zip(*known, strict=True)
             self.kv_event_queue.append(Stored(list(hashes), list(found), group))
-
-    def _chain(self, request: Request) -> RequestChain:
-        """Kept with the request."""
-        if not hasattr(request, "kvroute_chain"):
-            request.kvroute_chain = RequestChain(self.kvroute_space)
-        chain: RequestChain = request.kvroute_chain
-        return chain

@@ -7,7 +7,8 @@ from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter_layer_specs
 
-from kvroute.contract.cache_groups import CHUNK, FULL, WINDOW, CacheGroup, Layout
+from kvroute.contract.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
+from kvroute.contract.records import HostTier
 
 UNKNOWN = "unknown"  # a kind of which routers tell no hits
 
@@ -19,6 +20,8 @@ class Division(Struct, frozen=True):
     hit_tokens: int  # the length of a hit is a multiple of it
     groups: tuple[CacheGroup | None, ...]  # None: it takes no part in prefix caching
     blocks: int = 0  # of vLLM's own size, in this engine's cache
+    host_blocks: int = 0  # of that size too, in its host tier; 0: it has none
+    host_block_bytes: int = 0  # of one of these
 
     @property
     def is_plain(self) -> bool:
@@ -35,9 +38,20 @@ class Division(Struct, frozen=True):
 
     @property
     def members(self) -> tuple[int | None, ...]:
-        """For each group, the number of its entry in the layout."""
+        """For each group, the number of its entry in the layout; then, with a host tier, that of
+        what the tier has of it."""
         entries = self._entries
-        return tuple(None if group is None else entries.index(group) for group in self.groups)
+        each = tuple(None if group is None else entries.index(group) for group in self.groups)
+        if not self.host_blocks:
+            return each
+        return *each, *(None if entry is None else HOST_GROUPS + entry for entry in each)
+
+    def host_tier(self, bytes_per_s: float) -> HostTier | None:
+        """As the record has it. bytes_per_s: of copies from it, as claimed."""
+        if not self.host_blocks:
+            return None
+        blocks = self.capacity_blocks(self.host_blocks)
+        return HostTier(blocks, self.host_block_bytes * self.host_blocks // blocks, bytes_per_s)
 
     def capacity_blocks(self, blocks: int) -> int:
         """How many blocks of `unit` tokens fit in, as sequences take a block of every group."""

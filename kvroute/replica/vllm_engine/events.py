@@ -1,7 +1,7 @@
 """The events that vLLM's process sends about its KV cache.
 
-Only events of this package's own types are about the blocks in the engine's memory; those of vLLM's
-types come from a KV connector and are about other memory, or repeat what was told before.
+Only events of this package's own types are about blocks that the replica tells of; those of vLLM's
+types come from a user's KV connector and are about other memory, or repeat what was told before.
 """
 
 from vllm.distributed import kv_events
@@ -15,6 +15,7 @@ from kvroute.replica.engine.kv_events import (
     BlockStored,
     Evictions,
     KVEvent,
+    Transfers,
 )
 
 
@@ -30,7 +31,8 @@ class Removed(kv_events.KVCacheEvent):
 
 
 class Held(kv_events.KVCacheEvent):
-    """For each group: blocks cached under each hash, after the events before this one."""
+    """For each group: blocks cached under each hash, after the events before this one. With a host
+    tier, the same follows of what that has."""
 
     copies: list[dict[ExternalBlockHash, int]]
 
@@ -44,6 +46,16 @@ class Evicted(kv_events.KVCacheEvent):
     promised: int
 
 
+class Moved(kv_events.KVCacheEvent):
+    """Copies from host memory and to it, as in Transfers."""
+
+    reloaded_tokens: int
+    in_bytes: int
+    in_s: float
+    out_bytes: int
+    out_s: float
+
+
 class EventBatch(kv_events.EventBatch):
     """vLLM's KVEventBatch, with kvroute's events in addition to its own."""
 
@@ -52,6 +64,7 @@ class EventBatch(kv_events.EventBatch):
         | Removed
         | Held
         | Evicted
+        | Moved
         | kv_events.AllBlocksCleared
         | kv_events.BlockStored
         | kv_events.BlockRemoved
@@ -59,7 +72,7 @@ class EventBatch(kv_events.EventBatch):
 
 
 def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
-    """What the event says about the engine's memory; None: nothing."""
+    """What the event says about the cache; None: nothing."""
     match event:
         case Stored():
             return BlockStored(event.block_hashes, event.fingerprints, event.group)
@@ -71,6 +84,10 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
             return BlocksHeld(event.copies)
         case Evicted():
             return Evictions(event.ended, event.unlikely, event.usual, event.promised)
+        case Moved():
+            return Transfers(
+                event.reloaded_tokens, event.in_bytes, event.in_s, event.out_bytes, event.out_s
+            )
         case kv_events.BlockStored() | kv_events.BlockRemoved():
             return None
         case _:

@@ -29,6 +29,23 @@ def keep_args(request: GenerateRequest) -> dict[str, Any]:
     return {SAID: msgspec.to_builtins(request.keep), NAME: request.request_id}
 
 
+def said_of(request: Request) -> Keep:
+    """What it says of its blocks."""
+    args = _args(request)
+    return msgspec.convert(args[SAID], Keep) if SAID in args else KEEP
+
+
+def name_of(request: Request, keep: Keep) -> str | None:
+    """Under which it may say something else than that; None: it will not."""
+    name: str | None = _args(request).get(NAME)
+    is_final = name is None or kind_of(keep) == kind_of(keep.after_tool_call)
+    return None if is_final else name
+
+
+def _args(request: Request) -> dict[str, Any]:
+    return (request.sampling_params and request.sampling_params.extra_args) or {}
+
+
 _Group = tuple[FreeQueue, Sequence[KVCacheBlock]]  # blocks of a request in one group
 
 
@@ -88,16 +105,15 @@ class Keeping:
                 yield evictions
 
     def _label(self, request: Request, groups: Iterable[_Group]) -> None:
-        args = (request.sampling_params and request.sampling_params.extra_args) or {}
-        keep = msgspec.convert(args[SAID], Keep) if SAID in args else KEEP
+        keep = said_of(request)
         if keep == KEEP and not self._is_told:
             return  # that is said of all blocks
         self._is_told = True
-        is_remembered = NAME in args and kind_of(keep) != kind_of(keep.after_tool_call)
+        name = name_of(request, keep)
         for queue, blocks in groups:
             queue.label(blocks, keep)
-            if is_remembered:
-                self._remember(args[NAME], queue, blocks)
+            if name is not None:
+                self._remember(name, queue, blocks)
 
     def _blocks(self, request: Request) -> Iterator[_Group]:
         for manager in self._managers:

@@ -56,6 +56,14 @@ class RequestChain:
         )
 
 
+def chain_of(request: Request, space: Space) -> RequestChain:
+    """Kept with the request."""
+    if not hasattr(request, "kvroute_chain"):
+        request.kvroute_chain = RequestChain(space)
+    chain: RequestChain = request.kvroute_chain
+    return chain
+
+
 def _features_from(request: Request, begin: int) -> list[Feature]:
     """Counted from that token; none if all have ended there."""
     given = request.mm_features

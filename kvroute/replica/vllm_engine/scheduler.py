@@ -1,7 +1,8 @@
-"""vLLM's schedulers with eight additions.
+"""vLLM's schedulers with nine additions.
 
 Events about blocks have fingerprints, clears are published at once, the cached blocks can be
-listed, blocks can be pinned, they are evicted in an order of our own (keeping.py), a preempted
+listed, blocks can be pinned, they are evicted in an order of our own (keeping.py), a tier in
+host memory obeys the same order and tells of its blocks in the same way (host_tier.py), a preempted
 request leaves no uncomputed block in the cache, the grammar of a response that another engine began
 goes on where it stood, and the engine dies with its replica.
 
@@ -12,7 +13,7 @@ version; tests/vllm/test_engine.py checks what they rely on.
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.distributed import kv_events
@@ -35,6 +36,9 @@ from kvroute.replica.vllm_engine.division import Division, division_of
 from kvroute.replica.vllm_engine.early_frees import tell_early_frees
 from kvroute.replica.vllm_engine.events import EventBatch, Evicted, Held
 from kvroute.replica.vllm_engine.keeping import Keeping
+
+if TYPE_CHECKING:
+    from kvroute.replica.vllm_engine.host_tier import HostTier
 
 ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt tokens were answered
 PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned
@@ -67,6 +71,7 @@ class _Kvroute:
         self.structured_output_manager.__class__ = _Grammars  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
         self.keeping = Keeping(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
+        self.host = self._host_tier()
         tell_early_frees(self._managers, self._label_freed)
         die_with_parent()
 
@@ -74,7 +79,16 @@ class _Kvroute:
         """Before the first request: from now on, events have fingerprints."""
         for pool in self._pools:
             fingerprint(pool, space)
-        return division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
+        division = division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
+        return self.host.begin(space, division) if self.host else division
+
+    def _host_tier(self) -> "HostTier | None":
+        connector = self.connector  # type: ignore[attr-defined]
+        if connector is None:
+            return None
+        from kvroute.replica.vllm_engine.host_tier import host_tier_of  # with vLLM's connector
+
+        return host_tier_of(connector)
 
     def _free_blocks(self, request: Request) -> None:
         """vLLM calls this at a request's end, not when it is preempted."""
@@ -83,11 +97,24 @@ class _Kvroute:
         if name and request.status != RequestStatus.FINISHED_ABORTED:
             self._pin(name, request)
         self.keeping.label(request)
+        if self.host:
+            self.host.ended(request)
         super()._free_blocks(request)  # type: ignore[misc]
 
     def _label_freed(self, name: str, pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
         if request := self.requests.get(name):  # type: ignore[attr-defined]
             self.keeping.label_freed(request, pool, blocks)
+
+    def label_again(self, name: str, keep: Keep) -> None:
+        """A request that has ended says something else of its blocks."""
+        self.keeping.label_again(name, keep)
+        if self.host:
+            self.host.label_again(name, keep)
+
+    def end_session(self, session: int) -> None:
+        self.keeping.end(session)
+        if self.host:
+            self.host.end(session)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """vLLM caches blocks when their computation is scheduled. By priorities it also preempts
@@ -135,6 +162,8 @@ class _Kvroute:
         done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         if done:
             self.keeping.clear()
+            if self.host:
+                self.host.clear()
         else:
             for pin in pins.values():
                 pin.hold()
@@ -142,11 +171,18 @@ class _Kvroute:
         self._publish_events()
         return done
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+    def reset_connector_cache(self) -> bool:
+        """A host tier is cleared with the engine's own memory, and only then."""
+        done: bool = self.host is not None or super().reset_connector_cache()  # type: ignore[misc]
+        return done
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """It publishes the step's events."""
+        if self.host:
+            self.host.meter.computed(scheduler_output)
         if self.kv_cache_manager.block_pool.enable_kv_cache_events:  # type: ignore[attr-defined]
             self._tell_evictions()
-        return super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _tell_evictions(self) -> None:
         queue = self.kv_cache_manager.block_pool.kv_event_queue  # type: ignore[attr-defined]
@@ -156,11 +192,15 @@ class _Kvroute:
     def emit_held(self) -> None:
         """Publishes the cached blocks. It blocks the engine for about 0.5 ms per 1,000 blocks."""
         groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
-        self._publish_events(Held(copies_of(self._pools, groups)))
+        copies = copies_of(self._pools, groups)
+        if self.host:
+            copies += self.host.copies_of()
+        self._publish_events(Held(copies))
 
     def _publish_events(self, *more: kv_events.KVCacheEvent) -> None:
         """Publishes pending events now, then the given ones."""
-        events = [*self.kv_cache_manager.take_events(), *more]  # type: ignore[attr-defined]
+        of_host = self.host.take_events() if self.host else ()
+        events = [*self.kv_cache_manager.take_events(), *of_host, *more]  # type: ignore[attr-defined]
         if events:
             self.kv_event_publisher.publish(  # type: ignore[attr-defined]
                 EventBatch(ts=time.time(), events=events)
@@ -223,11 +263,11 @@ def kvroute_pinned(core: EngineCore, name: str) -> int:
 
 def kvroute_label(core: EngineCore, name: str, keep: list[Any]) -> None:
     """A request that has ended says something else of its blocks. keep: a Keep."""
-    core.scheduler.keeping.label_again(name, msgspec.convert(keep, Keep))
+    core.scheduler.label_again(name, msgspec.convert(keep, Keep))
 
 
 def kvroute_end_session(core: EngineCore, session: int) -> None:
-    core.scheduler.keeping.end(session)
+    core.scheduler.end_session(session)
 
 
 def kvroute_unpin(core: EngineCore, name: str) -> float:

@@ -1,0 +1,96 @@
+"""vLLM's OffloadingConnector and its manager, as a host tier needs them (host_tier.py)."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvroute.contract.keep import Keep
+from kvroute.replica.vllm_engine.host_meter import Meter
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a request has said of its blocks. Some of their copies are made later."""
+
+    keys: Sequence[OffloadKey]  # in the prompt's order
+    keep: Keep
+
+
+class Manager(CPUOffloadingManager):
+    """vLLM lists the blocks of a copy in no order. Of a prompt, the last ones are to go first."""
+
+    kvroute_stored: Callable[[Sequence[OffloadKey], Ended], None]
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        last_first = _last_first(keys, req_context)
+        super().complete_store(last_first, req_context, success)
+        if ended := req_context.get_state(Ended):
+            self.kvroute_stored(last_first[::-1], ended)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        super().complete_load(_last_first(keys, req_context), req_context)
+
+
+def _last_first(keys: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+    ends = context._offload_key_positions
+    return sorted(keys, key=lambda key: ends.get(key, 0), reverse=True)
+
+
+class Connector(OffloadingConnector):
+    kvroute_meter: Meter
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """None of what host memory has, where computing it takes less time."""
+        tokens: int | None
+        is_async: bool
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        price, start = self.kvroute_meter.price, num_computed_tokens
+        if tokens and price and not price.is_cheaper(start, start + tokens):
+            return 0, False
+        return tokens, is_async
+
+    def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """The block with the last token is computed, as without a tier: a request needs its
+        logits. vLLM itself sees to that where there are other groups than full attention."""
+        bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
+        groups = self.scheduler.config.kv_group_configs
+        if len(groups) > 1 or bound is not None:
+            return bound
+        block_tokens: int = groups[0].tokens_per_chunk
+        most: int = (request.num_tokens - 1) // block_tokens * block_tokens
+        return max(0, most - num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.kvroute_meter.reloads(num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self.kvroute_meter.scheduled(scheduler_output)
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        done = connector_output.kv_connector_worker_meta
+        if isinstance(done, OffloadingWorkerMetadata):
+            self.kvroute_meter.copied(done)
+        super().update_connector_output(connector_output)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return [*super().take_events(), *self.kvroute_meter.moved()]

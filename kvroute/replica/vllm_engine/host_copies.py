@@ -1,0 +1,92 @@
+"""Copies blocks between the cache of vLLM's CPU backend and a host tier, which is memory as well.
+
+vLLM's own copies are for GPUs. vLLM loads HostTierSpec by name, in each process of the engine.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import torch
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+Rows = tuple[torch.Tensor, torch.Tensor]  # places of the same blocks: in the cache, and in the tier
+
+
+class HostTierSpec(CPUOffloadingSpec):
+    """vLLM's, with copies that need no GPU."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not self._worker:
+            self._worker: OffloadingWorker = HostCopies(kv_caches, self.num_chunks)
+        return self._worker
+
+
+class HostCopies(OffloadingWorker):
+    """A copy is done when the call that asks for it returns."""
+
+    def __init__(self, caches: CanonicalKVCaches, blocks: int) -> None:
+        self._cache = [each.tensor for each in caches.tensors]  # of each: [blocks, bytes]
+        self._host = [each.new_empty((blocks, each.shape[1])) for each in self._cache]
+        # Of each group: the tensors that have its layers. Groups may share tensors, not blocks.
+        self._tensors = [
+            sorted({layer.tensor_idx for layer in layers}) for layers in caches.group_data_refs
+        ]
+        self._done: list[TransferResult] = []
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec
+    ) -> bool:
+        began_s, copied_bytes = time.perf_counter(), 0
+        for tensor, (cached, kept) in self._places(src_spec, dst_spec):
+            copied_bytes += _copy(self._cache[tensor], cached, self._host[tensor], kept)
+        return self._finish(job_id, copied_bytes, began_s)
+
+    def submit_load(
+        self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec
+    ) -> bool:
+        began_s, copied_bytes = time.perf_counter(), 0
+        for tensor, (cached, kept) in self._places(dst_spec, src_spec):
+            copied_bytes += _copy(self._host[tensor], kept, self._cache[tensor], cached)
+        return self._finish(job_id, copied_bytes, began_s)
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        pass
+
+    def _places(
+        self, cached: GPULoadStoreSpec, kept: BlockIDsLoadStoreSpec
+    ) -> Iterator[tuple[int, Rows]]:
+        """Both list the blocks of all groups, one group after the other."""
+        pairs = zip(_ids(cached), _ids(kept), strict=True)
+        for tensors, blocks in zip(self._tensors, cached.group_sizes, strict=True):
+            if own := list(islice(pairs, blocks)):
+                rows = torch.tensor(own).unbind(1)
+                yield from ((tensor, (rows[0], rows[1])) for tensor in tensors)
+
+    def _finish(self, job_id: int, copied_bytes: int, began_s: float) -> bool:
+        took_s = time.perf_counter() - began_s
+        self._done.append(TransferResult(job_id, True, copied_bytes, took_s))
+        return True
+
+
+def _ids(spec: BlockIDsLoadStoreSpec) -> Sequence[int]:
+    ids: list[int] = spec.block_ids.tolist()
+    return ids
+
+
+def _copy(source: torch.Tensor, rows: torch.Tensor, to: torch.Tensor, places: torch.Tensor) -> int:
+    """Returns bytes."""
+    copied = source.index_select(0, rows)
+    to.index_copy_(0, places, copied)
+    return copied.nbytes

@@ -1,0 +1,84 @@
+"""Which blocks a host tier drops: in the order of engine/retention.py, as the engine's own memory.
+
+vLLM loads RetentionPolicy by name, in the scheduler's process. A block is a chunk to vLLM, and the
+number of its place is its number here. It is idle while nothing copies it: requests use the copies
+in the engine's memory.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+
+from kvroute.contract.keep import Keep
+from kvroute.replica.engine.retention import IdleBlocks
+
+
+class RetentionPolicy(CachePolicy):
+    def __init__(self, cache_capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(cache_capacity)
+        self.chunks: dict[OffloadKey, ChunkStatus] = {}
+        self._keys: dict[int, OffloadKey] = {}  # of each place
+        self._idle = IdleBlocks(cache_capacity)
+        self._clock = clock
+
+    def label(self, keys: Iterable[OffloadKey], keep: Keep) -> None:
+        """What a request says of its blocks, in the prompt's order."""
+        self._idle.label([each.chunk_id for each in self._there(keys)], keep)
+
+    def used(self, keys: Sequence[OffloadKey]) -> None:
+        """A request used these blocks until now, in the prompt's order: of them the last one goes
+        first."""
+        ids = [each.chunk_id for each in self._there(reversed(keys)) if each.ref_cnt == 0]
+        for id_ in ids:
+            self._idle.take(id_)
+        self._idle.put(ids, self._clock())
+
+    def end(self, session: int) -> None:
+        self._idle.end(session)
+
+    # What vLLM calls.
+
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
+        return self.chunks.get(key)
+
+    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+        self.chunks[key] = chunk
+        self._keys[chunk.chunk_id] = key
+
+    def remove(self, key: OffloadKey) -> None:
+        chunk = self.chunks.pop(key)
+        del self._keys[chunk.chunk_id]
+        self._idle.forget([chunk.chunk_id])
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """A request's end says more (`used`)."""
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        self._idle.put([self.chunks[key].chunk_id], self._clock())
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        self._idle.take(self.chunks[key].chunk_id)
+
+    def evict(
+        self, n: int, protected: set[OffloadKey]
+    ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        """None: there are too few besides the protected ones."""
+        kept = [each.chunk_id for each in self._there(protected) if each.ref_cnt == 0]
+        if len(self._idle) - len(kept) < n:
+            return None
+        for id_ in kept:
+            self._idle.take(id_)
+        gone = [self._keys.pop(id_) for id_ in self._idle.pop(n, self._clock())]
+        self._idle.put(kept, self._clock())
+        return [(key, self.chunks.pop(key)) for key in gone]
+
+    def clear(self) -> None:
+        self.chunks.clear()
+        self._keys.clear()
+        self._idle.clear()
+
+    def _there(self, keys: Iterable[OffloadKey]) -> list[ChunkStatus]:
+        found = map(self.chunks.get, keys)
+        return [chunk for chunk in found if chunk is not None]

@@ -1,0 +1,137 @@
+"""A scheduler's side of a tier in host memory, which vLLM's OffloadingConnector keeps.
+
+vLLM decides what is copied there and back, and when. Here it learns to tell of these blocks by
+fingerprints, to drop them in our order, and to reload them only where that is cheaper.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    build_offloading_config,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.request import Request
+
+from kvroute.contract.chain import Space
+from kvroute.contract.keep import KEEP, Keep
+from kvroute.replica.engine.reload_price import ReloadPrice
+from kvroute.replica.vllm_engine.claims import prefill_claim, reload_claim
+from kvroute.replica.vllm_engine.division import Division
+from kvroute.replica.vllm_engine.host_connector import Connector, Ended, Manager
+from kvroute.replica.vllm_engine.host_events import HostEvents
+from kvroute.replica.vllm_engine.host_meter import Meter
+from kvroute.replica.vllm_engine.host_policy import RetentionPolicy
+from kvroute.replica.vllm_engine.keeping import RECENT, name_of, said_of
+
+
+def host_tier_of(connector: Any) -> "HostTier | None":
+    """None: the connector keeps none, or one that is not ours."""
+    if not isinstance(connector, OffloadingConnector):
+        return None
+    policy = getattr(connector.scheduler.manager, "_policy", None)
+    return HostTier(connector, policy) if isinstance(policy, RetentionPolicy) else None
+
+
+class HostTier:
+    """Of one scheduler, from before its first request on."""
+
+    def __init__(self, connector: OffloadingConnector, policy: RetentionPolicy) -> None:
+        self.meter = Meter(connector.scheduler)
+        self._connector = connector
+        self._policy = policy
+        self._is_told = False  # anything but the default
+        self._recent: OrderedDict[str, list[OffloadKey]] = OrderedDict()
+        connector.__class__ = Connector
+        connector.kvroute_meter = self.meter
+        connector.scheduler.manager.__class__ = Manager
+        connector.scheduler.manager.kvroute_stored = self.stored
+
+    def begin(self, space: Space, division: Division) -> Division:
+        """From now on its events have fingerprints, and reloads have a price. Returns the division
+        with this tier."""
+        scheduler = self._connector.scheduler
+        hash_tokens, groups = scheduler.config.tokens_per_hash, len(division.groups)
+        self._events = scheduler._events_tracker = HostEvents(groups, space, hash_tokens)
+        whole = msgspec.structs.replace(
+            division,
+            host_blocks=self._policy.cache_capacity,
+            host_block_bytes=_block_bytes(self._connector),
+        )
+        if tier := whole.host_tier(reload_claim()):
+            token_bytes = tier.block_bytes / division.unit
+            self.meter.price = ReloadPrice(prefill_claim(), tier.bytes_per_s, token_bytes)
+        return whole
+
+    def copies_of(self) -> list[dict[ExternalBlockHash, int]]:
+        """For each group, the blocks that can be reloaded."""
+        chunks = self._policy.chunks.items()
+        return self._events.copies_of(key for key, chunk in chunks if chunk.is_ready)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return list(self._connector.take_events())
+
+    def clear(self) -> None:
+        """Nothing is kept; and nothing is to be told of what was, as the engine's own memory is
+        empty too. vLLM cannot clear twice between two steps: it asserts that it has told its
+        workers of the copies that the first time has stopped."""
+        scheduler = self._connector.scheduler
+        stopped = scheduler._current_batch_jobs_to_flush
+        scheduler._current_batch_jobs_to_flush = set()
+        self._connector.reset_cache()
+        scheduler._current_batch_jobs_to_flush |= stopped
+        for _ in scheduler.manager.take_events():
+            pass
+        self._recent.clear()
+        self._is_told = False
+
+    # What requests say of their blocks, as in Keeping.
+
+    def ended(self, request: Request) -> None:
+        """Its blocks were used until now."""
+        status = self._connector.scheduler._req_status.get(request.request_id)
+        if status is None:
+            return
+        positions, keep = status.req_context._offload_key_positions, said_of(request)
+        ended = Ended(sorted(positions, key=positions.__getitem__), keep)
+        status.req_context.set_state(ended)
+        self._is_told = self._is_told or keep != KEEP
+        self._label(ended.keys, keep)
+        self._policy.used(ended.keys)
+        if (name := name_of(request, keep)) is not None:
+            self._remember(name, ended.keys)
+
+    def stored(self, keys: Sequence[OffloadKey], ended: Ended) -> None:
+        """These copies were made after their request's end."""
+        self._label(keys, ended.keep)
+        self._policy.used(ended.keys)
+
+    def label_again(self, name: str, keep: Keep) -> None:
+        self._label(self._recent.pop(name, ()), keep)
+
+    def end(self, session: int) -> None:
+        self._policy.end(session)
+
+    def _label(self, keys: Sequence[OffloadKey], keep: Keep) -> None:
+        if self._is_told:  # else that is said of all blocks
+            self._policy.label(keys, keep)
+
+    def _remember(self, name: str, keys: Sequence[OffloadKey]) -> None:
+        """Under one name there are all choices of a request."""
+        self._recent.setdefault(name, []).extend(keys)
+        self._recent.move_to_end(name)
+        most_blocks = self._policy.cache_capacity
+        while len(self._recent) > RECENT or sum(map(len, self._recent.values())) > most_blocks:
+            self._recent.popitem(last=False)
+
+
+def _block_bytes(connector: OffloadingConnector) -> int:
+    """Of all workers together."""
+    config = build_offloading_config(connector._vllm_config, connector._kv_cache_config)
+    block_bytes: int = config.worker_kv_bytes_per_block * config.parallel.world_size
+    return block_bytes

@@ -1,0 +1,76 @@
+"""What a tier in host memory is worth, on a real engine: `python -m tests.bench.host_tier`.
+
+Conversations take turns on the built-in model, with between two turns of each three times as many
+other tokens as the engine's own memory holds. Both engines get the same prompts.
+"""
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+
+from tests.bench.report import Row, Section
+from tests.support.answers import ids_of
+from tests.support.engines import BLOCK, Running, prompt_of, started
+
+CACHE_MB = 128  # about 90 blocks
+TIER_GB = "1"
+PROMPTS = (10 * BLOCK, 20 * BLOCK)  # tokens of first turns
+CONTEXT = 1024
+FLOOD = 20 * BLOCK  # tokens of another prompt
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A later one."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+
+
+def main() -> None:
+    print(asyncio.run(host_tier()).markdown())
+
+
+async def host_tier() -> Section:
+    rows = [
+        row
+        for name, size in (("without a tier", "0"), (f"with {TIER_GB} GB", TIER_GB))
+        for row in await _rows(name, size)
+    ]
+    return Section(f"Later turns after a flood of three times the cache (median of {ROUNDS})", rows)
+
+
+async def _rows(name: str, size: str) -> list[Row]:
+    async with started("vllm", kv_cache_memory_mb=CACHE_MB, host_cache_gb=size) as running:
+        return [_row(name, await _turns(running, tokens)) for tokens in PROMPTS]
+
+
+def _row(name: str, turns: list[Turn]) -> Row:
+    cached = sum(turn.cached_tokens for turn in turns) / sum(turn.prompt_tokens for turn in turns)
+    ttft_ms = 1e3 * statistics.median(turn.ttft_s for turn in turns)
+    tokens = turns[0].prompt_tokens
+    return {"": name, "prompt, tokens": tokens, "cached": f"{cached:.0%}", "TTFT, ms": ttft_ms}
+
+
+async def _turns(running: Running, tokens: int) -> list[Turn]:
+    turns = []
+    for round_ in range(ROUNDS):
+        prompt = prompt_of(tokens, seed=tokens + round_)
+        answer = ids_of(await running.ask(prompt))
+        for number in range(3 * running.engine.facts.capacity_blocks * BLOCK // FLOOD + 1):
+            await running.ask(prompt_of(FLOOD, seed=10_000 + 100 * round_ + number), max_tokens=1)
+        turns.append(await _turn(running, [*prompt, *answer, *prompt_of(BLOCK, seed=1)]))
+    return turns
+
+
+async def _turn(running: Running, prompt: list[int]) -> Turn:
+    began_s = time.perf_counter()
+    chunks = await running.ask(prompt, max_tokens=1)
+    return Turn(len(prompt), chunks[0].cached_tokens, time.perf_counter() - began_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""vLLM's scheduler with a host tier, without a model: copies take as long as a test says."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvroute.contract.audit_report import Comparison
+from kvroute.contract.chain import Space
+from kvroute.contract.keep import Keep
+from kvroute.replica.block_table import BlockTable, Changes
+from kvroute.replica.engine.kv_events import KVEvent, Transfers
+from kvroute.settings.replica import ReplicaSettings
+from tests.support.schedulers import BLOCK, request_of, scheduler_of
+
+BLOCK_BYTES = 4096  # of `full(BLOCK)` at most; vLLM rounds up to a page of memory
+
+
+class Tiered:
+    """A scheduler and the block table that its events keep. in_s: seconds of each copy from host
+    memory."""
+
+    def __init__(self, *specs: Any, blocks: int = 24, host_blocks: int = 64) -> None:
+        from vllm.config import KVEventsConfig
+
+        from kvroute.replica.vllm_engine.host_args import host_args
+        from kvroute.replica.vllm_engine.scheduler import KvrouteScheduler
+        from tests.support.kv_managers import full
+
+        gb = str(host_blocks * BLOCK_BYTES / 1e9)
+        settings = ReplicaSettings(served_model_name="m", redis_url="", host_cache_gb=gb)
+        self.scheduler = scheduler_of(
+            KvrouteScheduler,
+            *(specs or (full(BLOCK),)),
+            blocks=blocks,
+            scheduling_policy="priority",
+            max_num_batched_tokens=4096,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+            **host_args(settings, node_bytes=1 << 40, on_cpu=True),
+        )
+        self.division = self.scheduler.begin(Space("m", "", BLOCK))
+        self.table, self.changes = BlockTable(self.division.members), Changes()
+        self.transfers: list[Transfers] = []
+        self.compared: Comparison | None = None
+        self.in_s = 1e-6
+        self.requests = 0
+        self._unsubmitted: dict[int, Any] = {}  # stores begin a step later
+        self.scheduler.kv_event_publisher.publish = self._hear
+
+    def _hear(self, batch: Any) -> None:
+        from kvroute.replica.vllm_engine.events import event_of
+
+        events: Iterable[KVEvent | None] = map(event_of, batch.events)
+        told = [event for event in events if event is not None]
+        self.transfers += [event for event in told if isinstance(event, Transfers)]
+        self.compared = self.table.apply(told, self.changes) or self.compared
+
+    def compare(self) -> Comparison:
+        """What the events told, judged by what the scheduler holds."""
+        self.compared = None
+        self.scheduler.emit_held()
+        assert self.compared
+        return self.compared
+
+    def add(self, first_id: int, tokens: int, keep: Keep | None = None, answer: int = 1) -> str:
+        """A request; returns its name."""
+        import msgspec
+
+        self.requests += 1
+        name = f"r{self.requests}"
+        said = {"kvroute_keep": msgspec.to_builtins(keep), "kvroute_name": name} if keep else None
+        self.scheduler.add_request(
+            request_of(name, tokens=tokens, first_id=first_id, max_tokens=answer, extra_args=said)
+        )
+        return name
+
+    def ask(self, first_id: int, tokens: int, keep: Keep | None = None) -> int:
+        """Runs one request alone; returns its cached tokens."""
+        name = self.add(first_id, tokens, keep)
+        stats = self.scheduler.requests[name].prefill_stats
+        self.run()
+        cached: int = stats.num_cached_tokens
+        return cached
+
+    def run(self) -> None:
+        """Until the engine would be idle."""
+        while self.scheduler.has_requests():
+            self.step()
+
+    def step(self) -> None:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        planned = self.scheduler.schedule()
+        names = [*planned.num_scheduled_tokens]
+        requests = [self.scheduler.requests[name] for name in names]
+        drawn = [[7] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
+        done, loaded = self._copy(planned.kv_connector_metadata)
+        self.scheduler.update_from_output(
+            planned,
+            ModelRunnerOutput(
+                names,
+                {name: number for number, name in enumerate(names)},
+                drawn,
+                kv_connector_output=KVConnectorOutput(
+                    finished_recving=loaded, kv_connector_worker_meta=done
+                ),
+            ),
+        )
+
+    def _copy(self, jobs: Any) -> tuple[Any, set[str]]:
+        """As the worker: stores that were ordered a step before, and this step's loads."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+            OffloadingWorkerMetadata,
+        )
+
+        done = OffloadingWorkerMetadata()
+        for job, entry in self._unsubmitted.items():
+            done.mark_completed(job)
+            done.transfer_stats.store.record(BLOCK_BYTES * len(entry.src_spec.block_ids), 1e-6)
+        for job, entry in jobs.load_jobs.items():
+            done.mark_completed(job)
+            size = BLOCK_BYTES * len(entry.src_spec.block_ids)
+            done.transfer_stats.load.record(size, self.in_s)
+        self._unsubmitted = dict(jobs.store_jobs)
+        return done, {entry.req_id for entry in jobs.load_jobs.values()}
+
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)

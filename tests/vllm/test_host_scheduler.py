@@ -1,0 +1,230 @@
+"""vLLM's scheduler with a tier in host memory, driven without a model: what is kept, told and
+reloaded."""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.contract.cache_groups import HOST_GROUPS, in_host
+from kvroute.contract.keep import Keep
+from tests.support.schedulers import BLOCK
+
+if TYPE_CHECKING:
+    from tests.support.host_tiers import Tiered
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]  # vLLM's own
+
+PROMPT = 10 * BLOCK + 1  # tokens
+
+
+def tiered(*specs: Any, **options: Any) -> "Tiered":
+    from tests.support.host_tiers import Tiered
+
+    return Tiered(*specs, **options)
+
+
+def flood(engine: "Tiered", prompts: int = 8, keep: Keep | None = None) -> None:
+    """Each evicts ten blocks."""
+    for number in range(prompts):
+        engine.ask(5000 + 500 * number, PROMPT, keep)
+
+
+def test_what_left_the_engines_memory_is_found_in_host_memory() -> None:
+    engine = tiered(host_blocks=128)
+    assert engine.division.members == (0, HOST_GROUPS)
+    assert engine.ask(0, PROMPT) == 0
+    alone = set(engine.table.held())
+    assert {in_host(each) for each in alone} == alone  # each is in both
+    flood(engine)
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+    assert sum(each.reloaded_tokens for each in engine.transfers) == PROMPT - 1
+    assert engine.table.host_blocks == 90
+    assert engine.compare().drift == 0
+
+
+def test_a_tier_that_was_slow_is_not_reloaded_from() -> None:
+    engine = tiered(host_blocks=128)
+    engine.in_s = 60.0
+    engine.ask(0, PROMPT)
+    flood(engine)
+    assert engine.ask(0, PROMPT) == PROMPT - 1  # nobody knew
+    flood(engine)
+    assert engine.ask(0, PROMPT) == 0
+    assert sum(each.reloaded_tokens for each in engine.transfers) == PROMPT - 1
+
+
+def test_the_block_of_the_last_token_is_computed() -> None:
+    engine = tiered(host_blocks=128)
+    engine.ask(0, 4 * BLOCK)
+    assert engine.ask(0, 4 * BLOCK) == 3 * BLOCK
+    flood(engine)
+    assert engine.ask(0, 4 * BLOCK) == 3 * BLOCK
+
+
+def test_host_memory_drops_what_will_not_come_back() -> None:
+    engine = tiered(host_blocks=40)
+    engine.ask(0, PROMPT, Keep(session=1))
+    engine.ask(1000, PROMPT, Keep(0.1))
+    flood(engine, keep=Keep(0.1))
+    assert engine.ask(1000, PROMPT) == 0
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+    assert engine.compare().drift == 0
+
+
+def test_host_memory_drops_the_blocks_of_an_ended_session_first() -> None:
+    engine = tiered(host_blocks=40)
+    engine.ask(0, PROMPT, Keep(session=1))
+    engine.ask(1000, PROMPT, Keep(session=2))
+    engine.scheduler.end_session(2)
+    engine.scheduler.end_session(3)  # nobody's
+    flood(engine, 3)
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+    assert engine.ask(1000, PROMPT) == 0
+
+
+def test_of_a_prompt_the_last_blocks_go_first() -> None:
+    engine = tiered(blocks=12, host_blocks=24)
+    engine.ask(0, PROMPT)
+    flood(engine, 1)
+    engine.ask(3000, 8 * BLOCK + 1)
+    assert engine.ask(0, PROMPT) == 6 * BLOCK
+    assert engine.compare().drift == 0
+
+
+def test_a_clear_empties_both_tiers_whenever_it_comes() -> None:
+    engine = tiered(host_blocks=128)
+    name = engine.add(0, PROMPT)
+    while name in engine.scheduler.requests:
+        engine.step()
+    for _ in range(2):  # copies are under way
+        assert engine.scheduler.reset_prefix_cache()
+        assert len(engine.table) == 0
+    engine.run()
+    assert engine.compare().blocks == 0
+    assert engine.ask(0, PROMPT) == 0
+    engine.add(0, PROMPT, answer=4)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache()  # it is running
+    engine.run()
+    assert engine.table.host_blocks == 10
+
+
+def test_host_memory_is_never_cleared_alone() -> None:
+    engine = tiered(host_blocks=128)
+    engine.ask(0, PROMPT)
+    engine.add(1000, PROMPT, answer=4)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.scheduler.reset_connector_cache()
+    engine.run()
+    assert engine.table.host_blocks == 20
+    assert engine.compare().drift == 0
+
+
+def test_a_tool_call_at_an_answers_end_keeps_its_blocks() -> None:
+    engine = tiered(host_blocks=40)
+    keep = Keep(0.0, session=1, tool_chance=1.0, tool_s=60.0)
+    engine.ask(0, PROMPT, keep)
+    engine.scheduler.label_again("r1", keep.after_tool_call)
+    flood(engine, keep=Keep(0.1))
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+
+
+def test_without_the_option_there_is_no_connector() -> None:
+    from kvroute.replica.vllm_engine.host_args import host_args
+    from kvroute.settings.replica import ReplicaSettings
+
+    own: Any = {"served_model_name": "m", "redis_url": ""}
+    off = ReplicaSettings(**own)
+    uncached = ReplicaSettings(**own, host_cache_gb="50%", prefix_caching=False)
+    assert host_args(off, node_bytes=1 << 40, on_cpu=True) == {}
+    assert host_args(uncached, node_bytes=1 << 40, on_cpu=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"engine_args": {"kv_offloading_size": 1}}, "--engine-args has kv_offloading_size"),
+        ({"host_cache_gb": "2000"}, "give less, such as 30%"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    from kvroute.contract.generation import CannotRunError
+    from kvroute.replica.vllm_engine.host_args import host_args
+    from kvroute.settings.replica import ReplicaSettings
+
+    own = {"served_model_name": "m", "redis_url": "", "host_cache_gb": "1"} | fields
+    with pytest.raises(CannotRunError, match=words):
+        host_args(ReplicaSettings(**own), node_bytes=10**12, on_cpu=True)
+
+
+def test_a_tier_of_a_few_blocks_is_refused() -> None:
+    from kvroute.contract.generation import CannotRunError
+    from kvroute.replica.vllm_engine.host_args import check_tier
+    from kvroute.settings.replica import ReplicaSettings
+
+    small = ReplicaSettings(served_model_name="m", redis_url="", host_cache_gb="0.00001")
+    division = tiered(host_blocks=2).division
+    with pytest.raises(CannotRunError, match=r"give at least 0\.001"):
+        check_tier(small, division, is_caching=True)
+    with pytest.raises(CannotRunError, match="leave it out"):
+        check_tier(small, division, is_caching=False)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "step", "step", "run", "abort", "end", "clear"]),
+        st.integers(0, 11),
+        st.integers(1, 12),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "chunk"])
+@settings(max_examples=40, deadline=None)
+@given(steps=steps, host_blocks=st.sampled_from([16, 60]))
+def test_the_table_is_what_both_tiers_hold(
+    kind: str, steps: list[tuple[str, int, int]], host_blocks: int
+) -> None:
+    engine = shared(kind, host_blocks)
+    names: list[str] = []
+    for do, number, blocks in steps:
+        match do:
+            case "add":
+                keep = Keep(1 / (1 + number % 3), session=number) if number % 2 else None
+                names.append(engine.add(300 * number, blocks * BLOCK + number, keep))
+            case "step":
+                engine.step()
+            case "run":
+                engine.run()
+            case "abort" if names:
+                engine.abort(names[number % len(names)])
+            case "end":
+                engine.scheduler.end_session(number)
+            case "clear":
+                engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert engine.compare().drift == 0
+    assert engine.scheduler.reset_prefix_cache()
+    assert len(engine.table) == 0
+
+
+@cache
+def shared(kind: str, host_blocks: int) -> "Tiered":
+    """Making one takes a second."""
+    from tests.support.kv_managers import chunk, full, window
+
+    more = {"full": [], "window": [window(BLOCK, 40)], "chunk": [chunk(BLOCK, 4 * BLOCK)]}[kind]
+    return tiered(full(BLOCK), *more, blocks=24 * (1 + len(more)), host_blocks=host_blocks)
+
+
+def test_the_window_of_a_prompt_is_reloaded_with_it() -> None:
+    engine = shared("window", 400)
+    engine.ask(0, PROMPT)
+    flood(engine)
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+    assert engine.division.members == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
