@@ -276,7 +276,7 @@ class SimulatedEngine(Engine):
         self._publish()
 
     async def reset_prefix_cache(self) -> bool:
-        if self._running:
+        if self._running or self._reloads:
             return False
         for name in self.pins:
             await self.unpin(name)
