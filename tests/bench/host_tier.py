@@ -1,7 +1,7 @@
 """What a tier in host memory is worth, on a real engine: `python -m tests.bench.host_tier`.
 
-Conversations take turns on the built-in model, with between two turns of each three times as many
-other tokens as the engine's own memory holds. Both engines get the same prompts.
+Conversations take turns on the built-in model. Between two turns of each, other prompts bring three
+times as many tokens as the engine's own memory holds. Both engines get the same prompts.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ from tests.support.engines import BLOCK, Running, prompt_of, started
 CACHE_MB = 128  # about 90 blocks
 TIER_GB = "1"
 PROMPTS = (10 * BLOCK, 20 * BLOCK)  # tokens of first turns
-CONTEXT = 1024
 FLOOD = 20 * BLOCK  # tokens of another prompt
 ROUNDS = 3
 
@@ -35,17 +34,17 @@ def main() -> None:
 
 
 async def host_tier() -> Section:
-    rows = [
-        row
-        for name, size in (("without a tier", "0"), (f"with {TIER_GB} GB", TIER_GB))
-        for row in await _rows(name, size)
-    ]
-    return Section(f"Later turns after a flood of three times the cache (median of {ROUNDS})", rows)
+    without, _ = await _measure("without a tier", "0")
+    with_tier, speeds = await _measure(f"with {TIER_GB} GB", TIER_GB)
+    title = f"Later turns after a flood of three times the cache ({ROUNDS} of each; median TTFT)"
+    return Section(title, without + with_tier, [speeds])
 
 
-async def _rows(name: str, size: str) -> list[Row]:
-    async with started("vllm", kv_cache_memory_mb=CACHE_MB, host_cache_gb=size) as running:
-        return [_row(name, await _turns(running, tokens)) for tokens in PROMPTS]
+async def _measure(name: str, size_gb: str) -> tuple[list[Row], str]:
+    """Also says how fast copies were."""
+    async with started("vllm", kv_cache_memory_mb=CACHE_MB, host_cache_gb=size_gb) as running:
+        rows = [_row(name, await _turns(running, tokens)) for tokens in PROMPTS]
+        return rows, _speeds(running)
 
 
 def _row(name: str, turns: list[Turn]) -> Row:
@@ -53,6 +52,18 @@ def _row(name: str, turns: list[Turn]) -> Row:
     ttft_ms = 1e3 * statistics.median(turn.ttft_s for turn in turns)
     tokens = turns[0].prompt_tokens
     return {"": name, "prompt, tokens": tokens, "cached": f"{cached:.0%}", "TTFT, ms": ttft_ms}
+
+
+def _speeds(running: Running) -> str:
+    moves = running.transfers
+    in_bytes, in_s = sum(each.in_bytes for each in moves), sum(each.in_s for each in moves)
+    out_bytes, out_s = sum(each.out_bytes for each in moves), sum(each.out_s for each in moves)
+    if not in_s or not out_s:
+        return "Nothing was copied."
+    return (
+        f"Copies: {in_bytes / in_s / 1e9:.1f} GB/s from host memory, "
+        f"{out_bytes / out_s / 1e9:.1f} GB/s to it."
+    )
 
 
 async def _turns(running: Running, tokens: int) -> list[Turn]:

@@ -119,7 +119,8 @@ class Mirror:
         return self._depths(chain, self._holders)
 
     def hits_in_any_tier(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
-        """The same in GPU or host memory, for the replicas that have a host tier."""
+        """replica id -> leading blocks held in GPU or host memory there, for the replicas that have
+        a host tier; no entry: none."""
         return self._depths(chain, self._holders_in_any_tier) if self._tiered else {}
 
     def hits_at(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> dict[str, int]:
@@ -174,10 +175,11 @@ class Mirror:
         return (self._held.get(fingerprint) | self._expected.get(fingerprint)) & self._live
 
     def _holders_in_any_tier(self, chain: Sequence[Fingerprint], i: int) -> int:
-        """The same in GPU or host memory, of those with a host tier."""
+        """The bits of those with a host tier that hold block i in GPU or host memory."""
         if i >= len(chain):
             return 0
-        return (self._holders(chain, i) | self._held.get(in_host(chain[i]))) & self._tiered
+        held, fingerprint = self._held, chain[i]
+        return (held.get(fingerprint) | held.get(in_host(fingerprint))) & self._tiered
 
     def _depths(self, chain: Sequence[Fingerprint], holders_of: Holders) -> dict[str, int]:
         """replica id -> leading blocks of the chain that it has; no entry: none."""
