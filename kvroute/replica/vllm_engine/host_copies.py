@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -17,7 +18,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-Rows = tuple[torch.Tensor, torch.Tensor]  # places of the same blocks: in the cache, and in the tier
+Bytes = NDArray[np.int8]
+Places = Sequence[int]  # of blocks
 
 
 class HostTierSpec(CPUOffloadingSpec):
@@ -33,8 +35,9 @@ class HostCopies(OffloadingWorker):
     """A copy is done when the call that asks for it returns."""
 
     def __init__(self, caches: CanonicalKVCaches, blocks: int) -> None:
-        self._cache = [each.tensor for each in caches.tensors]  # of each: [blocks, bytes]
-        self._host = [each.new_empty((blocks, each.shape[1])) for each in self._cache]
+        # Of each tensor: [blocks, bytes]. NumPy copies rows several times as fast as torch.
+        self._cache = [each.tensor.numpy() for each in caches.tensors]
+        self._host = [np.empty((blocks, each.shape[1]), np.int8) for each in self._cache]
         # Of each group: the tensors that have its layers. Groups may share tensors, not blocks.
         self._tensors = [
             sorted({layer.tensor_idx for layer in layers}) for layers in caches.group_data_refs
@@ -66,13 +69,14 @@ class HostCopies(OffloadingWorker):
 
     def _places(
         self, cached: GPULoadStoreSpec, kept: BlockIDsLoadStoreSpec
-    ) -> Iterator[tuple[int, Rows]]:
-        """Both list the blocks of all groups, one group after the other."""
+    ) -> Iterator[tuple[int, tuple[Places, Places]]]:
+        """For each tensor: places in the cache and in the tier. Both specs list the blocks of all
+        groups, one group after the other."""
         pairs = zip(_ids(cached), _ids(kept), strict=True)
         for tensors, blocks in zip(self._tensors, cached.group_sizes, strict=True):
             if own := list(islice(pairs, blocks)):
-                rows = torch.tensor(own).unbind(1)
-                yield from ((tensor, (rows[0], rows[1])) for tensor in tensors)
+                rows, places = zip(*own, strict=True)
+                yield from ((tensor, (rows, places)) for tensor in tensors)
 
     def _finish(self, job_id: int, copied_bytes: int, began_s: float) -> bool:
         took_s = time.perf_counter() - began_s
@@ -85,8 +89,9 @@ def _ids(spec: BlockIDsLoadStoreSpec) -> Sequence[int]:
     return ids
 
 
-def _copy(source: torch.Tensor, rows: torch.Tensor, to: torch.Tensor, places: torch.Tensor) -> int:
+def _copy(source: Bytes, rows: Places, to: Bytes, places: Places) -> int:
     """Returns bytes."""
-    copied = source.index_select(0, rows)
-    to.index_copy_(0, places, copied)
-    return copied.nbytes
+    for row, place in zip(rows, places, strict=True):
+        to[place] = source[row]
+    row_bytes: int = source.shape[1]
+    return len(rows) * row_bytes
