@@ -105,16 +105,11 @@ class BlockTable:
         entries: dict[int, list[_Group]] = {}
         self._groups = [None if entry is None else _grouped(entry, entries) for entry in members]
         self._announced = [groups[0].announced for groups in entries.values()]
-        # Of the layout's first entry, which is full attention if the engine has any.
-        self._in_host = entries[HOST_GROUPS][0].announced if HOST_GROUPS in entries else {}
+        # What host memory has of the layout's first entry, which is full attention if there is any.
+        self.in_host = entries[HOST_GROUPS][0].announced if HOST_GROUPS in entries else {}
 
     def __len__(self) -> int:
         return sum(map(len, self._announced))
-
-    @property
-    def host_blocks(self) -> int:
-        """How many blocks host memory has of the layout's first entry."""
-        return len(self._in_host)
 
     def held(self) -> list[Fingerprint]:
         return [fingerprint for each in self._announced for fingerprint in each.values()]

@@ -10,9 +10,10 @@ answer that is generated again, word by word, counts like a prompt.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockHash,
@@ -31,10 +32,18 @@ class Ghosts:
     still have, the next those that only one of the second would, and so on.
 
     group: the one that is followed, of the engine's KV cache groups. capacity_blocks: what it has
-    room for. block_tokens: in one of its blocks.
+    room for. block_tokens: in one of its blocks. in_host: the blocks that host memory has; they
+    are copied, not computed.
     """
 
-    def __init__(self, capacity_blocks: int, block_tokens: int, group: int | None = 0) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int,
+        block_tokens: int,
+        group: int | None = 0,
+        in_host: Container[BlockHash] = (),
+    ) -> None:
+        self._in_host = in_host
         self._block_tokens = block_tokens
         self._group = group
         self._parts = [OrderedDict[BlockHash, None]() for _ in SIZES]  # each: the oldest first
@@ -89,7 +98,8 @@ class Ghosts:
         reached = 0
         for block_hash in block_hashes:
             reached = max(reached, self._take(block_hash))
-            self._found[reached] += 1
+            if block_hash not in self._in_host:
+                self._found[reached] += 1
             self._copies[block_hash] += 1
 
     def _take(self, block_hash: BlockHash) -> int:
@@ -116,10 +126,11 @@ class Ghosts:
         self._copies.clear()
 
 
-def ghosts_of(engine: Engine) -> Ghosts:
+def ghosts_of(engine: Engine, table: BlockTable) -> Ghosts:
     """Of the first entry of the engine's layout, which is full attention if it has any; the other
     groups' blocks are as many or fewer, and are evicted with these."""
     facts, members = engine.facts, list(engine.members)
     tokens = facts.layout.groups[0].block_tokens if facts.layout else facts.block_size
     capacity_blocks = facts.capacity_blocks * facts.block_size // tokens
-    return Ghosts(capacity_blocks, tokens, members.index(0) if 0 in members else None)
+    group = members.index(0) if 0 in members else None
+    return Ghosts(capacity_blocks, tokens, group, table.in_host)

@@ -76,7 +76,7 @@ class Publisher:
     @property
     def host_blocks(self) -> int:
         """How many blocks the replica has in host memory, copies of others included."""
-        return self._table.host_blocks
+        return len(self._table.in_host)
 
     @property
     def lag_s(self) -> float:

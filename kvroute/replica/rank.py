@@ -42,14 +42,15 @@ class Rank:
     ) -> None:
         self.engine = engine
         self.backlog = Backlog(engine.facts.prefill_tokens_per_s)
-        self.ghosts = ghosts_of(engine)
+        table = BlockTable(engine.members)
+        self.ghosts = ghosts_of(engine, table)
         self.missed = Missed(self.ghosts)
         self._groups = len(engine.members) // (2 if engine.facts.host else 1)
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
         self.publisher = Publisher(
             index,
-            BlockTable(engine.members),
+            table,
             replica_id=rank_id,
             description=description,
             load=lambda: engine.load(),

@@ -115,9 +115,10 @@ async def started_ranks(
         **(defaults | own),
     )
     engines = await start_engines(settings)
+    tables = [BlockTable(each.members) for each in engines]
     ranks = [
-        Running(each, BlockTable(each.members), ghosts_of(each), n)
-        for n, each in enumerate(engines)
+        Running(each, table, ghosts_of(each, table), n)
+        for n, (each, table) in enumerate(zip(engines, tables, strict=True))
     ]
     pumps = [asyncio.create_task(running.pump()) for running in ranks]
     yield ranks

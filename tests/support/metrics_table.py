@@ -92,7 +92,7 @@ def replica() -> CollectorRegistry:
         load=engine.load,
         lease_s=3,
     )
-    metrics.export([engine], [publisher], [ghosts_of(engine)])
+    metrics.export([engine], [publisher], [ghosts_of(engine, BlockTable(engine.members))])
     return registry
 
 

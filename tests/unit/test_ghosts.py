@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from kvroute.contract.cache_groups import CacheGroup, Layout
+from kvroute.contract.cache_groups import HOST_GROUPS, CacheGroup, Layout
 from kvroute.contract.chain import Scope
+from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import TokenIds
+from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -153,7 +155,7 @@ def test_what_lies_behind_a_miss_is_none_of_its_hits() -> None:
 def test_an_emptied_cache_and_lost_events_leave_no_ghosts() -> None:
     for event in (AllBlocksCleared(), EventsLost()):
         ghosts = Ghosts(8, SIZE)
-        ghosts.happened([removed(1), event, stored(1)])
+        ghosts.happened([removed(1), event, BlockStored([1], [Fingerprint(1)])])
         assert ghosts.hit_tokens == dict.fromkeys(SIZES, 0)
 
 
@@ -164,13 +166,15 @@ def test_one_group_is_followed_the_first_of_the_layouts_first_entry(
     layout = Layout((CacheGroup("full_attention", 32), CacheGroup("mamba", 64)), 64)
     engine.facts = msgspec.structs.replace(engine.facts, layout=layout)
     monkeypatch.setattr(engine, "members", (1, 0))
-    ghosts = ghosts_of(engine)
-    ghosts.happened([removed(1), removed(2, group=1), stored(1), stored(2, group=1)])
+    ghosts = ghosts_of(engine, BlockTable(engine.members))
+    ghosts.happened(
+        [removed(1), removed(2, group=1), BlockStored([1], [Fingerprint(1)]), stored(2, group=1)]
+    )
     assert ghosts.hit_tokens == dict.fromkeys(SIZES, 32)
     assert sum(ghosts._limits) == 64 * 16 // 32
     monkeypatch.setattr(engine, "members", (None,))
-    without = ghosts_of(engine)
-    without.happened([removed(1), stored(1)])
+    without = ghosts_of(engine, BlockTable(engine.members))
+    without.happened([removed(1), BlockStored([1], [Fingerprint(1)])])
     assert without.hit_tokens == dict.fromkeys(SIZES, 0)
 
 
@@ -178,7 +182,7 @@ def test_metrics_have_all_ranks_ghost_hits_and_evictions_by_why() -> None:
     registry = CollectorRegistry()
     metrics, ranks = ReplicaMetrics(registry), [Ghosts(8, SIZE), Ghosts(8, 2 * SIZE)]
     for ghosts in ranks:
-        ghosts.happened([removed(1), stored(1)])
+        ghosts.happened([removed(1), BlockStored([1], [Fingerprint(1)])])
     assert ghost_hit_tokens(ranks) == dict.fromkeys(SIZES, 3 * SIZE)
     metrics.happened([Evictions(ended=3, promised=1), Evictions(ended=2)])
     told = {
@@ -192,4 +196,21 @@ def test_metrics_have_all_ranks_ghost_hits_and_evictions_by_why() -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_simulated_engine_has_a_ghost_for_each_of_its_blocks(prefix_caching: bool) -> None:
     config = SimulatedConfig(capacity_blocks=64, prefix_caching=prefix_caching)
-    assert sum(ghosts_of(SimulatedEngine(config))._limits) == 64
+    assert sum(ghosts_of(SimulatedEngine(config), BlockTable())._limits) == 64
+
+
+def test_what_comes_back_from_host_memory_was_not_missed() -> None:
+    table = BlockTable((0, HOST_GROUPS))
+    ghosts = Ghosts(4, 10, 0, table.in_host)
+    before: list[KVEvent] = [
+        BlockStored([1], [Fingerprint(1)]),
+        BlockStored([1], [Fingerprint(1)], group=1),
+        BlockRemoved([1]),
+    ]
+    ghosts.happened(before)
+    table.apply(before, Changes())
+    ghosts.happened([BlockStored([1], [Fingerprint(1)])])
+    assert ghosts.hit_tokens["2"] == 0
+    table.apply([BlockRemoved([1], group=1)], Changes())
+    ghosts.happened([BlockRemoved([1]), BlockStored([1], [Fingerprint(1)])])
+    assert ghosts.hit_tokens["2"] == 10

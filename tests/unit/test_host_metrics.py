@@ -16,7 +16,7 @@ def test_a_block_that_leaves_the_engine_stays_known_in_host_memory() -> None:
     table, changes = BlockTable((0, HOST_GROUPS)), Changes()
     table.apply([*STORED, BlockRemoved([10])], changes)
     assert set(table.held()) == {in_host(ONE), in_host(TWO)}
-    assert table.host_blocks == 2
+    assert len(table.in_host) == 2
     table.apply([BlockRemoved([10], group=1)], changes)
     assert table.held() == [in_host(TWO)]
     assert BlockTable((0,)).host_blocks == 0

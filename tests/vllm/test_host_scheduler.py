@@ -41,7 +41,7 @@ def test_what_left_the_engines_memory_is_found_in_host_memory() -> None:
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert sum(each.reloaded_tokens for each in engine.transfers) == PROMPT - 1
-    assert engine.table.host_blocks == 90
+    assert len(engine.table.in_host) == 90
     assert engine.compare().drift == 0
 
 
@@ -109,7 +109,7 @@ def test_a_clear_empties_both_tiers_whenever_it_comes() -> None:
     engine.step()
     assert not engine.scheduler.reset_prefix_cache()  # it is running
     engine.run()
-    assert engine.table.host_blocks == 10
+    assert len(engine.table.in_host) == 10
 
 
 def test_host_memory_is_never_cleared_alone() -> None:
@@ -120,7 +120,7 @@ def test_host_memory_is_never_cleared_alone() -> None:
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert engine.scheduler.reset_connector_cache()
     engine.run()
-    assert engine.table.host_blocks == 20
+    assert len(engine.table.in_host) == 20
     assert engine.compare().drift == 0
 
 

@@ -75,7 +75,7 @@ async def test_a_later_turn_finds_in_host_memory_what_was_evicted(cache: Running
 
 async def test_an_idle_engine_tells_of_its_last_copies(cache: Running) -> None:
     await cache.ask(prompt_of(PROMPT, 2), max_tokens=1)
-    await until(lambda: cache.table.host_blocks == PROMPT // BLOCK)
+    await until(lambda: len(cache.table.in_host) == PROMPT // BLOCK)
 
 
 async def test_answers_are_kept_too(cache: Running) -> None:
