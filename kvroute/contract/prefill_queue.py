@@ -20,7 +20,8 @@ class Prefill(Protocol):
         """The predicted prefill time."""
 
     @property
-    def sent_s(self) -> float: ...
+    def ready_s(self) -> float:
+        """From when on the engine can compute it."""
 
 
 P = TypeVar("P", bound=Prefill)
@@ -69,10 +70,10 @@ class PrefillQueue(Generic[P]):
 
     def backlog_s(self, slowness: float, now_s: float) -> float:
         """Seconds of prefill queued or running, minus the time already spent on the oldest."""
-        had_s = min(slowness * self.head_s, now_s - self.busy_since_s)
+        had_s = max(0.0, min(slowness * self.head_s, now_s - self.busy_since_s))
         return max(0.0, slowness * (self.waiting_s + self.unknown_s) - had_s)
 
     def _find_head(self) -> None:
         head = next(iter(self.waiting.values()))
         self.head_s = head.prefill_s
-        self.busy_since_s = max(head.sent_s, self.last_first_token_s)
+        self.busy_since_s = max(head.ready_s, self.last_first_token_s)

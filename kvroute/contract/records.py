@@ -27,7 +27,7 @@ Rate = Annotated[float, Meta(gt=0, le=1e15)]
 Name = Annotated[str, Meta(max_length=1024)]
 
 
-class Load(Struct, frozen=True, gc=False):
+class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     """An engine's current load."""
 
     running: Count = 0  # requests in the batch
@@ -36,6 +36,7 @@ class Load(Struct, frozen=True, gc=False):
     loras: tuple[Name, ...] = ()  # LoRA adapters in memory, the next one to be evicted first
     lora_load_s: Seconds = LOAD_S  # recent mean time to load one
     rendering_differences: Count = 0  # prompts that a router has rendered in another way than vLLM
+    host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0  # of copies from host memory
 
 
 class HostTier(Struct, frozen=True):
@@ -43,10 +44,10 @@ class HostTier(Struct, frozen=True):
 
     blocks: Count  # of the engine's block_size tokens
     block_bytes: AtLeastOne  # KV of one such block
-    bytes_per_s: Rate  # of copies to the engine; an estimate: the router learns the real speed
+    bytes_per_s: Rate  # of copies to the engine; an estimate: Load has the real speed
 
     def reload_s(self, blocks: int) -> float:
-        """To copy so many blocks back, as far as the estimate is right."""
+        """To copy so many blocks back at that speed."""
         return blocks * self.block_bytes / self.bytes_per_s
 
 

@@ -28,11 +28,10 @@ def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
 
 @dataclass(slots=True)
 class Speed:
-    """How much slower an engine is than its PrefillModel predicts, or than it claims."""
+    """How much slower an engine is than its PrefillModel predicts."""
 
     predicted_s: float = PRIOR_S  # this and the next: decayed sums over first tokens
     observed_s: float = PRIOR_S
-    memory_s: float = MEMORY_S
     slowness: float = field(init=False)  # observed seconds per predicted second
 
     def __post_init__(self) -> None:
@@ -40,7 +39,7 @@ class Speed:
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
         """Records one prefill; its weight is its predicted time."""
-        keep = 1.0 - min(0.5, predicted_s / self.memory_s)
+        keep = 1.0 - min(0.5, predicted_s / MEMORY_S)
         self.predicted_s = keep * self.predicted_s + predicted_s
         self.observed_s = keep * self.observed_s + observed_s
         self.slowness = self.observed_s / self.predicted_s

@@ -112,10 +112,8 @@ class Production:
         """As its replica keeps its blocks when the answer has ended."""
         return keep.after_tool_call if request.is_tool_call else keep
 
-    def first_token(self, request: Request, now_s: float, cached_tokens: int) -> None:
-        attempt = self._attempts[request.index]
-        attempt.cached_tokens = cached_tokens
-        attempt.first_token(now_s)
+    def first_token(self, request: Request, now_s: float) -> None:
+        self._attempts[request.index].first_token(now_s)
 
     def finished(self, request: Request, now_s: float) -> None:
         attempt = self._attempts.pop(request.index)

@@ -61,8 +61,7 @@ class Policy(Protocol):
     def wakes_s(self) -> float | None:
         """When it wants to be asked again, should nothing happen before. None: never."""
 
-    def first_token(self, request: Request, now_s: float, cached_tokens: int) -> None:
-        """cached_tokens: of its prompt, as the engine says."""
+    def first_token(self, request: Request, now_s: float) -> None: ...
 
     def finished(self, request: Request, now_s: float) -> None: ...
 

@@ -56,7 +56,7 @@ class Counting:
 
     def sent(self, request: Request, replica: int) -> None: ...
 
-    def first_token(self, request: Request, now_s: float, cached_tokens: int) -> None:
+    def first_token(self, request: Request, now_s: float) -> None:
         self.queued[self.at[request.index]] -= 1
 
     def finished(self, request: Request, now_s: float) -> None:
@@ -219,8 +219,8 @@ class Prefilling(Indexed):
     def sent(self, request: Request, replica: int) -> None:
         self.prefill_tokens[replica] += self.new_tokens[request.index]
 
-    def first_token(self, request: Request, now_s: float, cached_tokens: int) -> None:
-        super().first_token(request, now_s, cached_tokens)
+    def first_token(self, request: Request, now_s: float) -> None:
+        super().first_token(request, now_s)
         self.prefill_tokens[self.at[request.index]] -= self.new_tokens.pop(request.index)
 
 

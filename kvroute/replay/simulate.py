@@ -260,8 +260,7 @@ class _Simulation:
         self._announce(replica, result, at_s)
         for request in result.first_tokens:
             self._note_first_token(request.index, self._replicas[replica], at_s)
-            policy = self._routers[self._router_of(request)]
-            policy.first_token(request, at_s, self._outcome.hit_tokens[request.index])
+            self._routers[self._router_of(request)].first_token(request, at_s)
             self._on_first_token()
         self._unfinished -= len(result.finished)
         for request in result.finished:

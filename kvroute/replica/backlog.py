@@ -17,7 +17,7 @@ ELSEWHERE_S = 3.0  # the same of what waited elsewhere: it says little once that
 @dataclass(frozen=True, slots=True)
 class _Pending:
     prefill_s: float  # at the engine's claimed speed
-    sent_s: float
+    ready_s: float  # when it came
     new_tokens: int
 
 

@@ -7,12 +7,15 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from statistics import fmean
 
+from msgspec import structs
+
 from kvroute.contract.generation import Chunk, GenerateRequest, client_id
-from kvroute.contract.records import Description
+from kvroute.contract.records import Description, Load
 from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
 from kvroute.replica.block_table import BlockTable
-from kvroute.replica.engine.kv_events import KVEvent
+from kvroute.replica.copy_speed import CopySpeed
+from kvroute.replica.engine.kv_events import KVEvent, Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import ghosts_of
@@ -45,7 +48,9 @@ class Rank:
         table = BlockTable(engine.members)
         self.ghosts = ghosts_of(engine, table)
         self.missed = Missed(self.ghosts)
-        self._groups = len(engine.members) // (2 if engine.facts.host else 1)
+        host = engine.facts.host
+        self._copies = CopySpeed(host.bytes_per_s) if host else None
+        self._groups = len(engine.members) // (2 if host else 1)
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
         self.publisher = Publisher(
@@ -53,7 +58,7 @@ class Rank:
             table,
             replica_id=rank_id,
             description=description,
-            load=lambda: engine.load(),
+            load=self._load,
             pins=lambda: self.warmer.kept(),
             lease_s=lease_s,
         )
@@ -69,6 +74,17 @@ class Rank:
     def _happened(self, events: Sequence[KVEvent]) -> None:
         self._metrics.happened(events, self._groups)
         self.ghosts.happened(events)
+        if self._copies:
+            for event in events:
+                if isinstance(event, Transfers):
+                    self._copies.copied(event.in_bytes, event.in_s, time.monotonic())
+
+    def _load(self) -> Load:
+        load = self.engine.load()
+        if not self._copies:
+            return load
+        speed = self._copies.bytes_per_s(time.monotonic())
+        return structs.replace(load, host_bytes_per_s=speed)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """The engine's chunks; closing the generator aborts the request."""

@@ -124,6 +124,8 @@ async def test_what_was_evicted_in_spite_of_its_promise_is_pinned(
     assert await store.all() == [promised]
     scene.keep_warm(promised, blocks=9)
     await scene.auto_pin._declare(hot)
+    assert await store.all() == [promised]
+    await scene.auto_pin._declare(hot)
     assert [(each.version, each.is_pinned) for each in await store.all()] == [
         (1, False),
         (2, True),

@@ -19,7 +19,7 @@ def test_a_block_that_leaves_the_engine_stays_known_in_host_memory() -> None:
     assert len(table.in_host) == 2
     table.apply([BlockRemoved([10], group=1)], changes)
     assert table.held() == [in_host(TWO)]
-    assert BlockTable((0,)).host_blocks == 0
+    assert not BlockTable((0,)).in_host
 
 
 def test_stores_in_host_memory_are_none_of_the_engines_cache() -> None:

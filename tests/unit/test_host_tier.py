@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.cache_groups import CacheGroup, Layout, in_host
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
-from kvroute.contract.records import HostTier, ReplicaRecord
+from kvroute.contract.records import HostTier, Load, ReplicaRecord
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.routing.attempts import (
     NO_OBSERVER,
@@ -62,14 +63,12 @@ def answer(attempt: Attempt, *, at_s: float, cached_blocks: int = len(CHAIN)) ->
     return attempt
 
 
-def reload(fleet: Fleet, takes_s: float, *, times: int = 1, at_s: float = 0.0) -> None:
-    """Requests at "a", one after another, that reload as the router expects."""
-    for number in range(times):
-        placement = place(fleet, at_s)
-        attempt = fleet.sent(placement, "a", str(number), at_s)
-        rest_s = 0.001  # the last token
-        answer(attempt, at_s=at_s + takes_s + rest_s)
-        at_s += 10.0
+def show_speed(fleet: Fleet, *, bytes_per_s: float) -> None:
+    """Replica a says how fast its copies were of late."""
+    load = Load(host_bytes_per_s=bytes_per_s)
+    fleet.update(
+        [structs.replace(each, load=load) if each.id == "a" else each for each in fleet.records]
+    )
 
 
 def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
@@ -129,62 +128,41 @@ def test_a_replica_without_a_tier_or_a_record_or_that_differs_has_no_host_hits()
 UNKNOWN = Layout((CacheGroup("telepathy", 8),), 8)
 
 
-def test_slow_first_tokens_teach_that_a_host_hit_is_dearer_than_computing() -> None:
+def test_a_host_hit_is_priced_by_the_speed_that_the_replica_has_shown() -> None:
+    """It claims 1 ms for a block that takes 4 ms to compute."""
     fleet = fleet_of(with_tier("a"), record("b"))
     hold(fleet, "a", host=200)
     fleet.mirror.add("b", CHAIN[:60])
     assert place(fleet).ranking[0].replica_id == "a"
-    reload(fleet, 2.0)  # ten times the claim; computing takes 0.8 s
-    reload(fleet, 2.0, at_s=10.0)
-    assert at(fleet, "a", 20.0).host_blocks == 0
-    assert place(fleet, 20.0).ranking[0].replica_id == "b"
+    assert at(fleet, "a").reload_s == pytest.approx(0.2)
+    show_speed(fleet, bytes_per_s=1e5)
+    assert at(fleet, "a").host_blocks == 0
+    assert place(fleet).ranking[0].replica_id == "b"
+    show_speed(fleet, bytes_per_s=1e7)
+    assert at(fleet, "a").reload_s == pytest.approx(0.02)
+    assert place(fleet).ranking[0].replica_id == "a"
 
 
-def test_fast_first_tokens_teach_that_a_host_hit_is_cheaper_than_claimed() -> None:
-    modest = HostTier(blocks=1000, block_bytes=1000, bytes_per_s=3e5)  # 3.3 ms; the truth: 0.5 ms
-    fleet = fleet_of(with_tier("a", host=modest), record("b"))
+def test_a_busy_replica_is_not_idle_while_its_next_prompt_is_copied() -> None:
+    fleet = fleet_of(with_tier("a", host=HostTier(1000, 1000, 3e5)))
     hold(fleet, "a", host=200)
-    before_s = at(fleet, "a").reload_s
-    reload(fleet, 0.1, times=30)
-    assert before_s == pytest.approx(2 / 3)
-    assert at(fleet, "a", 1000.0).reload_s == pytest.approx(0.1, rel=0.1)
+    chain = [*CHAIN, *(Fingerprint(i) for i in range(200))]
+    attempt = fleet.sent(place(fleet, 0.0, chain), "a", "r", 0.0)
+    computed_s = attempt.dispatch.prefill_s
+    for now_s in (0.0, 0.6):
+        assert fleet.backlogs_s(["a"], now_s) == [pytest.approx(computed_s)]
+    assert fleet.backlogs_s(["a"], 2 / 3 + 0.1) == [pytest.approx(computed_s - 0.1)]
 
 
-def test_a_replica_where_reloads_were_slow_is_tried_again_after_a_while() -> None:
-    fleet = fleet_of(with_tier("a"))
-    hold(fleet, "a", host=200)
-    reload(fleet, 2.0, times=2)
-    assert at(fleet, "a", 20.0).host_blocks == 0
-    assert at(fleet, "a", 1500.0).host_blocks == 200
-
-
-def test_one_late_first_token_does_not_end_all_reloads() -> None:
-    fleet = fleet_of(with_tier("a"))
-    hold(fleet, "a", host=200)
-    reload(fleet, 0.2, times=20)
-    reload(fleet, 60.0, at_s=300.0)
-    assert at(fleet, "a", 400.0).host_blocks == 200
-
-
-def test_only_what_was_really_reloaded_teaches() -> None:
-    fleet = fleet_of(with_tier("a"))
-    hold(fleet, "a", gpu=100, host=200)
-    attempt = fleet.sent(place(fleet), "a", "r", 0.0)
-    answer(attempt, at_s=5.0, cached_blocks=100)  # the engine has computed all of it
-    assert attempt.load.reloads.speed.slowness == 1.0
-    attempt = fleet.sent(place(fleet, 1.0), "a", "r", 1.0)
-    answer(attempt, at_s=1.251, cached_blocks=150)  # half: 0.05 s, and 0.201 s for the rest
-    assert attempt.load.reloads.speed.slowness == pytest.approx(1.0)
-
-
-def test_a_reload_in_company_teaches_nothing() -> None:
-    fleet = fleet_of(with_tier("a"))
-    hold(fleet, "a", host=200)
-    reloads = fleet.sent(place(fleet), "a", "reloads", 0.0)
-    other = fleet.sent(place(fleet, 0.0, [Fingerprint(7)]), "a", "other", 0.0)
-    answer(other, at_s=1.0, cached_blocks=0)
-    answer(reloads, at_s=2.0)
-    assert reloads.load.reloads.speed.slowness == 1.0
+def test_who_needs_what_is_being_copied_waits_for_it_too() -> None:
+    fleet = fleet_of(with_tier("a"), with_tier("b"))
+    hold(fleet, "a", gpu=50, host=200)
+    fleet.sent(place(fleet), "a", "leader", 0.0)
+    follower = at(fleet, "a", 0.05)
+    assert (follower.hit_blocks, follower.host_blocks) == (200, 0)
+    assert follower.reload_s == pytest.approx(0.1)
+    fleet.mirror.add("a", CHAIN)
+    assert at(fleet, "a", 0.05).reload_s == 0.0
 
 
 def test_a_first_token_after_a_reload_teaches_nothing_about_the_prefill() -> None:
@@ -217,14 +195,6 @@ def test_reloads_stand_in_line_until_their_first_tokens() -> None:
     assert at(fleet, "a", 0.05).reload_s == pytest.approx(0.15 + 0.2)
     first.load.finish("first")
     assert at(fleet, "a", 0.05).reload_s == pytest.approx(0.2)
-
-
-def test_what_is_being_reloaded_is_expected_in_the_gpus_memory() -> None:
-    fleet = fleet_of(with_tier("a"), with_tier("b"))
-    hold(fleet, "a", gpu=50, host=200)
-    attempt = fleet.sent(place(fleet), "a", "leader", 0.0)
-    assert attempt.dispatch.expected == tuple(CHAIN[50:])
-    assert (at(fleet, "a").hit_blocks, at(fleet, "a").host_blocks) == (200, 0)
 
 
 def test_a_block_that_left_the_gpu_alone_is_a_hit_and_one_that_left_both_is_evicted() -> None:
@@ -262,11 +232,11 @@ def test_engines_with_several_cache_groups_reload_too() -> None:
     assert at(fleet, "plain").hit_blocks == 0
 
 
-def test_the_state_of_the_fleet_has_the_tiers_size_and_its_learned_speed() -> None:
+def test_the_state_of_the_fleet_has_the_tiers_size_and_its_speed() -> None:
     fleet = fleet_of(with_tier("a", host=HostTier(1000, 10**6, 1e9)), record("b"))
-    hold(fleet, "a", host=200)
-    reload(fleet, 0.4, times=30)  # twice the claim
-    assert fleet.host_tier("a") == {"blocks": 1000, "gb_per_s": pytest.approx(0.5, rel=0.05)}
+    assert fleet.host_tier("a") == {"blocks": 1000, "gb_per_s": 1.0}
+    show_speed(fleet, bytes_per_s=5e8)
+    assert fleet.host_tier("a") == {"blocks": 1000, "gb_per_s": 0.5}
     assert fleet.host_tier("b") is None
 
 

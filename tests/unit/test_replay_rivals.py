@@ -42,7 +42,7 @@ def test_dynamo_holds_requests_while_every_replica_has_too_many_tokens_to_comput
     first, _ = both_busy(policy)
     assert sent(policy, prompt(2, 9000), prompt(3, 10)) == []
     free = policy.at[first.index]
-    policy.first_token(first, 1.0, 0)
+    policy.first_token(first, 1.0)
     assert sent(policy, now_s=1.0) == [(2, free), (3, free)]
 
 
@@ -68,7 +68,7 @@ def test_dynamos_wspt_lets_the_fewest_uncached_tokens_go_first() -> None:
     policy.index_changed(0, [Fingerprint(block) for block in range(1, 11)], [])
     cached = prompt(4, 10 * BLOCK_TOKENS + 5, range(1, 11))
     assert sent(policy, prompt(2, 900), prompt(3, 10), cached) == []
-    policy.first_token(first, 1.0, 0)
+    policy.first_token(first, 1.0)
     assert [index for index, _ in sent(policy, now_s=1.0)] == [4, 3, 2]
 
 
@@ -95,7 +95,7 @@ def test_lmetric_expects_prompts_where_it_sent_them_until_they_are_answered() ->
     request = prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))
     sent(policy, request)
     assert sorted(policy.hits(request)) == [0, 4]
-    policy.first_token(request, 1.0, 0)
+    policy.first_token(request, 1.0)
     policy.finished(request, 0.0)
     assert policy.hits(request) == [0, 0]
 

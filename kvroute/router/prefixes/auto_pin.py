@@ -34,6 +34,7 @@ class AutoPin:
         self._fleet = fleet
         self._catalogue = catalogue
         self._prompts = prompts
+        self._doubtful: set[str] = set()  # names of prefixes that were lost at the last check
 
     async def run(self) -> None:
         """Checks and declares until cancelled."""
@@ -79,6 +80,19 @@ class AutoPin:
         await self._catalogue.refresh()
 
     def _is_lost(self, prefix: Prefix) -> bool:
-        """A replica that keeps it warm has evicted some of it."""
+        """A replica that keeps it warm has evicted some of it, at this check and the one before:
+        the index may only be late, or just being read again."""
+        if self._is_whole(prefix):
+            self._doubtful.discard(prefix.name)
+            return False
+        if prefix.name in self._doubtful:
+            return True
+        if len(self._doubtful) >= CANDIDATES:  # most of them have cooled since
+            self._doubtful.clear()
+        self._doubtful.add(prefix.name)
+        return False
+
+    def _is_whole(self, prefix: Prefix) -> bool:
+        """All replicas that keep it warm have all of it."""
         warm_on = {record.id for record in self._fleet.own_records if prefix.name in record.pins}
-        return not warm_on <= self._catalogue.holders(prefix.token_ids, prefix.namespace)
+        return warm_on <= self._catalogue.holders(prefix.token_ids, prefix.namespace)

@@ -245,7 +245,7 @@ class Attempt:
 
     def first_token(self, now_s: float) -> None:
         self.first_token_s = now_s
-        self.load.first_token(self.request_id, now_s, self.cached_tokens)
+        self.load.first_token(self.request_id, now_s)
         self.observer.first_token(self)
 
     def end(self, outcome: Outcome | None = None) -> None:
@@ -285,15 +285,16 @@ class Attempt:
 
     @property
     def host_tokens(self) -> int:
-        """Those of the prompt that came from host memory: what was delivered beyond what should be
-        in GPU memory, if more was expected in host memory."""
+        """Those of the prompt that came from host memory: what was expected there, as far as the
+        engine has delivered it."""
         if self.placement is None or self.cached_tokens is None:
             return 0
         there = self.placement.at(self.replica_id)
         if not there.host_blocks:
             return 0
-        gpu_tokens = (there.hit_blocks - there.host_blocks) * self.placement.block_size
-        return max(0, min(self.cached_tokens, self.placement.prompt_tokens) - gpu_tokens)
+        size = self.placement.block_size
+        gpu_tokens = (there.hit_blocks - there.host_blocks) * size
+        return max(0, min(self.cached_tokens, there.hit_blocks * size) - gpu_tokens)
 
     @property
     def evicted_why(self) -> Why:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.cache_groups import UNTOLD
@@ -36,7 +37,6 @@ from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate, rank
 from kvroute.router.routing.pressure import Pressure
 from kvroute.router.routing.queue import Room
-from kvroute.router.routing.reloads import Reload
 from kvroute.router.routing.returns import NOTHING_SAID, Retention, Returns, Said
 
 EVERYBODY = Scope()
@@ -154,12 +154,11 @@ class Fleet:
         return rooms
 
     def host_tier(self, replica_id: str) -> dict[str, float] | None:
-        """Its size, and the speed of reloads that was learned from it; None: it has no tier."""
+        """Its size, and the speed of copies from there; None: it has no tier."""
         tier = self._host_tiers.get(replica_id)
         if tier is None:
             return None
-        bytes_per_s = tier.bytes_per_s / self._load(replica_id).reloads.speed.slowness
-        return {"blocks": tier.blocks, "gb_per_s": round(bytes_per_s / 1e9, 3)}
+        return {"blocks": tier.blocks, "gb_per_s": round(tier.bytes_per_s / 1e9, 3)}
 
     def prefill_s(self, replica_id: str, tokens: int) -> float:
         """Seconds to compute a prompt of `tokens` tokens there, on an idle replica."""
@@ -329,7 +328,7 @@ class Fleet:
             known_prefix=placement.known_prefix[-1:],
             expected=self.added(replica_id, placement.chain, there.hit_blocks - there.host_blocks),
             lora=placement.lora,
-            loads_first=there.lora_s > 0 or there.host_blocks > 0,
+            loads_first=there.lora_s > 0 or there.reload_s > 0,
             turn=retention and retention.turn,
             keep=retention and retention.keep,
         )
@@ -337,15 +336,16 @@ class Fleet:
             self._pressure.sent(
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
-        attempt = self.begin(dispatch, now_s, self._reload(there))
+        attempt = self.begin(dispatch, now_s, 0.0 if there.lora_s else there.reload_s)
         attempt.placement, attempt.observer = placement, self.observer
         attempt.boundaries = self._boundaries.get(replica_id)
         attempt.context = context or attempt.context
         self.observer.sent(attempt)
         return attempt
 
-    def begin(self, dispatch: Dispatch, now_s: float, reload: Reload | None = None) -> Attempt:
-        """Counts a dispatch, of this router or of another, as load. reload: of this router's."""
+    def begin(self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0) -> Attempt:
+        """Counts a dispatch, of this router or of another, as load. reload_s: until its blocks are
+        back from host memory, while the engine computes others."""
         load = self._load(dispatch.replica_id)
         load.send(
             dispatch.request_id,
@@ -356,7 +356,7 @@ class Fleet:
                 now_s,
                 dispatch.lora,
                 dispatch.loads_first,
-                reload,
+                reload_s,
             ),
         )
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
@@ -441,20 +441,26 @@ class Fleet:
             if depth <= begin or replica_id in self.handshake.degraded:
                 continue
             load, tier = self._load(replica_id), self._host_tiers[replica_id]
-            reload_s = load.reloads.seconds(tier.reload_s(depth - begin), now_s)
+            reload_s = tier.reload_s(depth - begin)
             tokens = begin * self._block_size, depth * self._block_size
             if reload_s < load.speed.slowness * load.model.seconds(*tokens):
                 found[replica_id] = (depth - begin, load.reloads.wait_s(now_s) + reload_s)
-        return found
+        return found | self._awaited(chain, hits, found, now_s)
 
-    def _reload(self, there: Candidate) -> Reload | None:
-        """What a request is about to reload."""
-        tier = self._host_tiers.get(there.replica_id) if there.host_blocks else None
-        if tier is None:
-            return None
-        end, claimed_s = there.hit_blocks, tier.reload_s(there.host_blocks)
-        begin = end - there.host_blocks
-        return Reload(begin * self._block_size, end * self._block_size, claimed_s)
+    def _awaited(
+        self,
+        chain: Sequence[Fingerprint],
+        hits: Mapping[str, int],
+        reloads: Mapping[str, tuple[int, float]],
+        now_s: float,
+    ) -> dict[str, tuple[int, float]]:
+        """Replicas where a hit ends with blocks that an earlier request waits for, too."""
+        found = {}
+        for replica_id in self._host_tiers.keys() & hits.keys() - reloads.keys():
+            wait_s = self._load(replica_id).reloads.wait_s(now_s)
+            if wait_s and not self.mirror.is_held(replica_id, chain[hits[replica_id] - 1]):
+                found[replica_id] = (0, wait_s)
+        return found
 
     def _usable(self, blocks: int) -> int:
         """Of a prompt's blocks, those before the last boundary at which a hit can end."""
@@ -553,11 +559,13 @@ def _boundaries(
 
 
 def _host_tiers(records: Iterable[ReplicaRecord]) -> dict[str, HostTier]:
-    """Of the replicas that have one, by id."""
+    """Of the replicas that have one, by id; with the speed that they have shown."""
     return {
-        record.id: record.facts.host
+        record.id: structs.replace(
+            tier, bytes_per_s=record.load.host_bytes_per_s or tier.bytes_per_s
+        )
         for record in records
-        if record.facts.host and record.facts.prefix_caching
+        if (tier := record.facts.host) and record.facts.prefix_caching
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvroute.contract.adapters import Residents
 from kvroute.contract.prefill_queue import PrefillQueue
 from kvroute.contract.speed import PRIOR_S, PrefillModel, Speed
-from kvroute.router.routing.reloads import Reload, Reloads
+from kvroute.router.routing.reloads import Reloads
 
 MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
 RECENT_S = 60.0  # time constant of the decay of recent tokens
@@ -29,12 +29,17 @@ class Sent:
     sent_s: float
     lora: str = ""  # its LoRA adapter
     loads_first: bool = False  # the adapter or blocks: its first token is no sample of the speed
-    reload: Reload | None = None  # what this router expects it to reload; of others: unknown
+    reload_s: float = 0.0  # until its blocks are back from host memory; of other routers': unknown
+
+    @property
+    def ready_s(self) -> float:
+        """From when on the engine can compute it."""
+        return self.sent_s + self.reload_s
 
     @property
     def leaves_engine(self) -> bool:
         """While it reloads blocks, the engine computes others; loading an adapter stops it."""
-        return self.loads_first and not self.lora
+        return self.reload_s > 0 or (self.loads_first and not self.lora)
 
 
 @dataclass(slots=True)
@@ -61,8 +66,8 @@ class ReplicaLoad(PrefillQueue[Sent]):
 
     def send(self, request_id: str, sent: Sent) -> None:
         self.join(request_id, sent)
-        if sent.reload:
-            self.reloads.begin(request_id, sent.reload, sent.sent_s)
+        if sent.reload_s:
+            self.reloads.begin(request_id, sent.ready_s)
         if sent.lora:
             self.loras.use(sent.lora)
             self.loras_sent[0].append(sent.lora)
@@ -97,17 +102,14 @@ class ReplicaLoad(PrefillQueue[Sent]):
             return self.model.seconds(0, tokens)
         return tokens * self.mean_prefill_s / self.mean_tokens
 
-    def first_token(self, request_id: str, now_s: float, cached_tokens: int | None = None) -> None:
-        """The request's prefill is over: its time updates the replica's speed, or that of its
-        reloads. cached_tokens: of the prompt, as the engine reports; None: unknown."""
+    def first_token(self, request_id: str, now_s: float) -> None:
+        """The request's prefill is over: its time updates the replica's speed."""
         sent = self.waiting.get(request_id)
         if sent is None:
             return
         is_alone = not self.unknown_s  # else its time was partly that of others
         if is_alone and not sent.loads_first:
             self.speed.learn(sent.prefill_s, now_s - self._begun_s())
-        elif is_alone and sent.reload and cached_tokens is not None:
-            self._learn_reload(sent, sent.reload, cached_tokens, now_s)
         self.served(request_id, now_s, teaches=False)
         self.reloads.end(request_id)
         self.pending_tokens -= sent.new_tokens
@@ -144,15 +146,6 @@ class ReplicaLoad(PrefillQueue[Sent]):
         """When the engine could begin with what it has computed now."""
         begun_s = (each.sent_s for each in self.waiting.values() if not each.leaves_engine)
         return max(next(begun_s), self.last_first_token_s)
-
-    def _learn_reload(self, sent: Sent, reload: Reload, cached_tokens: int, now_s: float) -> None:
-        """From a request that had the replica to itself."""
-        had_company = len(self.waiting) > 1 or self.last_first_token_s > sent.sent_s
-        claimed_s = reload.part_s(cached_tokens)
-        if had_company or not claimed_s:
-            return
-        rest_s = self.speed.slowness * self.model.seconds(cached_tokens, sent.prompt_tokens)
-        self.reloads.learn(claimed_s, now_s - sent.sent_s - rest_s, now_s)
 
     def _count_decoding(self, request_id: str, tokens: int) -> None:
         """Sets the request's context tokens; 0: it no longer decodes."""

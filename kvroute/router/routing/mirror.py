@@ -145,6 +145,10 @@ class Mirror:
             return True
         return self._has_known_tiers and self._was(in_host(fingerprint))
 
+    def is_held(self, replica_id: str, fingerprint: Fingerprint) -> bool:
+        """Whether the replica has the block; else it may be expected there."""
+        return bool(self._held.get(fingerprint) & self._bits(replica_id))
+
     def held_by(self, replica_id: str) -> set[Fingerprint]:
         """All of one replica's blocks."""
         return set[Fingerprint]().union(*self.walk(replica_id))

@@ -87,11 +87,12 @@ function showCache(replica, bar, cache) {
   const pinned = Math.min(replica.pinned_blocks, replica.used_blocks);
   const used = replica.used_blocks - pinned;
   const kept = Math.max(0, (replica.cached_blocks ?? 0) - replica.used_blocks);
+  const own = replica.capacity_blocks; // requests and pins are in the GPU's memory only
   setBar(bar, [["pinned", pinned / capacity], ["used", used / capacity], ["cached", kept / capacity]]);
   const words = [
     replica.cached_blocks === null ? "cached: not known now" : `${percent(replica.cached_blocks, capacity)} cached`,
-    `${percent(used, capacity)} in use`,
-    pinned ? `${percent(pinned, capacity)} pinned` : null,
+    `${percent(used, own)} in use`,
+    pinned ? `${percent(pinned, own)} pinned` : null,
   ].filter(Boolean);
   setText(cache, words.join(" · "));
   const where = replica.host_blocks ? `, ${count(replica.host_blocks)} of them in host memory` : "";
