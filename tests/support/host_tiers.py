@@ -18,7 +18,9 @@ class Tiered:
     """A scheduler and the block table that its events keep. in_s: seconds of each copy from host
     memory."""
 
-    def __init__(self, *specs: Any, blocks: int = 24, host_blocks: int = 64) -> None:
+    def __init__(
+        self, *specs: Any, blocks: int = 24, host_blocks: int = 64, **options: Any
+    ) -> None:
         from vllm.config import KVEventsConfig
 
         from kvroute.replica.vllm_engine.host_args import host_args
@@ -34,6 +36,7 @@ class Tiered:
             scheduling_policy="priority",
             max_num_batched_tokens=4096,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+            **options,
             **host_args(settings, node_bytes=1 << 40, on_cpu=True),
         )
         self.division = self.scheduler.begin(Space("m", "", BLOCK))

@@ -1,5 +1,7 @@
 """An engine reloads blocks from host memory only where that takes less time than computing them."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,31 +18,59 @@ def price_of(bytes_per_s: float = 1e10) -> ReloadPrice:
 
 
 def test_claims_decide_until_something_is_measured() -> None:
-    assert price_of().is_cheaper(0, 1_000)
-    assert not price_of(bytes_per_s=5e7).is_cheaper(0, 1_000)
-    assert price_of().reload_s(1_000) == pytest.approx(0.01)
+    assert price_of().is_cheaper(0, 1_000, 0.0)
+    assert not price_of(bytes_per_s=5e7).is_cheaper(0, 1_000, 0.0)
+    assert price_of().reload_s(1_000, 0.0) == pytest.approx(0.01)
     assert price_of().compute_s(0, 1_000) == pytest.approx(1.05)
 
 
 def test_late_tokens_cost_more_to_compute_and_not_to_reload() -> None:
     slow = price_of(bytes_per_s=7e7)
-    assert not slow.is_cheaper(0, 1_000)
-    assert slow.is_cheaper(10_000, 11_000)
+    assert not slow.is_cheaper(0, 1_000, 0.0)
+    assert slow.is_cheaper(10_000, 11_000, 0.0)
 
 
-def test_a_tier_that_was_slow_is_left_alone_for_a_while() -> None:
+def test_a_tier_that_was_slow_is_tried_again_after_some_minutes_however_often_it_is_asked() -> None:
     price = price_of()
-    price.copied(100_000_000, observed_s=60.0)
-    refusals = next(number for number in range(10_000) if price.is_cheaper(0, 1_000))
-    assert 10 < refusals < 1_000
+    price.copied(100_000_000, observed_s=60.0, now_s=0.0)
+    assert not any(price.is_cheaper(0, 1_000, 60.0) for _ in range(10_000))
+    assert price.is_cheaper(0, 1_000, 1_800.0)
+
+
+def test_asking_changes_nothing() -> None:
+    price = price_of()
+    price.copied(100_000_000, observed_s=60.0, now_s=0.0)
+    before_s = price.reload_s(1_000, 60.0)
+    assert not price.is_cheaper(0, 1_000, 60.0)
+    assert price.reload_s(1_000, 60.0) == before_s
+
+
+def test_a_slow_tier_fades_by_the_time_since_its_last_copy() -> None:
+    price = price_of()
+    price.copied(100_000_000, observed_s=1.0, now_s=50.0)
+    extra_s = price.reload_s(1_000, 50.0) - 0.01
+    assert price.reload_s(1_000, 350.0) - 0.01 == pytest.approx(extra_s / math.e)
+
+
+def test_what_has_faded_does_not_come_back_with_a_fast_copy() -> None:
+    price = price_of()
+    price.copied(100_000_000, observed_s=60.0, now_s=0.0)
+    price.copied(100_000_000, observed_s=0.01, now_s=3_000.0)
+    assert price.is_cheaper(0, 1_000, 3_000.0)
+
+
+def test_a_tier_that_is_faster_than_claimed_stays_so() -> None:
+    price = price_of()
+    price.copied(100_000_000, observed_s=0.001, now_s=0.0)
+    assert price.reload_s(1_000, 0.0) == price.reload_s(1_000, 10_000.0) < 0.01
 
 
 def test_an_engine_that_computes_fast_reloads_less() -> None:
     price = price_of(bytes_per_s=2e8)
-    assert price.is_cheaper(0, 1_000)
+    assert price.is_cheaper(0, 1_000, 0.0)
     for _ in range(10):
         price.computed(predicted_s=10.0, observed_s=0.1)
-    assert not price.is_cheaper(0, 1_000)
+    assert not price.is_cheaper(0, 1_000, 0.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**10), st.floats(1e-6, 100.0)), max_size=30))
@@ -50,7 +80,7 @@ def test_a_measured_speed_lies_between_the_claim_and_what_was_measured(
     price = price_of()
     speeds = [1e10]
     for copied_bytes, observed_s in copies:
-        price.copied(copied_bytes, observed_s)
+        price.copied(copied_bytes, observed_s, now_s=0.0)
         speeds.append(copied_bytes / observed_s)
-    found = 1_000 * TOKEN_BYTES / price.reload_s(1_000)
+    found = 1_000 * TOKEN_BYTES / price.reload_s(1_000, 0.0)
     assert min(speeds) * 0.999 <= found <= max(speeds) * 1.001

@@ -1,6 +1,7 @@
 """vLLM's scheduler with a tier in host memory, driven without a model: what is kept, told and
 reloaded."""
 
+import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvroute.contract.cache_groups import HOST_GROUPS, in_host
 from kvroute.contract.keep import Keep
+from tests.support.host_tiers import BLOCK_BYTES
 from tests.support.schedulers import BLOCK
 
 if TYPE_CHECKING:
@@ -54,6 +56,38 @@ def test_a_tier_that_was_slow_is_not_reloaded_from() -> None:
     flood(engine)
     assert engine.ask(0, PROMPT) == 0
     assert sum(each.reloaded_tokens for each in engine.transfers) == PROMPT - 1
+
+
+def test_a_tier_that_was_slow_is_tried_again_after_some_minutes() -> None:
+    engine = tiered(host_blocks=128)
+    engine.in_s = 60.0
+    engine.ask(0, PROMPT)
+    flood(engine)
+    engine.ask(0, PROMPT)  # nobody knew
+    for _ in range(5):  # however many are refused
+        flood(engine)
+        assert engine.ask(0, PROMPT) == 0
+    engine.in_s = 1e-6
+    engine.scheduler.host.meter.clock = lambda: time.monotonic() + 7_200.0
+    flood(engine)
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+
+
+@pytest.mark.parametrize(("prompt", "told"), [(0, 0), (2 * BLOCK, 0), (PROMPT, 0), (2048, 1)])
+def test_steps_for_answers_say_nothing_about_the_speed_of_prompts(prompt: int, told: int) -> None:
+    engine = tiered(blocks=400, max_num_seqs=100)
+    names = [engine.add(100 * number, 1, answer=8) for number in range(80)]
+    engine.step()
+    heard: list[float] = []
+    engine.scheduler.host.meter.price.computed = lambda predicted_s, _: heard.append(predicted_s)
+    if prompt:
+        engine.add(20_000, prompt)
+    engine.step()
+    engine.step()
+    assert all(name in engine.scheduler.requests for name in names)
+    assert len(heard) == told
+    assert all(seconds > 0 for seconds in heard)
+    engine.run()
 
 
 def test_the_block_of_the_last_token_is_computed() -> None:
@@ -133,6 +167,42 @@ def test_a_tool_call_at_an_answers_end_keeps_its_blocks() -> None:
     assert engine.ask(0, PROMPT) == PROMPT - 1
 
 
+def test_a_session_that_ends_while_its_blocks_are_copied_is_over_for_them_too() -> None:
+    engine = tiered(host_blocks=40)
+    engine.ask(0, PROMPT, Keep(session=1))
+    name = engine.add(1000, PROMPT, Keep(session=2))
+    while name in engine.scheduler.requests:
+        engine.step()
+    host = engine.scheduler.host
+    assert not any(each.is_ready for each in chunks_of(engine, name))
+    engine.scheduler.end_session(2)
+    engine.run()
+    flood(engine, 3)
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+    assert engine.ask(1000, PROMPT) == 0
+    assert 2 not in host._policy._idle._owned
+
+
+def test_a_tool_call_that_comes_while_blocks_are_copied_keeps_them() -> None:
+    engine = tiered(host_blocks=40)
+    keep = Keep(0.0, session=1, tool_chance=1.0, tool_s=60.0)
+    name = engine.add(0, PROMPT, keep)
+    while name in engine.scheduler.requests:
+        engine.step()
+    assert not any(each.is_ready for each in chunks_of(engine, name))
+    engine.scheduler.label_again(name, keep.after_tool_call)
+    engine.run()
+    flood(engine, keep=Keep(0.1))
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+
+
+def chunks_of(engine: "Tiered", name: str) -> list[Any]:
+    """Of a request that has ended, the blocks in host memory and those on their way."""
+    connector, policy = engine.scheduler.connector, engine.scheduler.host._policy
+    keys = connector.scheduler._req_status[name].req_context._offload_key_positions
+    return [policy.chunks[key] for key in keys if key in policy.chunks]
+
+
 def test_without_the_option_there_is_no_connector() -> None:
     from kvroute.replica.vllm_engine.host_args import host_args
     from kvroute.settings.replica import ReplicaSettings
@@ -172,6 +242,23 @@ def test_a_tier_of_a_few_blocks_is_refused() -> None:
         check_tier(small, division, is_caching=True)
     with pytest.raises(CannotRunError, match="leave it out"):
         check_tier(small, division, is_caching=False)
+
+
+def test_a_tier_without_a_block_for_each_group_is_refused_in_words() -> None:
+    from kvroute.contract.cache_groups import CacheGroup
+    from kvroute.contract.generation import CannotRunError
+    from kvroute.replica.vllm_engine.division import Division
+    from kvroute.replica.vllm_engine.host_args import check_tier
+    from kvroute.settings.replica import ReplicaSettings
+
+    settings = ReplicaSettings(served_model_name="m", redis_url="", host_cache_gb="0.0001")
+    groups = tuple(CacheGroup("sliding_window", BLOCK, 16 * number) for number in range(1, 20))
+    for host_blocks in (1, 18, 100, 303):
+        division = Division(BLOCK, BLOCK, groups, 100, host_blocks, BLOCK_BYTES)
+        assert (division.host_tier(1e9) is None) == (host_blocks < 19)
+        with pytest.raises(CannotRunError, match=r"give at least 0\.003"):
+            check_tier(settings, division, is_caching=True)
+    check_tier(settings, Division(BLOCK, BLOCK, groups, 100, 304, BLOCK_BYTES), is_caching=True)
 
 
 steps = st.lists(

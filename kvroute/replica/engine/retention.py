@@ -10,7 +10,7 @@ the block whose return is the least likely now. With nothing said there is one q
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from heapq import merge
 
 from kvroute.contract.keep import KEEP, Keep
@@ -165,22 +165,30 @@ class IdleBlocks:
                     self._until_s.pop(block, None)
                     self._just_promised.pop(block, None)
 
-    def pop(self, count: int, now_s: float) -> list[int]:
+    def pop(self, count: int, now_s: float, spared: Set[int] = frozenset()) -> list[int]:
         """Evicts that many blocks. What was said of them is forgotten.
 
-        Between kinds, the order is that of a moment ago (idle_heads.py). Raises ValueError: there
-        are too few.
+        spared: idle blocks that stay, at their places. Between kinds, the order is that of a moment
+        ago (idle_heads.py). Raises ValueError: there are too few.
         """
-        if count > self._size:
-            raise ValueError(f"{count} blocks are to be evicted, but {self._size} are idle")
+        if count > self._size - len(spared):
+            raise ValueError(
+                f"{count} blocks are to be evicted, but {self._size} are idle, of which "
+                f"{len(spared)} stay; ask for no more than the others"
+            )
         if now_s > self._looked_s + LOOK_S:
             self._end_promises(now_s)
         gone: list[int] = []
+        passed: list[tuple[IdleQueue, Idle]] = []  # spared heads of queues
         while len(gone) < count:
             (queue, until_s, most), before = self._next(now_s), len(gone)
             blocks = queue.blocks
             for _ in range(min(most, count - before)):
                 block, since_s = blocks.popitem(last=False)
+                if block in spared:
+                    passed.append((queue, (block, since_s)))
+                    self._size -= 1
+                    break
                 if since_s > until_s and len(gone) > before:  # another queue's head is next
                     blocks[block] = since_s
                     blocks.move_to_end(block, last=False)
@@ -189,6 +197,8 @@ class IdleBlocks:
                 if not blocks:
                     break
             self._went(queue, len(gone) - before)
+        if passed:
+            self._restore(passed)
         self.forget(gone)
         return gone
 
@@ -304,6 +314,14 @@ class IdleBlocks:
         queue, until_s, left = found
         most = min(left, beyond) if queue.still_s and beyond > 0 else self._size
         return queue, until_s, math.ceil(most)
+
+    def _restore(self, passed: Sequence[tuple[IdleQueue, Idle]]) -> None:
+        """To the heads of their queues, where they were."""
+        for queue, (block, since_s) in reversed(passed):
+            queue.blocks[block] = since_s
+            queue.blocks.move_to_end(block, last=False)
+        self._size += len(passed)
+        self._heads = None
 
     def _went(self, queue: IdleQueue, blocks: int) -> None:
         self._evicted[queue.why] += blocks

@@ -47,16 +47,22 @@ class Division(Struct, frozen=True):
         return *each, *(None if entry is None else HOST_GROUPS + entry for entry in each)
 
     def host_tier(self, bytes_per_s: float) -> HostTier | None:
-        """As the record has it. bytes_per_s: of copies from it, as claimed."""
-        if not self.host_blocks:
-            return None
+        """As the record has it; None: there is none, or it has no room for one block of each group.
+        bytes_per_s: of copies from it, as claimed."""
         blocks = self.capacity_blocks(self.host_blocks)
+        if not blocks:
+            return None
         return HostTier(blocks, self.host_block_bytes * self.host_blocks // blocks, bytes_per_s)
 
     def capacity_blocks(self, blocks: int) -> int:
         """How many blocks of `unit` tokens fit in, as sequences take a block of every group."""
+        return int(blocks / self.share)
+
+    @property
+    def share(self) -> Fraction:
+        """How many blocks of vLLM's own size `unit` tokens of a sequence take."""
         shares = [Fraction(self.unit, group.block_tokens) for group in self.groups if group]
-        return int(blocks / sum(shares)) if shares else blocks
+        return sum(shares, Fraction(0)) or Fraction(1)
 
     @property
     def _entries(self) -> list[CacheGroup]:

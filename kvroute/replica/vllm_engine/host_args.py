@@ -11,7 +11,7 @@ from kvroute.replica.vllm_engine.division import Division
 from kvroute.settings.replica import ReplicaSettings
 
 PAGE = 4096  # bytes
-LEAST_BLOCKS = 16  # of a tier; fewer hold no prompt
+LEAST_BLOCKS = 16  # of a tier, of each group; fewer hold no prompt
 OTHERS = ("kv_transfer_config", "kv_offloading_size")  # vLLM's names for other tiers
 
 
@@ -54,18 +54,16 @@ def _check(settings: ReplicaSettings, all_bytes: int, node_bytes: int) -> None:
 def check_tier(settings: ReplicaSettings, division: Division, *, is_caching: bool) -> None:
     """Raises CannotRunError for a tier that is of no use to the engine that has started with it.
     is_caching: it reuses prefixes."""
-    size, blocks, block_bytes = (
-        settings.host_cache_gb,
-        division.host_blocks,
-        division.host_block_bytes,
-    )
+    size, block_bytes = settings.host_cache_gb, division.host_block_bytes
+    blocks = division.host_blocks
+    least_blocks = max(LEAST_BLOCKS, math.ceil(LEAST_BLOCKS * division.share))
     if not is_caching:
         raise CannotRunError(
             f"--host-cache-gb is {size}, and vLLM reuses no prefixes of this model; leave it out"
         )
-    if blocks < LEAST_BLOCKS:
+    if blocks < least_blocks:
         # vLLM rounds a block up to whole pages of memory.
-        least_bytes = LEAST_BLOCKS * (block_bytes + PAGE) * settings.data_parallel_size
+        least_bytes = least_blocks * (block_bytes + PAGE) * settings.data_parallel_size
         raise CannotRunError(
             f"--host-cache-gb is {size}, which has room for {blocks} blocks of {block_bytes} "
             f"bytes; give at least {math.ceil(least_bytes / 1e6) / 1e3}, or 0 for no tier"

@@ -20,9 +20,10 @@ from kvroute.contract.keep import Keep
 from kvroute.replica.vllm_engine.host_meter import Meter
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ended:
-    """What a request has said of its blocks. Some of their copies are made later."""
+    """What is said of the blocks of a request that has ended. Some of their copies are made later,
+    and until then it may say something else."""
 
     keys: Sequence[OffloadKey]  # in the prompt's order
     keep: Keep
@@ -60,8 +61,8 @@ class Connector(OffloadingConnector):
         tokens: int | None
         is_async: bool
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        price, start = self.kvroute_meter.price, num_computed_tokens
-        if tokens and price and not price.is_cheaper(start, start + tokens):
+        start = num_computed_tokens
+        if tokens and not self.kvroute_meter.is_cheaper(start, start + tokens):
             return 0, False
         return tokens, is_async
 

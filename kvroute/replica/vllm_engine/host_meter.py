@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.events import Moved
 
-TELLING_TOKENS = 64  # of a step: one with fewer says little about the speed of prompts
+# Steps with fewer prompt tokens say little about the speed of prompts, and so do those with many
+# others: a token of an answer takes its time for other reasons.
+TELLING_TOKENS = 64
+TELLING_SHARE = 0.9
 
 
 class _Step(NamedTuple):
@@ -39,24 +42,23 @@ class _Moves:
 
 class Meter:
     """Of one scheduler. scheduler: the connector's. price: None until the engine's first request;
-    it learns from all that is measured."""
+    it learns from all that is measured. clock: in seconds."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.price: ReloadPrice | None = None
+        self.clock = clock
         self._scheduler = scheduler
         self._steps: deque[_Step] = deque()
         self._computed_s = 0.0  # when the last step had ended
         self._moves = _Moves()
 
     def scheduled(self, output: SchedulerOutput) -> None:
-        is_telling = output.total_num_scheduled_tokens >= TELLING_TOKENS
-        predicted_s = sum(self._predicted_s(output)) if is_telling else 0.0
-        self._steps.append(_Step(output, time.monotonic(), predicted_s))
+        self._steps.append(_Step(output, self.clock(), self._predicted_s(output)))
 
     def computed(self, output: SchedulerOutput) -> None:
         """Steps end in their order. Where they overlap, one takes the time since the last one's
         end."""
-        now_s = time.monotonic()
+        now_s = self.clock()
         while self._steps:
             step = self._steps.popleft()
             if step.output is output:
@@ -75,7 +77,11 @@ class Meter:
         moves.out_bytes += store.bytes
         moves.out_s += store.time / workers
         if load.bytes and self.price:
-            self.price.copied(load.bytes, load.time / workers)
+            self.price.copied(load.bytes, load.time / workers, self.clock())
+
+    def is_cheaper(self, start: int, end: int) -> bool:
+        """To reload the tokens [start, end) of a prompt than to compute them."""
+        return self.price is None or self.price.is_cheaper(start, end, self.clock())
 
     def reloads(self, tokens: int) -> None:
         self._moves.reloaded_tokens += tokens
@@ -85,9 +91,20 @@ class Meter:
         moves, self._moves = vars(self._moves), _Moves()
         return [Moved(**moves)] if any(moves.values()) else []
 
-    def _predicted_s(self, output: SchedulerOutput) -> Iterator[float]:
-        if self.price:
-            for name, tokens in output.num_scheduled_tokens.items():
-                if status := self._scheduler._req_status.get(name):
-                    start = status.req.num_computed_tokens
-                    yield self.price.prefill.seconds(start, start + tokens)
+    def _predicted_s(self, output: SchedulerOutput) -> float:
+        """0: its time says little about the speed of prompts."""
+        if not self.price:
+            return 0.0
+        parts = list(self._parts(output))
+        tokens = sum(end - start for start, end in parts)
+        if tokens < max(TELLING_TOKENS, TELLING_SHARE * output.total_num_scheduled_tokens):
+            return 0.0
+        return sum(self.price.prefill.seconds(start, end) for start, end in parts)
+
+    def _parts(self, output: SchedulerOutput) -> Iterator[tuple[int, int]]:
+        """Of prompts, from their first token to be computed to the last."""
+        for name, tokens in output.num_scheduled_tokens.items():
+            if status := self._scheduler._req_status.get(name):
+                start = status.req.num_computed_tokens
+                if start < status.req.num_prompt_tokens:
+                    yield start, start + tokens

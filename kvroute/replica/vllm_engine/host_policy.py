@@ -68,10 +68,7 @@ class RetentionPolicy(CachePolicy):
         kept = [each.chunk_id for each in self._there(protected) if each.ref_cnt == 0]
         if len(self._idle) - len(kept) < n:
             return None
-        for id_ in kept:
-            self._idle.take(id_)
-        gone = [self._keys.pop(id_) for id_ in self._idle.pop(n, self._clock())]
-        self._idle.put(kept, self._clock())
+        gone = [self._keys.pop(id_) for id_ in self._idle.pop(n, self._clock(), set(kept))]
         return [(key, self.chunks.pop(key)) for key in gone]
 
     def clear(self) -> None:

@@ -46,7 +46,7 @@ class HostTier:
         self._connector = connector
         self._policy = policy
         self._is_told = False  # anything but the default
-        self._recent: OrderedDict[str, list[OffloadKey]] = OrderedDict()
+        self._recent: OrderedDict[str, list[Ended]] = OrderedDict()
         connector.__class__ = Connector
         connector.kvroute_meter = self.meter
         connector.scheduler.manager.__class__ = Manager
@@ -104,30 +104,40 @@ class HostTier:
         self._label(ended.keys, keep)
         self._policy.used(ended.keys)
         if (name := name_of(request, keep)) is not None:
-            self._remember(name, ended.keys)
+            self._remember(name, ended)
 
     def stored(self, keys: Sequence[OffloadKey], ended: Ended) -> None:
-        """These copies were made after their request's end."""
+        """These copies were made after their request's end. What was said meanwhile holds."""
         self._label(keys, ended.keep)
         self._policy.used(ended.keys)
 
     def label_again(self, name: str, keep: Keep) -> None:
-        self._label(self._recent.pop(name, ()), keep)
+        for ended in self._recent.pop(name, ()):
+            ended.keep = keep
+            self._label(ended.keys, keep)
 
     def end(self, session: int) -> None:
+        """Also of what its requests still copy."""
         self._policy.end(session)
+        for status in self._connector.scheduler._req_status.values():
+            ended = status.req_context.get_state(Ended)
+            if ended and ended.keep.session == session:
+                ended.keep = Keep(0.0, session=session)
 
     def _label(self, keys: Sequence[OffloadKey], keep: Keep) -> None:
         if self._is_told:  # else that is said of all blocks
             self._policy.label(keys, keep)
 
-    def _remember(self, name: str, keys: Sequence[OffloadKey]) -> None:
+    def _remember(self, name: str, ended: Ended) -> None:
         """Under one name there are all choices of a request."""
-        self._recent.setdefault(name, []).extend(keys)
+        self._recent.setdefault(name, []).append(ended)
         self._recent.move_to_end(name)
-        most_blocks = self._policy.cache_capacity
-        while len(self._recent) > RECENT or sum(map(len, self._recent.values())) > most_blocks:
+        while len(self._recent) > RECENT or self._recent_blocks > self._policy.cache_capacity:
             self._recent.popitem(last=False)
+
+    @property
+    def _recent_blocks(self) -> int:
+        return sum(len(ended.keys) for choices in self._recent.values() for ended in choices)
 
 
 def _block_bytes(connector: OffloadingConnector) -> int:

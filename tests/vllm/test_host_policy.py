@@ -1,0 +1,51 @@
+"""Which blocks host memory drops when there are some that it must not drop."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.keep import Keep
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+BLOCKS = 12
+names = st.sets(st.integers(0, BLOCKS - 1))
+
+
+@given(
+    chances=st.lists(st.sampled_from([0.0, 0.2, 1.0]), min_size=BLOCKS, max_size=BLOCKS),
+    protected=names,
+    busy=names,
+    count=st.integers(1, BLOCKS),
+)
+def test_what_remains_is_in_the_order_it_was(
+    chances: list[float], protected: set[int], busy: set[int], count: int
+) -> None:
+    from vllm.v1.kv_offload.base import OffloadKey
+    from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+
+    from kvroute.replica.vllm_engine.host_policy import RetentionPolicy
+
+    policy = RetentionPolicy(BLOCKS, clock := Clock())
+    keys = [OffloadKey(bytes([number])) for number in range(BLOCKS)]
+    for number, key in enumerate(keys):
+        policy.insert(key, ChunkStatus(number))
+        policy.label([key], Keep(chances[number], session=1 + number // 4))
+        clock.now_s += number % 3  # some at the same time
+        policy.chunks[key].ref_cnt = int(number in busy)
+        if number not in busy:
+            policy.mark_evictable(key)
+    before = list(policy._idle.in_order(clock.now_s))
+    evicted = policy.evict(count, {keys[number] for number in protected})
+    gone = {chunk.chunk_id for _, chunk in evicted or ()}
+    assert (evicted is None) == (count > BLOCKS - len(protected | busy))
+    assert not gone & (protected | busy)
+    assert gone == set([each for each in before if each not in protected][: len(gone)])
+    assert list(policy._idle.in_order(clock.now_s)) == [n for n in before if n not in gone]
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
