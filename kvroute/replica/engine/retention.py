@@ -267,6 +267,7 @@ class IdleBlocks:
         """Blocks whose time is over go on as if they had become idle at that time; at this look's
         time, which is nearly the same, if the last one was not long ago."""
         quiet_s, self._looked_s = now_s - self._looked_s, now_s
+        self._heads = None  # promised blocks that came since may go before the old heads
         if self._just_promised:
             self._start_promises(now_s)
         for queue in [*self._promised]:
@@ -279,7 +280,6 @@ class IdleBlocks:
                 over_s = min(since_s + queue.still_s, self._until_s.pop(block, math.inf))
                 over.append((block, over_s if quiet_s > 2 * LOOK_S else now_s))
             self._insert(plain, over)
-            self._heads = None
             if not blocks:
                 del self._promised[queue]
         if now_s > self._looked_at_shared_s + SHARED_LOOK_S:
