@@ -153,11 +153,11 @@ class MinTtft(Production):
     """The earliest first token for this request: queued prefill plus its own, with its hit.
 
     Mooncake's rule as it is commonly described, without KV transfers between replicas; kvroute's
-    cost with only the terms W, own and copy.
+    cost with only the terms W, reload, own and copy.
     """
 
     def best(self, placement: Placement) -> Candidate:
-        return min(placement.ranking, key=lambda c: c.backlog_s + c.own_s + c.copy_s)
+        return min(placement.ranking, key=lambda c: c.backlog_s + c.reload_s + c.own_s + c.copy_s)
 
 
 POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
