@@ -20,6 +20,7 @@ from kvroute.contract.records import (
     NO_PINS,
     VERSION,
     Description,
+    Load,
     RouterDescription,
     Warm,
     Whereabouts,
@@ -77,12 +78,13 @@ def bent(draw: st.DrawFn, whole: bytes) -> bytes:
     return json.dumps(found).encode()
 
 
+EVERY_LOAD = Load(1, 2, 3, ("sql",), 0.5, 4, 1e9)  # no field with its default, which is left out
 TERMS = b'{"order": 7, "source": {"prompt": "a"}, "replicas": 1, "version": 1}'
 rubbish = st.one_of(
     st.binary(max_size=40),
     values,
     bent(msgspec.json.encode(DESCRIPTION)),
-    bent(msgspec.json.encode(LOAD)),
+    bent(msgspec.json.encode(EVERY_LOAD)),
     bent(TERMS),
 )
 replicas = st.sampled_from(["a", "x"])
