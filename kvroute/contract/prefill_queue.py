@@ -64,7 +64,7 @@ class PrefillQueue(Generic[P]):
         if teaches:
             # Measured from the start of the oldest request, whichever first token comes first:
             # those of one step arrive in any order, and those of other routers arrive later.
-            self.speed.learn(prefill.prefill_s, now_s - self.busy_since_s)
+            self.speed.learn(prefill.prefill_s, now_s - self._begun_s())
         self.last_first_token_s = now_s
         return self.leave(request_id)
 
@@ -72,6 +72,10 @@ class PrefillQueue(Generic[P]):
         """Seconds of prefill queued or running, minus the time already spent on the oldest."""
         had_s = max(0.0, min(slowness * self.head_s, now_s - self.busy_since_s))
         return max(0.0, slowness * (self.waiting_s + self.unknown_s) - had_s)
+
+    def _begun_s(self) -> float:
+        """When the engine could begin with what it has computed now."""
+        return self.busy_since_s
 
     def _find_head(self) -> None:
         head = next(iter(self.waiting.values()))

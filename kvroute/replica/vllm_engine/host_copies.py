@@ -4,7 +4,7 @@ vLLM's own copies are for GPUs. vLLM loads HostTierSpec by name, in each process
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -47,18 +47,13 @@ class HostCopies(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec
     ) -> bool:
-        began_s, copied_bytes = time.perf_counter(), 0
-        for tensor, (cached, kept) in self._places(src_spec, dst_spec):
-            copied_bytes += _copy(self._cache[tensor], cached, self._host[tensor], kept)
-        return self._finish(job_id, copied_bytes, began_s)
+        return self._move(job_id, self._places(src_spec, dst_spec), self._cache, self._host)
 
     def submit_load(
         self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec
     ) -> bool:
-        began_s, copied_bytes = time.perf_counter(), 0
-        for tensor, (cached, kept) in self._places(dst_spec, src_spec):
-            copied_bytes += _copy(self._host[tensor], kept, self._cache[tensor], cached)
-        return self._finish(job_id, copied_bytes, began_s)
+        places = ((tensor, pair[::-1]) for tensor, pair in self._places(dst_spec, src_spec))
+        return self._move(job_id, places, self._host, self._cache)
 
     def get_finished(self) -> list[TransferResult]:
         done, self._done = self._done, []
@@ -78,7 +73,17 @@ class HostCopies(OffloadingWorker):
                 rows, places = zip(*own, strict=True)
                 yield from ((tensor, (rows, places)) for tensor in tensors)
 
-    def _finish(self, job_id: int, copied_bytes: int, began_s: float) -> bool:
+    def _move(
+        self,
+        job_id: int,
+        places: Iterable[tuple[int, tuple[Places, Places]]],
+        source: Sequence[Bytes],
+        to: Sequence[Bytes],
+    ) -> bool:
+        """places: for each tensor, those in the source and those where the blocks go."""
+        began_s, copied_bytes = time.perf_counter(), 0
+        for tensor, (rows, goals) in places:
+            copied_bytes += _copy(source[tensor], rows, to[tensor], goals)
         took_s = time.perf_counter() - began_s
         self._done.append(TransferResult(job_id, True, copied_bytes, took_s))
         return True

@@ -78,8 +78,7 @@ class Placement:
         return self.at(replica_id).hit_blocks * self.block_size
 
     def predicted_ttft_s(self, replica_id: str) -> float:
-        there = self.at(replica_id)
-        return there.backlog_s + there.reload_s + there.own_s + there.copy_s + there.lora_s
+        return self.at(replica_id).ttft_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         if sent is None:
             return
         is_alone = not self.unknown_s  # else its time was partly that of others
-        if is_alone and not sent.loads_first:
-            self.speed.learn(sent.prefill_s, now_s - self._begun_s())
-        self.served(request_id, now_s, teaches=False)
+        self.served(request_id, now_s, teaches=is_alone and not sent.loads_first)
         self.reloads.end(request_id)
         self.pending_tokens -= sent.new_tokens
         self.prompt_tokens -= sent.prompt_tokens
@@ -143,7 +141,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         return self.recent_tokens * math.exp((self.recent_at_s - now_s) / RECENT_S)
 
     def _begun_s(self) -> float:
-        """When the engine could begin with what it has computed now."""
+        """Blocks on their way from host memory hold up none of the others."""
         begun_s = (each.sent_s for each in self.waiting.values() if not each.leaves_engine)
         return max(next(begun_s), self.last_first_token_s)
 

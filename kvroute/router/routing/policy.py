@@ -65,6 +65,11 @@ class Candidate(NamedTuple):
     host_blocks: int = 0  # of hit_blocks, the last ones: those that have to be reloaded
     reload_s: float = 0.0  # until they are
 
+    @property
+    def ttft_s(self) -> float:
+        """To the first token of this request, as far as is known."""
+        return self.backlog_s + self.reload_s + self.own_s + self.copy_s + self.lora_s
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
