@@ -7,6 +7,7 @@ from kvroute.settings.options import RouterOptions
 
 class RouterSettings(Decided, RouterOptions):
     tensor_parallel_size: int = 1  # GPUs of a rank; 1 on CPUs too
+    drain_timeout_s: float = 600.0  # as the option of that name
     tasks: tuple[Task, ...] = ()  # named prefixes to start with
     local_only: bool = False  # only this computer reaches the cluster, and needs no keys
 

@@ -8,6 +8,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.logs import DROPPED, FREE
@@ -16,6 +17,7 @@ from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import ghosts_of
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.replicas import replicas
 from kvroute.router.observability.accounts import Accounts
@@ -25,9 +27,11 @@ from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.routing.attempts import NO_OBSERVER
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.queue import Queue
+from kvroute.router.routing.recent_prompts import RecentPrompts
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -63,6 +67,7 @@ def router() -> CollectorRegistry:
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None]())
     metrics.export_links(Links(lambda: replicas("unused")))
+    metrics.export_handover(_handover(fleet))
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
     metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
@@ -94,6 +99,19 @@ def replica() -> CollectorRegistry:
     )
     metrics.export([engine], [publisher], [ghosts_of(engine, BlockTable(engine.members))])
     return registry
+
+
+def _handover(fleet: Fleet) -> HandOver:
+    async def send(replica_id: str, request: GenerateRequest) -> None: ...
+
+    return HandOver(
+        *(fleet, RecentPrompts(), send),
+        running=list,
+        trusted=list,
+        is_free=lambda: True,
+        drain_s=0,
+        observer=NO_OBSERVER,
+    )
 
 
 def _catalogue(fleet: Fleet) -> Catalogue:

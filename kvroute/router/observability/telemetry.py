@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.exposition import Process
 from kvroute.process.metrics_port import exposed
+from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.links import Links
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.accounts import Accounts
@@ -72,6 +73,7 @@ class Telemetry:
         links: Links,
         responses: Responses | None,
         queue: Queue[Any],
+        handover: HandOver,
     ) -> None:
         """Prometheus can scrape and find this router from now on, unless metrics are off."""
         if self._metrics is None:
@@ -82,6 +84,7 @@ class Telemetry:
         self._metrics.export_unreadable(unreadable)
         self._metrics.export_links(links)
         self._metrics.export_queue(queue)
+        self._metrics.export_handover(handover)
         if responses is not None:
             self._metrics.export_responses(responses)
         if self._log:

@@ -160,10 +160,11 @@ class Fleet:
             return None
         return {"blocks": tier.blocks, "gb_per_s": round(tier.bytes_per_s / 1e9, 3)}
 
-    def prefill_s(self, replica_id: str, tokens: int) -> float:
-        """Seconds to compute a prompt of `tokens` tokens there, on an idle replica."""
+    def prefill_s(self, replica_id: str, tokens: int, cached_tokens: int = 0) -> float:
+        """Seconds to compute a prompt of `tokens` tokens there, on an idle replica that has the
+        first of them."""
         load = self._load(replica_id)
-        return load.speed.slowness * load.model.seconds(0, tokens)
+        return load.speed.slowness * load.model.seconds(cached_tokens, tokens)
 
     def update(
         self,
@@ -342,6 +343,24 @@ class Fleet:
         attempt.context = context or attempt.context
         self.observer.sent(attempt)
         return attempt
+
+    def ahead(
+        self, placement: Placement, replica_id: str, part: range, request_id: str, now_s: float
+    ) -> Attempt:
+        """A request without a client computes these blocks of the prompt there. It counts as load
+        and as nothing else."""
+        begin, end = part.start * self._block_size, part.stop * self._block_size
+        dispatch = Dispatch(
+            request_id,
+            replica_id,
+            prefill_s=self._load(replica_id).model.seconds(begin, end),
+            new_tokens=end - begin,
+            prompt_tokens=end,
+            known_prefix=placement.chain[: part.start][-1:],
+            expected=self.added(replica_id, placement.chain[: part.stop], part.start),
+            lora=placement.lora,
+        )
+        return self.begin(dispatch, now_s)
 
     def begin(self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0) -> Attempt:
         """Counts a dispatch, of this router or of another, as load. reload_s: until its blocks are

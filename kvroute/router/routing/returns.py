@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import MOST_TURNS, NO_BLOCK, SESSION_BITS, Keep, SessionTurn
@@ -26,6 +27,7 @@ ENDS = 50_000  # turns that are remembered
 LOOK_BACK = 256  # blocks of an answer that may lie between a prompt's end and the next one's
 HALF_LIFE_S = 900.0  # of what was learned
 DECAY_S = HALF_LIFE_S / 15  # between two steps of the decay
+AGE_S = 1.0  # turns that are younger than this are alike
 READ_S = 1.0  # between two looks at the counts: each takes as long as all else here
 DOUBT = 20.0  # turns' worth of belief that a kind is like all others
 TURNS = (1, 2, 4)  # the last number of a turn in each kind; further ones are of the last kind
@@ -92,6 +94,20 @@ class _End:
         return "unlikely" if chance < UNLIKELY else "usual"
 
 
+class Awaited(NamedTuple):
+    """A turn after which another one may come."""
+
+    replica_id: str  # where it was sent
+    keep: Keep  # what holds for its blocks from now on
+    share: float  # of such turns come back
+    age_s: float  # since it was answered, or since a promise to come back was over; not negative
+
+    @property
+    def hazard(self) -> float:
+        """How likely it comes back in the next second, over others: as engines keep blocks."""
+        return self.keep.chance / max(AGE_S, self.age_s)
+
+
 class Counts(Struct):
     """What was learned: turns of each kind, the older ones counting less."""
 
@@ -109,18 +125,22 @@ class Counts(Struct):
         self.returned = [factor * count for count in self.returned]
         self.gaps = [factor * count for count in self.gaps]
 
-    def chances(self) -> list[float]:
-        """Of each kind, that such a turn comes back, over the likeliest kind's. Of told ends it is
-        0 while these are nearly always right."""
+    def shares(self) -> list[float]:
+        """Of each kind but told ends, how many such turns come back."""
         mean = (1.0 + sum(self.returned[:ENDED])) / (2.0 + sum(self.sent[:ENDED]))
-        rates = [
+        return [
             (returned + DOUBT * mean) / (sent + DOUBT)
             for sent, returned in zip(self.sent[:ENDED], self.returned[:ENDED], strict=True)
         ]
+
+    def chances(self) -> list[float]:
+        """Of each kind, that such a turn comes back, over the likeliest kind's. Of told ends it is
+        0 while these are nearly always right."""
+        shares = self.shares()
         wrong = self.returned[ENDED] / (self.sent[ENDED] + DOUBT)
-        most = max(rates)
-        rates.append(wrong if wrong > WRONG else 0.0)
-        return [min(1.0, rate / most) ** SHARPNESS for rate in rates]
+        most = max(shares)
+        shares.append(wrong if wrong > WRONG else 0.0)
+        return [min(1.0, share / most) ** SHARPNESS for share in shares]
 
     @property
     def tool_s(self) -> float:
@@ -149,6 +169,7 @@ class Returns:
         self._sessions: OrderedDict[int, Fingerprint] = OrderedDict()  # named ones: latest end
         self._decayed_s: float | None = None
         self._chances, self._tool_s = self.counts.chances(), 0.0
+        self._shares = self.counts.shares()
         self._read_s = -math.inf  # when the counts said so
 
     def __len__(self) -> int:
@@ -211,6 +232,22 @@ class Returns:
         latest = self._ends.get(self._sessions.get(session, NO_BLOCK)) if session else None
         return latest.replica_id if latest else ""
 
+    def awaited(self, end: Fingerprint, now_s: float) -> Awaited | None:
+        """The turn with that end; None: it is unknown, has come back, or is over."""
+        turn = self._ends.get(end)
+        if turn is None or turn.kind == ENDED or turn.keep.chance <= 0:
+            return None
+        self._read(now_s)
+        keep = turn.keep.after_tool_call if turn.is_tool_call else turn.keep
+        left_s = keep.still_s - max(0.0, now_s - turn.at_s)  # of a promise; below 0: since its end
+        keep = replace(keep, still_s=max(0.0, left_s))
+        return Awaited(turn.replica_id, keep, self._shares[turn.kind], max(0.0, -left_s))
+
+    def moved(self, end: Fingerprint, replica_id: str) -> None:
+        """What that turn left is on this replica now."""
+        if turn := self._ends.get(end):
+            turn.replica_id = replica_id
+
     def knows(self, turn: SessionTurn) -> bool:
         """Whether it was sent."""
         return self._same(turn) is not None
@@ -251,9 +288,7 @@ class Returns:
         return NO_BLOCK
 
     def _keep(self, turn: SessionTurn, said: Said, now_s: float) -> Keep:
-        if now_s - self._read_s >= READ_S:
-            self._read_s = now_s
-            self._chances, self._tool_s = self.counts.chances(), self.counts.tool_s
+        self._read(now_s)
         chances = self._chances
         if said.is_end:
             return Keep(chances[ENDED], 0.0, turn.session, said.tenant, chances[ENDED])
@@ -265,6 +300,13 @@ class Returns:
             chances[_kind(turn.number, is_tool_call=True)],
             self._tool_s,
         )
+
+    def _read(self, now_s: float) -> None:
+        if now_s - self._read_s < READ_S:
+            return
+        self._read_s = now_s
+        self._chances, self._tool_s = self.counts.chances(), self.counts.tool_s
+        self._shares = self.counts.shares()
 
     def _count(self, end: _End, turns: float) -> None:
         sent = self.counts.sent

@@ -29,6 +29,7 @@ from kvroute.router.api.urgency import sharer_of
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
+from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
@@ -52,13 +53,14 @@ from kvroute.router.routing.baselines import RANKINGS
 from kvroute.router.routing.breaks import Break, told_apart
 from kvroute.router.routing.chats import Chats
 from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.fleet import EVERYBODY, Fleet
 from kvroute.router.routing.handshake import Handshake
 from kvroute.router.routing.learning import Learning
 from kvroute.router.routing.limits import Entry, Limits
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.receipts import receipt
+from kvroute.router.routing.recent_prompts import RecentPrompts
 from kvroute.router.routing.returns import NOTHING_SAID, Said
 from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
@@ -141,6 +143,14 @@ class ModelRouter:
             *(self._links, self._fleet, self._liveness, self.holding),
             shared_tokens=self.prefixes.catalogue.shared_tokens,
         )
+        self._handover = HandOver(
+            *(self._fleet, RecentPrompts(), canary_sender(self._links)),
+            running=running,
+            trusted=self._liveness.trusted,
+            is_free=lambda: not (queue or queue.elsewhere().requests),
+            drain_s=settings.drain_timeout_s,
+            observer=RequestObservers(self._publisher, wake),
+        )
         self._calls = Calls(
             self._dispatcher, self._fleet, self.prefixes, lambda: self.max_model_len
         )
@@ -168,6 +178,7 @@ class ModelRouter:
             links=self._links,
             responses=self._responses,
             queue=self._queue,
+            handover=self._handover,
         )
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
@@ -178,6 +189,8 @@ class ModelRouter:
         self._run("holding", self.holding.run())
         self._run("neighbours", self._neighbours.run())
         self._run("ended sessions", self._ended_sessions.run(self._links))
+        if self._hands_over:
+            self._run("handover", self._handover.run())
         for name, work in (self.prefixes.tasks() | self._telemetry.tasks()).items():
             self._run(name, work)
         await self._feed.loaded(within_s=LOADED_S)
@@ -289,19 +302,39 @@ class ModelRouter:
             call,
             prompted,
             context,
-            begun=partial(self._begun, entry, prefix, _owner(call, context)),
+            begun=partial(self._begun, context, prefix, _owner(call, context), prompted),
             receipt=partial(self._receipt, broken=context.broken) if with_receipts else None,
         )
         return await stored(turn, response)
 
+    @property
+    def _hands_over(self) -> bool:
+        """Policies that ignore what is cached want none of it elsewhere."""
+        return self.settings.policy == "kvroute"
+
     def _begun(
-        self, entry: Entry | None, prefix: Prefix | None, owner: Owner | None, prompt: Generation
+        self,
+        context: RequestContext,
+        prefix: Prefix | None,
+        owner: Owner | None,
+        prompted: Prompted,
+        prompt: Generation,
     ) -> None:
         """A prompt has its first token."""
         self.prefixes.count(prompt, prefix, owner)
-        if entry is not None:
+        if self._hands_over and prompted.is_rendered:
+            self._remember(context, prompt)
+        if (entry := context.entry) is not None:
             new_tokens = max(0, len(prompt.token_ids) - prompt.cached_tokens)
             entry.computed(prompt.request_id, new_tokens, time.monotonic())
+
+    def _remember(self, context: RequestContext, prompt: Generation) -> None:
+        """Should its replica leave, another one computes it."""
+        if prompt.retention is None or prompt.features:
+            return
+        lora, namespace, shared = context.lora, context.namespace, prompt.placement.shared_tokens
+        scope = Scope(lora, namespace, shared) if lora or namespace else EVERYBODY
+        self._handover.prompts.see(prompt.retention.turn, prompt.token_ids, scope)
 
     def _broken(
         self,

@@ -1,0 +1,284 @@
+"""What only a replica had that has left is computed elsewhere, if the price says so."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.chain import Scope
+from kvroute.contract.generation import GenerateRequest, TokenIds
+from kvroute.contract.keep import Keep
+from kvroute.router.dispatch.handover import MOST_TIME_S, HandOver
+from kvroute.router.dispatch.links import UnansweredError
+from kvroute.router.routing.ahead import SLICE_S, slice_end
+from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.recent_prompts import RecentPrompts
+from kvroute.router.routing.returns import NOTHING_SAID, Said
+from tests.support.records import FACTS, record
+
+BLOCK = FACTS.block_size
+TOKENS = 201  # of a prompt: 50 reusable blocks, 0.2 s of prefill
+
+
+class Router(RequestObserver):
+    """One of a fleet of three replicas, which compute at once what they are sent."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.running = ["a", "b", "c"]
+        self.is_free = True
+        self.is_broken = False
+        self.requests: list[tuple[str, GenerateRequest]] = []
+        self.told: list[Attempt] = []
+        self.fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
+        self.fleet.update([record(name, capacity_blocks=1000) for name in self.running])
+        for name in self.running:
+            self.fleet.mirror.join(name)
+        self.handover = HandOver(
+            *(self.fleet, RecentPrompts(), self.send),
+            running=lambda: self.running,
+            trusted=lambda: [*self.running],
+            is_free=lambda: self.is_free,
+            drain_s=600.0,
+            observer=self,
+            clock=lambda: self.now_s,
+        )
+        self.handover.watch()
+
+    def sent(self, attempt: Attempt) -> None:
+        self.told.append(attempt)
+
+    async def send(self, replica_id: str, request: GenerateRequest) -> None:
+        self.requests.append((replica_id, request))
+        if self.is_broken:
+            raise UnansweredError("it is gone")
+        tokens = len(request.token_ids)
+        self.now_s += self.fleet.prefill_s(replica_id, tokens, request.expected_tokens)
+        self.hold(replica_id, request.token_ids)
+
+    def hold(self, replica_id: str, token_ids: TokenIds) -> None:
+        self.fleet.mirror.add(replica_id, self.fleet.chain(token_ids))
+
+    def chat(self, token_ids: TokenIds, to: str = "a", said: Said = NOTHING_SAID) -> TokenIds:
+        """A turn that this replica has answered; its prompt."""
+        placement = self.fleet.place(token_ids, self.running, self.now_s)
+        retention = self.fleet.retention(placement, self.now_s, said)
+        context = RequestContext(self.now_s, retention=retention)
+        attempt = self.fleet.sent(placement, to, str(self.now_s), self.now_s, context)
+        self.hold(to, token_ids)
+        attempt.end("ok")
+        self.handover.prompts.see(retention.turn, token_ids, Scope())
+        return token_ids
+
+    def leave(self, replica_id: str) -> None:
+        self.running.remove(replica_id)
+        self.fleet.mirror.drop(replica_id)
+        self.handover.watch()
+
+    async def finish(self) -> None:
+        while await self.handover.step():
+            pass
+
+    def hits(self, token_ids: TokenIds) -> int:
+        found = self.fleet.hits(self.fleet.chain(token_ids))
+        return max(found.get(name, 0) for name in self.running)
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return {name: count for name, count in self.handover.outcomes.items() if count}
+
+    @property
+    def computed(self) -> list[int]:
+        """The first token of each prompt, in order."""
+        return [*dict.fromkeys(int(request.token_ids[0]) for _, request in self.requests)]
+
+    @property
+    def keeps(self) -> list[Keep | None]:
+        return [request.keep for _, request in self.requests]
+
+
+def prompt(number: int, tokens: int = TOKENS) -> TokenIds:
+    return np.arange(number * 10_000, number * 10_000 + tokens, dtype=np.uint32)
+
+
+async def test_a_chat_finds_its_history_though_its_replica_left() -> None:
+    router = Router()
+    chat = router.chat(prompt(1))
+    router.leave("a")
+    assert router.hits(chat) == 0
+    await router.finish()
+    assert (router.hits(chat), router.outcomes) == (50, {"computed": 1})
+    assert router.handover.tokens == 50 * BLOCK
+
+
+async def test_what_others_have_is_not_computed() -> None:
+    router = Router()
+    router.chat(prompt(1), to="b")
+    router.hold("c", router.chat(prompt(2), to="a"))
+    router.leave("a")
+    await router.finish()
+    assert (router.requests, router.outcomes) == ([], {"held": 1})
+
+
+async def test_what_was_handed_over_is_handed_on() -> None:
+    router = Router()
+    chat = router.chat(prompt(1))
+    router.leave("a")
+    await router.finish()
+    router.leave(router.requests[0][0])
+    await router.finish()
+    assert (router.hits(chat), router.outcomes) == (50, {"computed": 2})
+
+
+async def test_the_likeliest_comes_first() -> None:
+    router = Router()
+    for number in (1, 2, 3):
+        router.chat(prompt(number))
+        router.now_s += 60.0
+    router.leave("a")
+    await router.finish()
+    assert router.computed == [30_000, 20_000, 10_000]
+
+
+async def test_a_promise_to_come_back_is_as_good_as_a_fresh_turn() -> None:
+    router = Router()
+    router.chat(prompt(1), said=Said(promise_s=300.0))
+    router.now_s += 100.0
+    router.chat(prompt(2))
+    router.now_s += 10.0
+    router.leave("a")
+    await router.finish()
+    assert router.computed == [10_000, 20_000]
+    assert router.keeps[0] is not None
+    assert router.keeps[0].still_s == pytest.approx(190.0)
+
+
+async def test_ended_conversations_are_left_alone() -> None:
+    router = Router()
+    router.chat(prompt(1), said=Said(is_end=True))
+    router.chat(prompt(2), said=Said(session=7))
+    router.fleet.returns.end(7)
+    router.leave("a")
+    await router.finish()
+    assert router.requests == []
+
+
+async def test_a_busy_fleet_computes_nothing_ahead() -> None:
+    router = Router()
+    chat = router.chat(prompt(1))
+    router.running.remove("c")
+    placement = router.fleet.place(prompt(99, 1000), router.running, router.now_s)
+    other = router.fleet.sent(placement, "b", "other", router.now_s)
+    router.leave("a")
+    assert not await router.handover.step()
+    other.end("ok")
+    await router.finish()
+    assert router.hits(chat) == 50
+
+
+async def test_who_waits_comes_first() -> None:
+    router = Router()
+    router.chat(prompt(1))
+    router.leave("a")
+    router.is_free = False
+    assert not await router.handover.step()
+    assert router.requests == []
+
+
+async def test_tight_caches_get_nothing_that_pushes_out_what_is_missed_as_much() -> None:
+    router = Router()
+    router.chat(prompt(1))
+    for _ in range(1000):  # half of what was computed had been evicted
+        router.fleet._pressure.sent(computed_tokens=1000, evicted_tokens=500)
+    router.leave("a")
+    await router.finish()
+    assert (router.requests, router.outcomes) == ([], {"dropped": 1})
+
+
+async def test_what_was_not_computed_in_time_is_given_up() -> None:
+    router = Router()
+    router.chat(prompt(1))
+    router.leave("a")
+    router.now_s += MOST_TIME_S
+    await router.finish()
+    assert (router.requests, router.outcomes) == ([], {"dropped": 1})
+
+
+async def test_a_turn_that_has_come_back_meanwhile_is_not_computed() -> None:
+    router = Router()
+    first = router.chat(prompt(1))
+    router.leave("a")
+    router.chat(np.concatenate([first, prompt(5)]), to="b")
+    await router.finish()
+    assert (router.requests, router.outcomes) == ([], {"dropped": 1})
+
+
+async def test_a_long_prompt_goes_in_slices_behind_requests_of_clients() -> None:
+    router = Router()
+    router.chat(prompt(1, 1001))  # a second
+    router.leave("a")
+    await router.finish()
+    lengths = [len(request.token_ids) - 1 for _, request in router.requests]
+    assert len(lengths) >= 1.0 / SLICE_S
+    assert [request.expected_tokens for _, request in router.requests] == [0, *lengths[:-1]]
+    assert all(request.order_s > 0 for _, request in router.requests)
+
+
+async def test_it_counts_as_load_and_as_no_turn_of_a_conversation() -> None:
+    router = Router()
+    router.chat(prompt(1))
+    turns = len(router.fleet.returns)
+    router.leave("a")
+    await router.finish()
+    assert [attempt.outcome for attempt in router.told] == ["ok"]
+    assert [attempt.dispatch.turn for attempt in router.told] == [None]
+    assert len(router.fleet.returns) == turns
+
+
+async def test_a_replica_that_does_not_answer_costs_one_prompt() -> None:
+    router = Router()
+    router.chat(prompt(1))
+    router.chat(prompt(2))
+    router.leave("a")
+    router.is_broken = True
+    await router.handover.step()
+    router.is_broken = False
+    await router.finish()
+    assert router.outcomes == {"failed": 1, "computed": 1}
+    assert [attempt.outcome for attempt in router.told] == ["failed", "ok"]
+
+
+async def test_an_error_with_one_prompt_does_not_end_the_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router()
+    router.chat(prompt(1))
+    router.leave("a")
+    monkeypatch.setattr(router.fleet, "place", None)
+    await router.finish()
+    assert router.outcomes == {"failed": 1}
+
+
+async def test_that_serve_tells_of_nobody_is_no_departure() -> None:
+    router = Router()
+    router.chat(prompt(1))
+    everybody, router.running = router.running, []
+    router.handover.watch()
+    router.running = everybody
+    router.handover.watch()
+    assert not await router.handover.step()
+    assert router.outcomes == {}
+
+
+@given(st.integers(0, 1000), st.integers(1, 1000), st.floats(1e-5, 1.0))
+def test_a_slice_is_short_or_one_block(begin: int, blocks: int, block_s: float) -> None:
+    def prefill_s(end: int) -> float:
+        return (end - begin) * block_s
+
+    end = slice_end(begin, begin + blocks, prefill_s)
+    assert begin < end <= begin + blocks
+    assert end == begin + 1 or prefill_s(end) <= SLICE_S
+    assert end == begin + blocks or prefill_s(end + 1) > SLICE_S
