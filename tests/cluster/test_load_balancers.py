@@ -32,8 +32,8 @@ pytestmark = pytest.mark.timeout(240)
 Start = Callable[..., AbstractContextManager[LoadBalancer]]
 
 BOTH = [haproxy, nginx]
-LISTENERS = 25  # behind each, where both are in front of two nodes
-LONG = 200  # tokens: no answer ends before the last one has begun, however busy the machine
+LISTENERS = 12  # behind each, where both are in front of two nodes
+LONG = 400  # tokens: no answer ends before the last one has begun, however busy the machine
 REQUESTS = 60  # new ones, when a node has gone
 SERVE_DRAINS = """
 import sys, ray

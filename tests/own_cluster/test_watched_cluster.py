@@ -1,5 +1,6 @@
 """Every panel and every alert has something to show of a cluster at work."""
 
+import itertools
 import re
 import shutil
 import time
@@ -29,6 +30,8 @@ RULES: list[dict[str, Any]] = [
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
+BLOCKS = 160  # of 32 tokens, of each replica
+BOOKS = itertools.cycle(range(30))  # together more than the caches hold
 QUERIES = [query for dashboard in DASHBOARDS for query in dashboard.queries()]
 
 needs_prometheus = pytest.mark.skipif(
@@ -39,11 +42,13 @@ needs_prometheus = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, OpenAI]]:
-    """A cluster and the Prometheus that reads from it."""
+    """A cluster and the Prometheus that reads from it. Its caches are small, so `work` needs host
+    memory, too."""
     options = ("--engine", "simulated", "--replicas", "2", "--routers", "2")
+    caches = ("--simulated-blocks", f"{BLOCKS}", "--host-cache-gb", "2", "--max-model-len", "2048")
     log = ("--request-log", str(tmp_path_factory.mktemp("requests")))
     with (
-        start_cluster(*options, *log) as cluster,
+        start_cluster(*options, *caches, *log) as cluster,
         prometheus(cluster) as server,
         openai_client(cluster) as client,
     ):
@@ -114,10 +119,12 @@ def test_a_picture_has_all_panels_and_a_waterfall_from_all_tokens_to_none(
 
 
 def work(client: OpenAI) -> None:
-    """Requests that begin alike and end differently."""
+    """Requests that begin alike and end differently, and some for what was evicted."""
     for _ in range(4):
         prompt = "Room 42 seats 7. " * 40 + f"{uuid.uuid4()} " * 10
         client.completions.create(model=BUILTIN_MODEL, prompt=prompt)
+        book = [1000 + next(BOOKS)] * 600
+        client.completions.create(model=BUILTIN_MODEL, prompt=book, max_tokens=2)
     client.completions.create(model=BUILTIN_MODEL, prompt="May I?", extra_body={"prefix_id": "law"})
 
 

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, get_args
 
 from kvroute.contract.fingerprint import Fingerprint
@@ -27,6 +28,7 @@ from kvroute.router.routing.recent_prompts import RecentPrompt, RecentPrompts
 log = logging.getLogger("kvroute.handover")
 
 CHECK_S = 0.1  # between two looks at who runs, and whether there is time
+MOST_PROMPTS = 2048  # of the replicas that have left at once: the latest ones
 LEAST_TIME_S = 10.0  # after a replica has left ...
 MOST_TIME_S = 120.0  # ... in which its prompts are computed
 
@@ -128,9 +130,9 @@ class HandOver:
 
     def _left_by(self, gone: Collection[str]) -> list[Fingerprint]:
         """The ends of the turns that these replicas had."""
-        now_s, returns = self._clock(), self._fleet.returns
-        found = ((end, returns.awaited(end, now_s)) for end in self.prompts.ends())
-        return [end for end, turn in found if turn and replica_of(turn.replica_id) in gone]
+        returns = self._fleet.returns
+        left = (end for end in self.prompts.ends() if replica_of(returns.sent_to(end)) in gone)
+        return [*islice(left, MOST_PROMPTS)]
 
     def _in_order(self, ends: Collection[Fingerprint]) -> list[Fingerprint]:
         now_s, returns = self._clock(), self._fleet.returns

@@ -45,8 +45,8 @@ class RecentPrompts:
             self.drop(next(iter(self._prompts)))
 
     def ends(self) -> list[Fingerprint]:
-        """Of all that are kept, oldest first."""
-        return [*self._prompts]
+        """Of all that are kept, latest first."""
+        return [*reversed(self._prompts)]
 
     def get(self, end: Fingerprint) -> RecentPrompt | None:
         return self._prompts.get(end)

@@ -229,8 +229,12 @@ class Returns:
 
     def home(self, session: int) -> str:
         """The replica that has a named session's latest turn; empty: unknown."""
-        latest = self._ends.get(self._sessions.get(session, NO_BLOCK)) if session else None
-        return latest.replica_id if latest else ""
+        return self.sent_to(self._sessions.get(session, NO_BLOCK)) if session else ""
+
+    def sent_to(self, end: Fingerprint) -> str:
+        """The replica that has the turn with that end; empty: unknown."""
+        turn = self._ends.get(end)
+        return turn.replica_id if turn else ""
 
     def awaited(self, end: Fingerprint, now_s: float) -> Awaited | None:
         """The turn with that end; None: it is unknown, has come back, or is over."""
