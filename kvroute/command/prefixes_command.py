@@ -43,6 +43,9 @@ def add(
     pinned: Annotated[
         bool, typer.Option("--pinned/--unpinned", help="Whether it is never evicted.")
     ] = True,
+    host: Annotated[
+        bool, typer.Option("--host", help="Pinned in host memory (--host-cache-gb) instead.")
+    ] = False,
     shared: Annotated[
         bool, typer.Option("--shared", help="All tenants can use it, and find it cached.")
     ] = False,
@@ -60,7 +63,7 @@ def add(
         **({"messages": _json(text)} if messages else {"prompt": text}),
         "replicas": int(replicas) if replicas.isdecimal() else replicas,
         "ttl_s": ttl_s,
-        "pinned": pinned,
+        "pinned": "host" if host and pinned else pinned,
         "shared": shared,
     }
     prefix = _call("POST", url, json=declaration)

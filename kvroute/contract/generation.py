@@ -28,7 +28,8 @@ class GenerateRequest:
     answered: int = 0  # how many trailing token_ids belong to the response
     trace: TraceContext | None = None  # the parent span; None: not traced
     lora: str = ""  # name of the LoRA adapter; empty: the base model
-    pin: str = ""  # the prompt's full blocks stay in the KV cache under this name
+    pin: str = ""  # the prompt's full blocks stay in the KV cache under this name ...
+    is_host_pin: bool = False  # ... in host memory, instead of in the engine's own
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
     call: HttpCall | None = None  # the HTTP request to answer; else nobody reads the tokens
     max_tokens: int = 1  # to generate without a call

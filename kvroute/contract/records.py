@@ -45,6 +45,7 @@ class HostTier(Struct, frozen=True):
     blocks: Count  # of the engine's block_size tokens
     block_bytes: AtLeastOne  # KV of one such block
     bytes_per_s: Rate  # of copies to the engine; an estimate: Load has the real speed
+    pin_blocks: Count = 0  # that pins may take
 
     def reload_s(self, blocks: int) -> float:
         """To copy so many blocks back at that speed."""
@@ -60,7 +61,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     prefill_tokens_per_s: Rate  # at a prompt's start; an estimate: the router learns the real speed
     attention_tokens: Rate = 32_768.0  # context at which a token's prefill costs twice as much
     prefix_caching: bool = True
-    pin_blocks: Count = 0  # KV blocks that pins may take
+    pin_blocks: Count = 0  # KV blocks of the engine's own memory that pins may take
     max_num_seqs: Count = 0  # requests in one batch; 0: unknown
     max_cpu_loras: Count = 0  # LoRA adapters that memory has room for
     engine: Name = "vllm"  # "vllm" | "simulated"
@@ -82,6 +83,12 @@ class Warm(Struct, frozen=True, array_like=True):
 
     blocks: Count  # all full blocks of the prefix, computed on this replica
     is_pinned: bool  # never evicted; else some may be evicted since: see the stream of changes
+    is_in_host: bool = False  # pinned in host memory, and not in the engine's own
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Of the engine's own memory."""
+        return self.blocks if self.is_pinned and not self.is_in_host else 0
 
 
 Pins = Mapping[str, Warm]  # by Prefix.name

@@ -60,7 +60,8 @@ def _simulated_host(settings: ReplicaSettings) -> HostTier | None:
     blocks = settings.host_cache_bytes(psutil.virtual_memory().total) // block_bytes
     if not blocks or not settings.prefix_caching:
         return None
-    return HostTier(blocks, block_bytes, 1e9 * settings.simulated_host_gb_per_s)
+    pin_blocks = int(settings.pin_share * blocks)
+    return HostTier(blocks, block_bytes, 1e9 * settings.simulated_host_gb_per_s, pin_blocks)
 
 
 def prepare_vllm(folder: str) -> None:

@@ -32,6 +32,8 @@ LONGEST_SLICE_TOKENS = 256
 SLICE_S = 0.2  # ... and the longest time for it, so that streams continue
 START_S = 60.0  # the longest that prefixes delay a start, but for the last one that it computes
 LONGEST_PROMISE_S = 86_400.0
+BRING_BACK_S = 5.0  # between two times that prefixes are brought back from host memory ...
+BRING_BACK_SHARE = 0.125  # ... into this share of the engine's own, at most
 DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
 
 
@@ -65,6 +67,8 @@ class Warmer:
         self._kept: dict[str, _Kept] = {}
         self._impossible: set[str] = set()  # names that the engine rejected
         self._is_serving = False
+        self.has_evicted = False  # the engine, from its own memory, since the last bringing back
+        self._brought_back_s = -math.inf
         self._slice_blocks = self._blocks_in(FIRST_SLICE_TOKENS)
 
     def kept(self) -> Mapping[str, Warm]:
@@ -91,6 +95,7 @@ class Warmer:
             await self._read()
             await self._release()
             await self._warm(self._share())
+            await self._bring_back()
 
     async def _read(self) -> None:
         try:
@@ -131,7 +136,8 @@ class Warmer:
         is_same = np.array_equal(prefix.token_ids, kept.prefix.token_ids)
         if self._shared_tokens(prefix) != kept.shared_tokens:
             return False
-        return is_same and (prefix.name in self._engine.pins or not kept.warm.is_pinned)
+        pins = self._engine.host_pins if kept.warm.is_in_host else self._engine.pins
+        return is_same and (prefix.name in pins or not kept.warm.is_pinned)
 
     def _is_missing_elsewhere(self, prefix: Prefix) -> bool:
         """Whether another assigned replica has not warmed it yet."""
@@ -160,7 +166,7 @@ class Warmer:
         return has_promise and not (prefix.is_pinned and self._has_room(prefix))
 
     def _has_room(self, prefix: Prefix) -> bool:
-        room = room_for_pin(prefix.name, self._engine.pins, self._engine.facts)
+        room = room_for_pin(prefix.name, self._engine, in_host=prefix.is_in_host)
         return prefix.full_blocks(self._engine.facts.block_size) <= room
 
     async def _warm_one(self, prefix: Prefix) -> None:
@@ -176,9 +182,27 @@ class Warmer:
         if prefix.is_pinned and not is_pinned:
             log.warning("named prefix %s is not pinned: pins have no room for it", prefix.name)
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
-        warm = Warm(full_blocks, is_pinned)
+        warm = Warm(full_blocks, is_pinned, is_pinned and prefix.is_in_host)
         self._kept[prefix.name] = _Kept(prefix, warm, self._shared_tokens(prefix))
         self._on_change()
+
+    async def _bring_back(self) -> None:
+        """An engine with nothing else to do has what is pinned in host memory in its own, before
+        it is asked for; and computes what host memory has lost."""
+        now_s = time.monotonic()
+        if not self.has_evicted or now_s < self._brought_back_s + BRING_BACK_S:
+            return
+        self.has_evicted, self._brought_back_s = False, now_s
+        room = int(BRING_BACK_SHARE * self._engine.facts.capacity_blocks)
+        for kept in [each for each in self._kept.values() if each.warm.is_in_host]:
+            room -= kept.warm.blocks
+            load = self._engine.load()
+            if room < 0:
+                return
+            if load.running or load.waiting:
+                self.has_evicted = True
+                return
+            await self._compute(kept.prefix, pin="")
 
     async def _compute(self, prefix: Prefix, *, pin: str) -> None:
         """Brings all full blocks into the cache. While the replica serves, it computes them in
@@ -216,6 +240,7 @@ class Warmer:
             token_ids,
             prefix.namespace,
             pin=pin,
+            is_host_pin=prefix.is_in_host,
             shared_tokens=self._shared_tokens(prefix),
             keep=None if pin else _promise(prefix, time.time()),
         )

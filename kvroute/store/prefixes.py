@@ -54,6 +54,7 @@ class Prefix:
     tenant: str = ""  # whose API key has declared it; empty: nobody's
     namespace: str = ""  # the caches that it is warm in: its tenant's; empty: of no namespace
     is_shared: bool = False  # all namespaces find its full blocks
+    is_in_host: bool = False  # its pin is in host memory, and not in the engines' own
 
     @property
     def label(self) -> str:
@@ -102,6 +103,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     namespace: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     is_shared: bool = False
+    is_in_host: bool = False
     version: int = VERSION
 
 
@@ -197,6 +199,7 @@ class Prefixes:
         tenant: str = "",
         namespace: str = "",
         is_shared: bool = False,
+        is_in_host: bool = False,
     ) -> Prefix:
         """The id's next version. Repeating the latest declaration only updates its expiry.
         OtherTenantError."""
@@ -211,6 +214,7 @@ class Prefixes:
                 tenant=tenant,
                 namespace=namespace,
                 is_shared=is_shared,
+                is_in_host=is_in_host,
             )
             if latest is not None and is_same(latest, new):
                 new = replace(latest, expires_at_s=expires_at_s)
@@ -360,6 +364,7 @@ class Prefixes:
             terms.tenant,
             terms.namespace,
             terms.is_shared,
+            terms.is_in_host,
         )
 
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
@@ -410,7 +415,7 @@ def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
     return xxh3_64_intdigest(f"{prefix_id}\0{replica_id}".encode()), replica_id
 
 
-DECLARED = ("source", "replicas", "is_pinned", "tenant", "namespace", "is_shared")
+DECLARED = ("source", "replicas", "is_pinned", "is_in_host", "tenant", "namespace", "is_shared")
 
 
 def is_same(one: Prefix, other: Prefix) -> bool:
@@ -431,6 +436,7 @@ def _terms_of(prefix: Prefix, *, order: int) -> Terms:
         tenant=prefix.tenant,
         namespace=prefix.namespace,
         is_shared=prefix.is_shared,
+        is_in_host=prefix.is_in_host,
     )
 
 

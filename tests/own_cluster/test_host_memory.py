@@ -1,6 +1,7 @@
 """A cluster whose replicas have a second tier of their cache in host memory."""
 
 import itertools
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tests.support.clearing import cache_clearer
 from tests.support.records import NO_DRIFT
 from tests.support.scraping import total, wait_until
-from tests.support.serving import Cluster, start_cluster
+from tests.support.serving import KVROUTE, Cluster, start_cluster
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -91,6 +92,29 @@ def test_a_receipt_says_what_a_reload_costs(client: httpx.Client) -> None:
     first = receipt["replicas"][0]
     assert first["host_tokens"] >= PROMPT - BLOCK
     assert 0 < first["reload_s"] == pytest.approx(first["terms_s"]["reload"])
+
+
+def test_a_prefix_pinned_in_host_memory_outlasts_a_flood_of_both_tiers(
+    tiered: Cluster, client: httpx.Client
+) -> None:
+    text = "Name the law that you rely on. " * 150
+    added = kvroute("prefixes", "add", "law", "--host", "--prompt", text, "--url", tiered.url)
+    assert "warm on 2 of 2 replicas" in added, added
+    for _ in range(6 * FLOOD):
+        complete(client, next(numbers))
+    shown = client.get("/v1/prefixes/law").json()
+    assert (len(shown["warm_on"]), shown["pinned"]) == (2, "host")
+    body = {"prompt": "Which one?", "max_tokens": 2, "prefix_id": "law"}
+    answer = client.post("/v1/completions", json=body)
+    assert cached(answer) == shown["full_blocks"] * BLOCK
+    assert "host" in kvroute("prefixes", "list", "--url", tiered.url)
+    kvroute("prefixes", "rm", "law", "--url", tiered.url)
+    wait_until(lambda: has_no_drift(client))
+
+
+def kvroute(*arguments: str) -> str:
+    """What the command prints."""
+    return subprocess.run([*KVROUTE, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 def test_a_cleared_cache_is_empty_in_both_tiers(tiered: Cluster, client: httpx.Client) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvroute.contract.cache_groups import in_host
 from kvroute.contract.chain import Scope
 from kvroute.contract.prefix_id import OF
-from kvroute.contract.records import ReplicaRecord, Warm
+from kvroute.contract.records import HostTier, ReplicaRecord, Warm
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError
@@ -61,9 +62,10 @@ def declarations(catalogue: Catalogue, prompts: Prompts) -> Declarations:
     return make(catalogue, prompts)
 
 
-def see(fleet: Fleet, **warm: Mapping[str, Warm]) -> None:
+def see(fleet: Fleet, host: HostTier | None = None, **warm: Mapping[str, Warm]) -> None:
     """There are these replicas, which keep that warm."""
-    fleet.update(record(id_, pins=pins, pin_blocks=BUDGET) for id_, pins in warm.items())
+    facts = {"pin_blocks": BUDGET, "host": host}
+    fleet.update(record(id_, pins=pins, **facts) for id_, pins in warm.items())
 
 
 def declaration(**fields: Any) -> PrefixDeclaration:
@@ -150,6 +152,40 @@ async def test_what_replicas_could_not_pin_is_refused_with_the_room_there_is(
         await declare(declarations, "tax", 5 * BLOCK)
     assert (refusal.value.status, refusal.value.param) == (409, "pinned")
     assert [shown["id"] for shown in await declarations.list()] == ["law"]
+
+
+async def test_pins_in_host_memory_have_room_of_their_own(
+    declarations: Declarations, catalogue: Catalogue, fleet: Fleet
+) -> None:
+    with pytest.raises(ApiError, match=r"in host memory free.*--host-cache-gb") as refusal:
+        await declare(declarations, "big", 20 * BLOCK, pinned="host")
+    assert (refusal.value.status, refusal.value.code) == (409, "pin_budget_exceeded")
+    see(fleet, host=HostTier(100, 1000, 1e9, pin_blocks=30), a={}, b={})
+    await declare(declarations, "law", 10 * BLOCK)
+    await declare(declarations, "big", 20 * BLOCK, pinned="host")
+    with pytest.raises(ApiError, match=r"needs 11 KV blocks.*has 10 of its 30"):
+        await declare(declarations, "tax", 11 * BLOCK, pinned="host")
+    with pytest.raises(ApiError, match=r"needs 1 KV blocks.*has 0 of its 10"):
+        await declare(declarations, "tea", BLOCK)
+
+
+async def test_what_is_pinned_in_host_memory_is_warm_where_either_memory_has_it(
+    declarations: Declarations, catalogue: Catalogue, fleet: Fleet
+) -> None:
+    host = HostTier(100, 1000, 1e9, pin_blocks=30)
+    pinned = {"law@1": Warm(4, is_pinned=True, is_in_host=True)}
+    see(fleet, host=host, a=pinned, b={"law@1": Warm(4, is_pinned=False)})
+    await declare(declarations, "law", 18, pinned="host")
+    assert (await declarations.get("law"))["warm_on"] == []
+    prefix = await catalogue.named("task_id", "law")
+    fleet.mirror.join("a")
+    fleet.mirror.add("a", map(in_host, fleet.chain(prefix.token_ids)))
+    shown = await declarations.get("law")
+    assert (shown["warm_on"], shown["pinned"]) == (["a"], "host")
+    fleet.mirror.join("b")
+    fleet.mirror.add("b", fleet.chain(prefix.token_ids))
+    shown = await declarations.get("law")
+    assert (sorted(shown["warm_on"]), shown["pinned"]) == (["a", "b"], False)
 
 
 async def test_the_caller_may_do_without_the_pin(declarations: Declarations) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from redis.asyncio import Redis
 
 from kvroute.contract.chain import Scope
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.records import Description, Warm
+from kvroute.contract.records import Description, HostTier, Warm
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
@@ -32,6 +33,7 @@ INSTANT = SimulatedConfig(
     decode_step_s=0.0,
     decode_per_seq_s=0.0,
 )
+FLOOD = itertools.count(1_000_000, 1600)  # where prompts of 50 blocks begin and end
 PINNED_BLOCKS = 60  # what pins may take of the 200
 
 
@@ -164,6 +166,37 @@ async def test_what_is_declared_later_is_warmed_told_and_let_go_when_dropped(
         await prefixes.drop("x")
         await until_told(replica, {})
         assert not replica.engine.pins
+
+
+def with_host(**changes: Any) -> SimulatedConfig:
+    """An engine with 400 blocks in host memory, of which pins may take 120."""
+    host = HostTier(400, 1000, 1e9, pin_blocks=120)
+    return dataclasses.replace(INSTANT, prefill_tokens_per_s=100_000.0, host=host, **changes)
+
+
+async def test_what_is_pinned_in_host_memory_comes_back_before_it_is_asked_for(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.replica.warmer.BRING_BACK_S", 0.0)
+    prefix = await declare(prefixes, "x", is_in_host=True)
+    async with Replica(prefixes._redis, config=with_host()).running("x") as replica:
+        await until_told(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
+        assert (replica.engine.pins, replica.engine.host_pins) == ({}, {"x@1": 10})
+        table = replica.engine._pool.table(prefix.token_ids, Scope())
+        while any(hash_ in replica.engine._pool._cache for hash_ in table.hashes):
+            await replica.ask([*range(next(FLOOD), next(FLOOD))])
+        replica.warmer.has_evicted = True
+        await until(lambda: all(hash_ in replica.engine._pool._cache for hash_ in table.hashes))
+        assert replica.engine.host_pins == {"x@1": 10}
+        await prefixes.drop("x")
+        await until_told(replica, {})
+        assert replica.engine.host_pins == {}
+
+
+async def test_without_host_memory_a_pin_there_is_no_pin(prefixes: Prefixes) -> None:
+    await declare(prefixes, "x", is_in_host=True)
+    async with Replica(prefixes._redis).running() as replica:
+        await until_told(replica, {"x@1": Warm(10, is_pinned=False)})
 
 
 async def test_what_expires_is_let_go(prefixes: Prefixes) -> None:

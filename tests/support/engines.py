@@ -52,9 +52,11 @@ class Running:
     async def ask(self, prompt: list[int], namespace: str = "", **fields: Any) -> list[Chunk]:
         return await self.run(request_of(prompt, namespace, **fields))
 
-    async def pin(self, name: str, prompt: list[int], namespace: str = "") -> None:
+    async def pin(
+        self, name: str, prompt: list[int], namespace: str = "", *, in_host: bool = False
+    ) -> None:
         ids = np.array([*prompt, 0], np.uint32)
-        await self.run(GenerateRequest("", ids, namespace, pin=name))
+        await self.run(GenerateRequest("", ids, namespace, pin=name, is_host_pin=in_host))
 
     async def cached_tokens(self, prompt: list[int]) -> int:
         return (await self.ask([*prompt, 0], max_tokens=1))[0].cached_tokens

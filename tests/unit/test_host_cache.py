@@ -82,12 +82,61 @@ def test_nothing_is_there_after_it_was_cleared() -> None:
     assert cache.store(chain(1, 2)) == (chain(1, 2), [])
 
 
+def test_what_is_pinned_stays_whenever_it_came() -> None:
+    cache = host(4)
+    cache.store(chain(1, 2))
+    cache.pin("law", chain(1, 2, 3))
+    cache.store(chain(1, 2, 3))
+    assert cache.store(chain(4, 5)) == (chain(4), [])  # there is room for one more
+    assert cache.store(chain(6)) == (chain(6), chain(4))
+    assert [*cache] == chain(1, 2, 3, 6)
+
+
+def test_an_ended_pin_is_as_if_it_was_used_now() -> None:
+    cache = host(4)
+    cache.store(chain(1, 2))
+    cache.pin("law", chain(1, 2))
+    cache.store(chain(3, 4))
+    cache.pin("law", ())
+    assert cache.store(chain(5, 6, 7))[1] == chain(4, 3, 2)
+
+
+def test_a_block_of_two_pins_stays_until_both_have_ended() -> None:
+    cache = host(2)
+    cache.store(chain(1))
+    cache.pin("law", chain(1))
+    cache.pin("tax", chain(1, 2))
+    cache.pin("law", chain(9))
+    assert cache.store(chain(3, 4)) == (chain(3), [])
+    cache.pin("tax", ())
+    assert cache.store(chain(3, 4)) == (chain(4), chain(1))
+
+
 @given(prompts)
 def test_no_room_at_all_stores_nothing(prompt: list[Fingerprint]) -> None:
     cache = host(0)
     assert cache.store(prompt) == ([], [])
     cache.use(prompt, Keep(session=1))
     assert cache.hits(prompt) == len(cache) == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["store", "use", "pin law", "pin tax"]), prompts)))
+def test_pins_hold_through_anything(steps: list[tuple[str, list[Fingerprint]]]) -> None:
+    cache, pins = host(), dict[str, set[Fingerprint]]()
+    for step, prompt in steps:
+        pinned = {hash_ for each in pins.values() for hash_ in each if hash_ in cache}
+        if step == "store":
+            new, dropped = cache.store(prompt)
+            assert not pinned & {*dropped}
+            assert {*new} <= {*cache}
+        elif step == "use":
+            cache.use(prompt, Keep(session=1))
+        else:
+            cache.pin(step, list(dict.fromkeys(prompt)))
+            pins[step] = {*prompt}
+        held = {hash_ for each in pins.values() for hash_ in each if hash_ in cache}
+        assert len(cache) - len(held) == len(cache._idle)
+        assert len(cache) <= CAPACITY
 
 
 class LeastRecentlyUsed(RuleBasedStateMachine):

@@ -1,5 +1,14 @@
-from kvroute.contract.records import EngineFacts
-from kvroute.replica.engine.pins import pin_budget, room_for_pin
+"""How much room pins have, and which blocks they hold."""
+
+from types import SimpleNamespace
+from typing import cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.records import EngineFacts, HostTier
+from kvroute.replica.engine.pins import PinnedKeys, pin_budget, room_for_pin
+from kvroute.replica.engine.protocol import Engine
 
 
 def test_pins_take_their_share_but_leave_room_for_a_longest_request() -> None:
@@ -15,6 +24,32 @@ def test_pins_take_their_share_but_leave_room_for_a_longest_request() -> None:
 
 
 def test_a_pin_may_take_what_others_leave_and_what_it_has() -> None:
-    facts = EngineFacts(32, 100, 2048, 1000.0, pin_blocks=30)
-    assert room_for_pin("a", {"a": 10, "b": 12}, facts) == 18
-    assert room_for_pin("c", {"a": 10, "b": 12}, facts) == 8
+    engine = engine_with({"a": 10, "b": 12}, host=None)
+    assert room_for_pin("a", engine) == 18
+    assert room_for_pin("c", engine) == 8
+
+
+def test_host_memory_has_room_of_its_own() -> None:
+    engine = engine_with({"a": 30}, host=HostTier(1000, 1, 1.0, pin_blocks=300))
+    assert room_for_pin("b", engine) == 0
+    assert room_for_pin("b", engine, in_host=True) == 100
+    assert room_for_pin("b", engine_with({}, host=None), in_host=True) <= 0
+
+
+def engine_with(pins: dict[str, int], host: HostTier | None) -> Engine:
+    """It has a pin of 200 blocks in host memory, and room for 30 in its own."""
+    facts = EngineFacts(32, 100, 2048, 1000.0, pin_blocks=30, host=host)
+    return cast(Engine, SimpleNamespace(facts=facts, pins=pins, host_pins={"h": 200}))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 9), unique=True))))
+def test_a_block_is_pinned_as_long_as_one_of_its_pins(changes: list[tuple[str, list[int]]]) -> None:
+    pinned, told, pins = PinnedKeys[int](), set[int](), dict[str, list[int]]()
+    for name, keys in changes:
+        begun, over = pinned.change(name, keys)
+        pins[name] = keys
+        assert not told & {*begun}
+        assert told >= {*over}
+        told = (told | {*begun}) - {*over}
+        assert told == {key for each in pins.values() for key in each}
+        assert all((key in pinned) == (key in told) for key in range(10))

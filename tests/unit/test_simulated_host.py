@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.cache_groups import HOST_GROUPS, member
-from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier, Load
 from kvroute.replica.block_table import BlockTable, Changes
@@ -95,6 +95,32 @@ async def test_blocks_that_the_gpu_has_evicted_come_back(make: MakeEngine) -> No
     for number in (1, 2):
         assert await cached_tokens(engine, request(of(number))) == 0
     assert await cached_tokens(engine, request(of(1))) == 6 * SIZE
+
+
+async def test_what_is_pinned_in_host_memory_comes_back_whatever_came_between(
+    make: MakeEngine,
+) -> None:
+    engine = make(host=HostTier(16, BYTES, FAST.bytes_per_s, pin_blocks=6))
+    await cached_tokens(engine, request(of(1), pin="law", is_host_pin=True))
+    for number in range(2, 9):
+        await cached_tokens(engine, request(of(number)))
+    assert (engine.host_pins, engine.pins) == ({"law": 6}, {})
+    assert await cached_tokens(engine, request(of(1))) == 6 * SIZE
+    with pytest.raises(PinRefusedError, match="6 that pins may take in host memory"):
+        await cached_tokens(engine, request(of(2), pin="tax", is_host_pin=True))
+    await engine.unpin("law")
+    for number in range(2, 9):
+        await cached_tokens(engine, request(of(number)))
+    assert engine.host_pins == {}
+    assert await cached_tokens(engine, request(of(1))) == 0
+
+
+async def test_a_clear_ends_pins_in_host_memory(make: MakeEngine) -> None:
+    engine = make(host=HostTier(16, BYTES, FAST.bytes_per_s, pin_blocks=6))
+    await cached_tokens(engine, request(of(1), pin="law", is_host_pin=True))
+    assert await engine.reset_prefix_cache()
+    assert engine.host_pins == {}
+    await cached_tokens(engine, request(of(2), pin="tax", is_host_pin=True))
 
 
 async def test_without_host_memory_they_are_gone_but_for_those_still_there(
@@ -228,6 +254,8 @@ async def test_settings_make_the_tier() -> None:
         simulated_host_gb_per_s=10.0,
     )
     block_bytes = settings.block_size * 131_072
+    blocks = 500_000_000 // block_bytes
+    pin_blocks = int(settings.pin_share * blocks)
     for engine in await start_engines(settings):
-        assert engine.facts.host == HostTier(500_000_000 // block_bytes, block_bytes, 1e10)
+        assert engine.facts.host == HostTier(blocks, block_bytes, 1e10, pin_blocks)
         assert engine.members == (0, HOST_GROUPS)

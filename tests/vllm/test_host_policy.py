@@ -16,10 +16,11 @@ names = st.sets(st.integers(0, BLOCKS - 1))
     chances=st.lists(st.sampled_from([0.0, 0.2, 1.0]), min_size=BLOCKS, max_size=BLOCKS),
     protected=names,
     busy=names,
+    pinned=names,
     count=st.integers(1, BLOCKS),
 )
 def test_what_remains_is_in_the_order_it_was(
-    chances: list[float], protected: set[int], busy: set[int], count: int
+    chances: list[float], protected: set[int], busy: set[int], pinned: set[int], count: int
 ) -> None:
     from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
@@ -35,13 +36,22 @@ def test_what_remains_is_in_the_order_it_was(
         policy.chunks[key].ref_cnt = int(number in busy)
         if number not in busy:
             policy.mark_evictable(key)
+    policy.pin("law", [keys[number] for number in sorted(pinned)])
     before = list(policy._idle.in_order(clock.now_s))
     evicted = policy.evict(count, {keys[number] for number in protected})
     gone = {chunk.chunk_id for _, chunk in evicted or ()}
-    assert (evicted is None) == (count > BLOCKS - len(protected | busy))
-    assert not gone & (protected | busy)
+    assert (evicted is None) == (count > BLOCKS - len(protected | busy | pinned))
+    assert not gone & (protected | busy | pinned)
     assert gone == set([each for each in before if each not in protected][: len(gone)])
     assert list(policy._idle.in_order(clock.now_s)) == [n for n in before if n not in gone]
+    policy.used(keys)
+    policy.touch(keys, None)
+    for number in busy:  # its copy is over
+        policy.chunks[keys[number]].ref_cnt = 0
+        policy.mark_evictable(keys[number])
+    assert not pinned & {*policy._idle}
+    policy.pin("law", ())
+    assert len(policy._idle) == len(policy.chunks) == BLOCKS - len(gone)
 
 
 class Clock:

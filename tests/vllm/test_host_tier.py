@@ -73,6 +73,22 @@ async def test_a_later_turn_finds_in_host_memory_what_was_evicted(cache: Running
     assert told.in_s > 0
 
 
+async def test_a_pin_in_host_memory_outlasts_a_flood_of_both_tiers(cache: Running) -> None:
+    facts, prompt = cache.engine.facts, prompt_of(PROMPT, 5)
+    assert facts.host
+    other = prompt_of(PROMPT, 6)
+    await cache.pin("law", prompt, in_host=True)
+    await cache.ask(other, max_tokens=1)
+    assert (cache.engine.host_pins, cache.engine.pins) == ({"law": 20}, {})
+    for number in range(facts.host.blocks // 20 + 2):
+        await cache.ask(prompt_of(PROMPT, 2_000 + number), max_tokens=1)
+    assert await cache.cached_tokens(prompt) == PROMPT
+    assert await cache.cached_tokens(other) == 0
+    await cache.engine.unpin("law")
+    assert cache.engine.host_pins == {}
+    assert (await cache.compare()).drift == 0
+
+
 async def test_an_idle_engine_tells_of_its_last_copies(cache: Running) -> None:
     await cache.ask(prompt_of(PROMPT, 2), max_tokens=1)
     await until(lambda: len(cache.table.in_host) == PROMPT // BLOCK)

@@ -1,9 +1,12 @@
-"""Pins are limited to a part of the KV cache."""
+"""Pins are limited to a part of the KV cache, and of host memory."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
-from kvroute.contract.records import EngineFacts
+from kvroute.replica.engine.protocol import Engine
+
+K = TypeVar("K", bound=Hashable)
 
 
 def pin_budget(share: float, *, capacity_blocks: int, block_size: int, max_model_len: int) -> int:
@@ -12,21 +15,55 @@ def pin_budget(share: float, *, capacity_blocks: int, block_size: int, max_model
     return max(0, min(int(share * capacity_blocks), capacity_blocks - longest))
 
 
-def admit_pin(request: GenerateRequest, pins: Mapping[str, int], facts: EngineFacts) -> None:
+def admit_pin(request: GenerateRequest, engine: Engine) -> None:
     """Raises PinRefusedError when the request's pin does not fit in addition to the others.
 
     Blocks that two pins share count twice, here and in a replica's reports.
     """
-    blocks = len(request.prompt_ids) // facts.block_size
-    room = room_for_pin(request.pin, pins, facts)
+    blocks = len(request.prompt_ids) // engine.facts.block_size
+    room = room_for_pin(request.pin, engine, in_host=request.is_host_pin)
     if blocks > room:
+        memory = "host memory" if request.is_host_pin else "its KV cache"
+        most = _pins_of(engine, in_host=request.is_host_pin)[1]
         raise PinRefusedError(
-            f"{request.pin} needs {blocks} KV blocks and {room} of the {facts.pin_blocks} that "
-            "pins may take are free; drop a named prefix or give pins a larger share"
+            f"{request.pin} needs {blocks} KV blocks and {room} of the {most} that pins may take "
+            f"in {memory} are free; drop a named prefix or give pins a larger share"
         )
 
 
-def room_for_pin(name: str, pins: Mapping[str, int], facts: EngineFacts) -> int:
+def room_for_pin(name: str, engine: Engine, *, in_host: bool = False) -> int:
     """Blocks that are free for a pin of this name."""
-    others = sum(blocks for other, blocks in pins.items() if other != name)
-    return facts.pin_blocks - others
+    pins, most = _pins_of(engine, in_host=in_host)
+    return most - sum(blocks for other, blocks in pins.items() if other != name)
+
+
+def _pins_of(engine: Engine, *, in_host: bool) -> tuple[Mapping[str, int], int]:
+    """The pins in this memory, and how many blocks they may take."""
+    if not in_host:
+        return engine.pins, engine.facts.pin_blocks
+    return engine.host_pins, engine.facts.host.pin_blocks if engine.facts.host else 0
+
+
+class PinnedKeys(Generic[K]):
+    """Which blocks are pinned, by the pins' names. A block may be of several, or not there yet."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Sequence[K]] = {}
+        self._all: frozenset[K] = frozenset()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._all
+
+    def change(self, name: str, keys: Sequence[K]) -> tuple[list[K], list[K]]:
+        """The pin holds these blocks, in their prompt's order, instead of its earlier ones; without
+        any it ends. Returns those that are pinned from now on, and those that no longer are."""
+        earlier, before = self._of.pop(name, ()), self._all
+        if keys:
+            self._of[name] = keys
+        self._all = frozenset[K]().union(*self._of.values())
+        begun = [key for key in keys if key not in before]
+        return begun, [key for key in earlier if key not in self._all]
+
+    def clear(self) -> None:
+        self._of.clear()
+        self._all = frozenset()

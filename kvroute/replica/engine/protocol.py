@@ -17,7 +17,12 @@ class Engine(Protocol):
 
     @property
     def pins(self) -> Mapping[str, int]:
-        """Number of pinned blocks by the pin's name."""
+        """Number of blocks that are pinned in its own memory, by the pin's name."""
+        ...
+
+    @property
+    def host_pins(self) -> Mapping[str, int]:
+        """The same for host memory."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -28,7 +33,8 @@ class Engine(Protocol):
 
         When a request with a `pin` finishes, the prompt's full blocks are pinned and replace the
         earlier blocks of that name. They are never evicted, and serve requests of the same
-        namespace and adapter. Raises PinRefusedError, before any computation, when the pin does
+        namespace and adapter; with `is_host_pin`, host memory never drops its copies of them
+        instead. Raises PinRefusedError, before any computation, when the pin does
         not fit. Raises ValueError for a LoRA adapter that is unknown or cannot be loaded.
 
         When a request ends, its blocks are evicted in the order that its `keep` asks for

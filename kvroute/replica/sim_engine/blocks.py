@@ -190,6 +190,15 @@ class BlockPool:
         hashes = table.hashes[:blocks]
         return Table(tokens, table.scope, hashes, held, cached=blocks)
 
+    def pin_in_host(self, name: str, table: Table, blocks: int) -> None:
+        """The first blocks of this table stay in host memory."""
+        if self._host is not None:
+            self._host.pin(name, table.hashes[:blocks])
+
+    def unpin_in_host(self, name: str) -> None:
+        if self._host is not None:
+            self._host.pin(name, ())
+
     def reset(self) -> bool:
         """Clears all cached blocks. While a block is held, it clears nothing and returns False."""
         if self.used_blocks:

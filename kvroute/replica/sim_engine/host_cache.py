@@ -4,11 +4,12 @@ The simulated engine and the replay's engine model both use it. Nothing holds a 
 to the engine is taken to have what it needs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
+from kvroute.replica.engine.pins import PinnedKeys
 from kvroute.replica.engine.retention import IdleBlocks
 
 
@@ -18,7 +19,8 @@ class HostCache:
     def __init__(self, capacity_blocks: int, clock: Callable[[], float]) -> None:
         self.capacity_blocks = capacity_blocks
         self._clock = clock
-        self._idle = IdleBlocks(capacity_blocks)  # all slots with a block
+        self._idle = IdleBlocks(capacity_blocks)  # all slots with a block, but for pinned ones
+        self._pins = PinnedKeys[Fingerprint]()
         self.clear()
 
     def __len__(self) -> int:
@@ -40,12 +42,13 @@ class HostCache:
         hashes = list(dict.fromkeys(hashes))[: self.capacity_blocks]
         slots = self._take(hashes)  # so that none of them is dropped for another
         new = [hash_ for hash_ in hashes if hash_ not in self._slot_of]
+        new = new[: len(self._blank) + len(self._idle)]
         dropped = self._drop(len(new) - len(self._blank))
         for hash_ in new:
             slot = self._slot_of[hash_] = self._blank.pop()
             self._hash_of[slot] = hash_
         if new:
-            slots = [self._slot_of[hash_] for hash_ in hashes]
+            slots = self._unpinned(hashes)
         self._put(slots)
         return new, dropped
 
@@ -57,22 +60,40 @@ class HostCache:
             self._idle.label(slots, keep)
         self._put(slots)
 
+    def pin(self, name: str, hashes: Sequence[Fingerprint]) -> None:
+        """These blocks, of a prompt in its order, are never dropped, even if they come later. They
+        replace the earlier ones of that name; without any, the pin ends."""
+        begun, over = self._pins.change(name, hashes)
+        for hash_ in begun:
+            if (slot := self._slot_of.get(hash_)) is not None:
+                self._idle.take(slot)
+        self._put(self._unpinned(over))
+
     def end(self, session: int) -> None:
         """Its blocks are dropped first."""
         self._idle.end(session)
 
     def clear(self) -> None:
         self._idle.clear()
+        self._pins.clear()
         self._slot_of: dict[Fingerprint, int] = {}
         self._hash_of: dict[int, Fingerprint] = {}
         self._blank = list(range(self.capacity_blocks))
 
     def _take(self, hashes: Sequence[Fingerprint]) -> list[int]:
-        """The slots of those that are here. They cannot be dropped until they are put back."""
-        slots = [self._slot_of[hash_] for hash_ in dict.fromkeys(hashes) if hash_ in self._slot_of]
+        """Their slots. They cannot be dropped until they are put back."""
+        slots = self._unpinned(dict.fromkeys(hashes))
         for slot in slots:
             self._idle.take(slot)
         return slots
+
+    def _unpinned(self, hashes: Iterable[Fingerprint]) -> list[int]:
+        """The slots of those that are here and may be dropped."""
+        return [
+            self._slot_of[hash_]
+            for hash_ in hashes
+            if hash_ in self._slot_of and hash_ not in self._pins
+        ]
 
     def _put(self, slots: Sequence[int]) -> None:
         """The last ones are dropped first, so that shared prefixes stay longer."""

@@ -157,6 +157,7 @@ class SimulatedEngine(Engine):
         )
         self._adapters = Residents(self.facts.max_cpu_loras)
         self._pins: dict[str, Table] = {}
+        self._host_pins: dict[str, int] = {}
         self._jobs: set[_Job] = set()
         self._arrivals = count()
         self._waiting: list[_Choice] = []  # by their turns
@@ -173,6 +174,10 @@ class SimulatedEngine(Engine):
     @property
     def pins(self) -> Mapping[str, int]:
         return {name: len(table.blocks) for name, table in self._pins.items()}
+
+    @property
+    def host_pins(self) -> Mapping[str, int]:
+        return self._host_pins
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(self._chunks(request)) as chunks:
@@ -211,7 +216,7 @@ class SimulatedEngine(Engine):
     def _job(self, request: GenerateRequest, sampling: Sampling) -> _Job:
         """ValueError."""
         if request.pin:
-            admit_pin(request, self.pins, self.facts)
+            admit_pin(request, self)
         if request.lora and request.lora not in self.config.adapters:
             known = ", ".join(sorted(self.config.adapters))
             raise ValueError(
@@ -267,6 +272,8 @@ class SimulatedEngine(Engine):
     async def unpin(self, name: str) -> None:
         if table := self._pins.pop(name, None):
             self._pool.free(table)
+        if self._host_pins.pop(name, None):
+            self._pool.unpin_in_host(name)
 
     async def end_session(self, session: int) -> None:
         self._pool.end_session(session)
@@ -278,7 +285,7 @@ class SimulatedEngine(Engine):
     async def reset_prefix_cache(self) -> bool:
         if self._running or self._reloads:
             return False
-        for name in self.pins:
+        for name in {*self.pins, *self.host_pins}:
             await self.unpin(name)
         is_cleared = self._pool.reset()
         self._publish()
@@ -528,8 +535,12 @@ class SimulatedEngine(Engine):
             self._leave(choice, choice.keep)
 
     def _pin(self, request: GenerateRequest, table: Table) -> None:
-        replaced = self._pins.get(request.pin)
         blocks = len(request.prompt_ids) // self.config.block_size
+        if request.is_host_pin:
+            self._pool.pin_in_host(request.pin, table, blocks)
+            self._host_pins[request.pin] = blocks
+            return
+        replaced = self._pins.get(request.pin)
         self._pins[request.pin] = self._pool.share(table, blocks)
         if replaced:
             self._pool.free(replaced)

@@ -53,7 +53,7 @@ from kvroute.replica.vllm_engine.last_words import LastWords
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.priority import priority_of
 from kvroute.replica.vllm_engine.rank_core import RankCore
-from kvroute.replica.vllm_engine.scheduler import PIN
+from kvroute.replica.vllm_engine.scheduler import HOST_PIN, PIN
 from kvroute.replica.vllm_engine.subscription import Subscription
 from kvroute.settings.replica import ReplicaSettings
 
@@ -85,6 +85,7 @@ class VllmEngine:
         self._http = http
         self._words = words
         self._pins: dict[str, int] = {}
+        self._host_pins: dict[str, int] = {}
         # The engine's; those of all ranks are rank 0's to watch.
         self._processes = [] if core.rank else psutil.Process().children(recursive=True)
         self._unfinished = 0  # requests
@@ -166,7 +167,7 @@ class VllmEngine:
     async def _unread(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Tokens that nobody reads."""
         if request.pin:
-            admit_pin(request, self.pins, self.facts)
+            admit_pin(request, self)
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=cache_salt(request))
         params = SamplingParams(
             max_tokens=request.max_tokens,
@@ -174,7 +175,7 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=keep_args(request) | ({PIN: request.pin} if request.pin else {}) or None,
+            extra_args=keep_args(request) | _pin_args(request) or None,
         )
         try:
             lora = await self._adapters.ready(request.lora)
@@ -198,8 +199,15 @@ class VllmEngine:
     def pins(self) -> Mapping[str, int]:
         return self._pins
 
+    @property
+    def host_pins(self) -> Mapping[str, int]:
+        return self._host_pins
+
     async def _count_pin(self, request: GenerateRequest) -> None:
         """Raises PinRefusedError when the cache has not kept what a later prompt needs."""
+        if request.is_host_pin:
+            self._host_pins[request.pin] = len(request.prompt_ids) // self.facts.block_size
+            return
         hit_tokens = self.facts.layout.hit_tokens if self.facts.layout else self.facts.block_size
         wanted = (len(request.prompt_ids) - 1) // hit_tokens * hit_tokens
         tokens: int = await self._core.call("kvroute_pinned", request.pin)
@@ -211,7 +219,8 @@ class VllmEngine:
             )
 
     async def unpin(self, name: str) -> None:
-        if self._pins.pop(name, None) is not None:
+        pins = [each.pop(name, None) for each in (self._pins, self._host_pins)]
+        if pins != [None, None]:
             self._stats.kv_usage = await self._core.call("kvroute_unpin", name)
 
     async def events(self) -> AsyncIterator[list[KVEvent]]:
@@ -258,6 +267,7 @@ class VllmEngine:
         is_cleared = bool(await self._core.call("reset_prefix_cache"))
         if is_cleared:
             self._pins.clear()
+            self._host_pins.clear()
         return is_cleared
 
     async def close(self) -> None:
@@ -407,5 +417,12 @@ def _facts(
         engine="vllm",
         content_format=content_format,
         layout=division.layout if prefix_caching else None,
-        host=division.host_tier(reload_claim()),
+        host=division.host_tier(reload_claim(), settings.pin_share),
     )
+
+
+def _pin_args(request: GenerateRequest) -> dict[str, str]:
+    """In a request's extra_args."""
+    if not request.pin:
+        return {}
+    return {HOST_PIN if request.is_host_pin else PIN: request.pin}

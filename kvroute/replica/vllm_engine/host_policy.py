@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvroute.contract.keep import Keep
+from kvroute.replica.engine.pins import PinnedKeys
 from kvroute.replica.engine.retention import IdleBlocks
 
 
@@ -21,6 +22,7 @@ class RetentionPolicy(CachePolicy):
         self.chunks: dict[OffloadKey, ChunkStatus] = {}
         self._keys: dict[int, OffloadKey] = {}  # of each place
         self._idle = IdleBlocks(cache_capacity)
+        self._pins = PinnedKeys[OffloadKey]()
         self._clock = clock
 
     def label(self, keys: Iterable[OffloadKey], keep: Keep) -> None:
@@ -30,10 +32,18 @@ class RetentionPolicy(CachePolicy):
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """A request used these blocks until now, in the prompt's order: of them the last one goes
         first."""
-        ids = [each.chunk_id for each in self._there(reversed(keys)) if each.ref_cnt == 0]
+        ids = self._at_rest(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:
             self._idle.take(id_)
         self._idle.put(ids, self._clock())
+
+    def pin(self, name: str, keys: Sequence[OffloadKey]) -> None:
+        """These blocks, of a prompt in its order, are never dropped, even if they come later. They
+        replace the earlier ones of that name; without any, the pin ends."""
+        begun, over = self._pins.change(name, keys)
+        for id_ in self._at_rest(begun):
+            self._idle.take(id_)
+        self._idle.put(self._at_rest(reversed(over)), self._clock())
 
     def end(self, session: int) -> None:
         self._idle.end(session)
@@ -56,16 +66,18 @@ class RetentionPolicy(CachePolicy):
         """A request's end says more (`used`)."""
 
     def mark_evictable(self, key: OffloadKey) -> None:
-        self._idle.put([self.chunks[key].chunk_id], self._clock())
+        if key not in self._pins:
+            self._idle.put([self.chunks[key].chunk_id], self._clock())
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
-        self._idle.take(self.chunks[key].chunk_id)
+        if key not in self._pins:
+            self._idle.take(self.chunks[key].chunk_id)
 
     def evict(
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         """None: there are too few besides the protected ones."""
-        kept = [each.chunk_id for each in self._there(protected) if each.ref_cnt == 0]
+        kept = self._at_rest(key for key in protected if key not in self._pins)
         if len(self._idle) - len(kept) < n:
             return None
         gone = [self._keys.pop(id_) for id_ in self._idle.pop(n, self._clock(), set(kept))]
@@ -75,6 +87,11 @@ class RetentionPolicy(CachePolicy):
         self.chunks.clear()
         self._keys.clear()
         self._idle.clear()
+        self._pins.clear()
+
+    def _at_rest(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """The numbers of those that are here, and that nothing copies."""
+        return [each.chunk_id for each in self._there(keys) if each.ref_cnt == 0]
 
     def _there(self, keys: Iterable[OffloadKey]) -> list[ChunkStatus]:
         found = map(self.chunks.get, keys)

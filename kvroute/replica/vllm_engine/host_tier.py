@@ -90,6 +90,16 @@ class HostTier:
         self._recent.clear()
         self._is_told = False
 
+    def pin(self, name: str, request: Request) -> None:
+        """The full blocks of its prompt stay; the tier may still have to copy some."""
+        if status := self._connector.scheduler._req_status.get(request.request_id):
+            ends = status.req_context._offload_key_positions
+            keys = (key for key, end in ends.items() if end <= request.num_prompt_tokens)
+            self._policy.pin(name, sorted(keys, key=ends.__getitem__))
+
+    def unpin(self, name: str) -> None:
+        self._policy.pin(name, ())
+
     # What requests say of their blocks, as in Keeping.
 
     def ended(self, request: Request) -> None:

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host_tier import HostTier
 
 ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt tokens were answered
-PIN = "kvroute_pin"  # in a request's extra_args: the name under which its prompt is pinned
+# In a request's extra_args: the name under which its prompt is pinned, in either memory.
+PIN, HOST_PIN = "kvroute_pin", "kvroute_host_pin"
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,12 @@ class _Kvroute:
     def _free_blocks(self, request: Request) -> None:
         """vLLM calls this at a request's end, not when it is preempted."""
         params = request.sampling_params
-        name = ((params and params.extra_args) or {}).get(PIN)
-        if name and request.status != RequestStatus.FINISHED_ABORTED:
-            self._pin(name, request)
+        extra = (params and params.extra_args) or {}
+        if request.status != RequestStatus.FINISHED_ABORTED:
+            if name := extra.get(PIN):
+                self._pin(name, request)
+            if self.host and (name := extra.get(HOST_PIN)):
+                self.host.pin(name, request)
         self.keeping.label(request)
         if self.host:
             self.host.ended(request)
@@ -141,6 +145,8 @@ class _Kvroute:
     def unpin(self, name: str) -> None:
         if pin := self.pins.pop(name, None):
             pin.release()
+        if self.host:
+            self.host.unpin(name)
 
     @property
     def _managers(self) -> Sequence[SingleTypeKVCacheManager]:

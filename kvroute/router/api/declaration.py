@@ -23,6 +23,7 @@ MAX_PARTS = 1024  # of a message
 
 Name = Annotated[str, Field(max_length=256)]
 Replicas = Literal["all"] | Annotated[int, Field(strict=True, ge=1)]
+Pinned = StrictBool | Literal["host"]  # in host memory instead of in the engines' own
 
 
 def _problem(message: str) -> PydanticCustomError:
@@ -98,7 +99,9 @@ class PrefixDeclaration(BaseModel):
     ttl_s: float | None = Field(
         None, strict=True, gt=0, allow_inf_nan=False, description="seconds, more than 0"
     )
-    pinned: StrictBool = Field(True, description="true or false")
+    pinned: Annotated[Pinned, WrapValidator(_as_one)] = Field(
+        True, description='true, false or "host"'
+    )
     shared: StrictBool = Field(False, description="true or false")
 
     @model_validator(mode="after")

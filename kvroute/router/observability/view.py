@@ -132,7 +132,7 @@ class View:
             "host_blocks": record.facts.host.blocks if record.facts.host else 0,
             "cached_blocks": self._blocks.get(record.id),
             "used_blocks": record.load.used_blocks,
-            "pinned_blocks": sum(warm.blocks for warm in record.pins.values() if warm.is_pinned),
+            "pinned_blocks": sum(warm.pinned_blocks for warm in record.pins.values()),
             "running": record.load.running,
             "waiting": record.load.waiting,
         }

@@ -99,10 +99,13 @@ class Catalogue:
         """The live replicas as of the last poll."""
         return self._fleet.records
 
-    def holders(self, token_ids: TokenIds, namespace: str) -> set[str]:
+    def holders(
+        self, token_ids: TokenIds, namespace: str, *, in_any_tier: bool = False
+    ) -> set[str]:
         """The replicas that hold all of it in their caches, according to the index."""
         shared = self.shared_tokens(token_ids) if namespace else 0
-        return self._fleet.holders(token_ids, Scope("", namespace, shared))
+        scope = Scope("", namespace, shared)
+        return self._fleet.holders(token_ids, scope, in_any_tier=in_any_tier)
 
     def get(self, id_: str) -> Prefix | None:
         """The newest version that is warm on all its replicas; if there is none, the newest."""

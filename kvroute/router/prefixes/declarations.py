@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from redis.exceptions import RedisError
 
@@ -63,11 +63,12 @@ class Declarations:
             token_ids,
             source,
             None if declaration.replicas == "all" else declaration.replicas,
-            declaration.pinned,
+            declaration.pinned is not False,
             declaration.ttl_s and time.time() + declaration.ttl_s,
             tenant=tenant,
             namespace=caller.salt if caller and is_own else "",
             is_shared=declaration.shared,
+            is_in_host=declaration.pinned == "host",
         )
         with needing_redis():
             return await self._declare(wanted, limits)
@@ -132,6 +133,7 @@ class Declarations:
                 tenant=wanted.tenant,
                 namespace=wanted.namespace,
                 is_shared=wanted.is_shared,
+                is_in_host=wanted.is_in_host,
             )
         except OtherTenantError:
             raise _of_another(wanted.label) from None
@@ -153,34 +155,37 @@ class Declarations:
         if not wanted.is_pinned:
             return
         needed = wanted.full_blocks(self._block_size)
-        taken = self._pinned_blocks(records)
+        taken = self._pinned_blocks(records, in_host=wanted.is_in_host)
         for record in keepers(wanted, records):
-            budget = record.facts.pin_blocks
+            budget = _pin_blocks(wanted, record)
             free = max(0, budget - taken[record.id])
             if needed > free:
                 raise ApiError(
                     409,
                     f"prefix {wanted.label!r} needs {needed} KV blocks, and replica {record.id} "
-                    f"has {free} of its {budget} for pinned prefixes free; drop a prefix, raise "
-                    '--pin-share, or send "pinned": false for one that may be evicted',
+                    f"has {free} of its {budget} for pinned prefixes {_memory(wanted)} free; drop "
+                    f"a prefix, raise {_options(wanted)}, or send "
+                    '"pinned": false for one that may be evicted',
                     param="pinned",
                     code="pin_budget_exceeded",
                 )
 
     def _warm(self, prefix: Prefix, assigned: Records) -> Records:
         """The replicas where it is warm, by their records; if not pinned, checked in the index too,
-        since it may have been evicted."""
+        since it may have been evicted. Host memory gets its copies a little later."""
         warm = [record for record in assigned if is_warm(prefix, record)]
-        if not prefix.full_blocks(self._block_size) or all(_is_pinned(prefix, r) for r in warm):
+        if not prefix.full_blocks(self._block_size) or all(_is_held(prefix, r) for r in warm):
             return warm
-        holders = self._catalogue.holders(prefix.token_ids, prefix.namespace)
-        return [record for record in warm if _is_pinned(prefix, record) or record.id in holders]
+        holders = self._catalogue.holders(
+            prefix.token_ids, prefix.namespace, in_any_tier=prefix.is_in_host
+        )
+        return [record for record in warm if _is_held(prefix, record) or record.id in holders]
 
-    def _pinned_blocks(self, records: Records) -> Counter[str]:
+    def _pinned_blocks(self, records: Records, *, in_host: bool) -> Counter[str]:
         """Blocks that each replica has to pin now; blocks shared by two prefixes count twice."""
         taken = Counter[str]()
         for prefix in self._catalogue.all():
-            if prefix.is_pinned:
+            if prefix.is_pinned and prefix.is_in_host == in_host:
                 for record in keepers(prefix, records):
                     taken[record.id] += prefix.full_blocks(self._block_size)
         return taken
@@ -213,7 +218,7 @@ class Declarations:
             "extra_replicas": prefix.extra_replicas,
             "assigned_to": [record.id for record in assigned],
             "warm_on": [record.id for record in warm],
-            "pinned": bool(warm) and all(_is_pinned(prefix, record) for record in warm),
+            "pinned": bool(warm) and _pinned(prefix, warm),
             "hits": hits,
             "tokens_saved": tokens_saved,
             "expires_at": prefix.expires_at_s,
@@ -230,6 +235,30 @@ def _of_another(name: str) -> ApiError:
     )
 
 
-def _is_pinned(prefix: Prefix, record: ReplicaRecord) -> bool:
+def _pin_blocks(prefix: Prefix, record: ReplicaRecord) -> int:
+    """That pins may take where this one would be."""
+    if not prefix.is_in_host:
+        return record.facts.pin_blocks
+    return record.facts.host.pin_blocks if record.facts.host else 0
+
+
+def _memory(prefix: Prefix) -> str:
+    return "in host memory" if prefix.is_in_host else "in its KV cache"
+
+
+def _options(prefix: Prefix) -> str:
+    return "--pin-share or --host-cache-gb" if prefix.is_in_host else "--pin-share"
+
+
+def _pinned(prefix: Prefix, warm: Records) -> bool | Literal["host"]:
+    """Whether it is on all of these replicas."""
+    found = [record.pins.get(prefix.name) for record in warm]
+    if not all(each and each.is_pinned for each in found):
+        return False
+    return "host" if any(each and each.is_in_host for each in found) else True
+
+
+def _is_held(prefix: Prefix, record: ReplicaRecord) -> bool:
+    """The engine's own memory has it, whatever comes."""
     warm = record.pins.get(prefix.name)
-    return warm is not None and warm.is_pinned
+    return warm is not None and warm.is_pinned and not warm.is_in_host

@@ -214,11 +214,14 @@ class Fleet:
         blocks = self._usable(reusable_blocks(len(token_ids), self._block_size))
         return self._space.chain(token_ids[: blocks * self._block_size], scope, features)
 
-    def holders(self, token_ids: TokenIds, scope: Scope = EVERYBODY) -> set[str]:
-        """The replicas that hold all full blocks of these tokens."""
+    def holders(
+        self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, in_any_tier: bool = False
+    ) -> set[str]:
+        """The replicas that hold all full blocks of these tokens in GPU memory, or in either."""
         one_more = np.append(token_ids, token_ids[:1])  # makes the last block reusable
         chain = self.chain(one_more, scope)
-        return {id_ for id_, blocks in self.hits(chain).items() if blocks == len(chain)}
+        hits = self.hits(chain) | (self._hits_in_any_tier(chain) if in_any_tier else {})
+        return {id_ for id_, blocks in hits.items() if blocks == len(chain)}
 
     @property
     def least_blocks(self) -> int:
@@ -451,11 +454,8 @@ class Fleet:
     ) -> dict[str, tuple[int, float]]:
         """replica id -> blocks that it would reload behind the hit in its GPU's memory, and the
         seconds until it has; no entry: none, or it computes them in less time."""
-        deeper = self.mirror.hits_in_any_tier(chain)
-        if self._boundaries:
-            deeper = self._by_layout(deeper, chain, self.mirror.hits_at_in_any_tier)
         found = {}
-        for replica_id, depth in deeper.items():
+        for replica_id, depth in self._hits_in_any_tier(chain).items():
             begin = hits.get(replica_id, 0)
             if depth <= begin or replica_id in self.handshake.degraded:
                 continue
@@ -465,6 +465,13 @@ class Fleet:
             if reload_s < load.speed.slowness * load.model.seconds(*tokens):
                 found[replica_id] = (depth - begin, load.reloads.wait_s(now_s) + reload_s)
         return found | self._awaited(chain, hits, found, now_s)
+
+    def _hits_in_any_tier(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
+        """As `hits`, for the replicas that have a host tier."""
+        hits = self.mirror.hits_in_any_tier(chain)
+        if not self._boundaries:
+            return hits
+        return self._by_layout(hits, chain, self.mirror.hits_at_in_any_tier)
 
     def _awaited(
         self,
