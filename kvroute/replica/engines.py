@@ -10,6 +10,7 @@ import psutil
 
 from kvroute.contract.records import HostTier
 from kvroute.process.builtin_model import resolve
+from kvroute.replica.engine.pins import pin_budget
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.vllm_engine.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
@@ -33,12 +34,13 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
     from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 
     capacity_tokens = settings.simulated_blocks * settings.block_size
+    max_model_len = min(capacity_tokens, settings.max_model_len or _context_tokens(folder))
     config = SimulatedConfig(
         model=settings.served_model_name,
         revision=settings.revision,
         block_size=settings.block_size,
         capacity_blocks=settings.simulated_blocks,
-        max_model_len=min(capacity_tokens, settings.max_model_len or _context_tokens(folder)),
+        max_model_len=max_model_len,
         prefill_tokens_per_s=settings.simulated_prefill_tokens_per_s,
         decode_step_s=settings.simulated_decode_ms / 1000,
         decode_per_seq_s=0.0,
@@ -46,7 +48,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
         stream_interval=settings.stream_interval,
         prefix_caching=settings.prefix_caching,
         pin_share=settings.pin_share,
-        host=_simulated_host(settings),
+        host=_simulated_host(settings, max_model_len),
         adapters=frozenset(adapter.name for adapter in settings.adapters),
         max_loras=settings.max_loras,
         max_cpu_loras=settings.kept_loras,
@@ -54,13 +56,18 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
     return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
 
 
-def _simulated_host(settings: ReplicaSettings) -> HostTier | None:
+def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> HostTier | None:
     """Host memory of one rank."""
     block_bytes = settings.block_size * SIMULATED_TOKEN_BYTES
     blocks = settings.host_cache_bytes(psutil.virtual_memory().total) // block_bytes
     if not blocks or not settings.prefix_caching:
         return None
-    pin_blocks = int(settings.pin_share * blocks)
+    pin_blocks = pin_budget(
+        settings.pin_share,
+        capacity_blocks=blocks,
+        block_size=settings.block_size,
+        max_model_len=max_model_len,
+    )
     return HostTier(blocks, block_bytes, 1e9 * settings.simulated_host_gb_per_s, pin_blocks)
 
 

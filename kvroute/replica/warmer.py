@@ -187,38 +187,43 @@ class Warmer:
         self._on_change()
 
     async def _bring_back(self) -> None:
-        """An engine with nothing else to do has what is pinned in host memory in its own, before
-        it is asked for; and computes what host memory has lost."""
+        """An engine with nothing else to do has what is pinned in host memory in its own, too,
+        before it is asked for. What host memory has lost it computes."""
         now_s = time.monotonic()
         if not self.has_evicted or now_s < self._brought_back_s + BRING_BACK_S:
             return
         self.has_evicted, self._brought_back_s = False, now_s
         room = int(BRING_BACK_SHARE * self._engine.facts.capacity_blocks)
         for kept in [each for each in self._kept.values() if each.warm.is_in_host]:
+            if kept.warm.blocks > room:
+                continue
             room -= kept.warm.blocks
-            load = self._engine.load()
-            if room < 0:
-                return
-            if load.running or load.waiting:
+            if not await self._compute(kept.prefix, only_if_idle=True):
                 self.has_evicted = True
                 return
-            await self._compute(kept.prefix, pin="")
 
-    async def _compute(self, prefix: Prefix, *, pin: str) -> None:
+    async def _compute(self, prefix: Prefix, *, pin: str = "", only_if_idle: bool = False) -> bool:
         """Brings all full blocks into the cache. While the replica serves, it computes them in
-        slices; after each slice, running requests get the same amount of time."""
+        slices; after each slice, running requests get the same amount of time. False: it stopped,
+        as there are such requests, and only_if_idle."""
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         if not self._is_serving or not full_blocks:
             await self._compute_first(full_blocks, prefix, pin)
-            return
+            return True
         blocks = 0
         while blocks < full_blocks:
+            if only_if_idle and self._is_busy():
+                return False
             blocks = min(full_blocks, blocks + self._slice_blocks)
             took_s = await self._compute_first(blocks, prefix, pin)
             self._adapt_slices(took_s)
-            load = self._engine.load()
-            if load.running or load.waiting:
+            if self._is_busy():
                 await asyncio.sleep(took_s)
+        return True
+
+    def _is_busy(self) -> bool:
+        load = self._engine.load()
+        return load.running + load.waiting > 0
 
     def _adapt_slices(self, took_s: float) -> None:
         fitting = int(self._slice_blocks * SLICE_S / max(took_s, 1e-6))
@@ -235,6 +240,7 @@ class Warmer:
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
         # With one more token, any one, all blocks can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
+        is_pinned = pin or prefix.name in self._engine.host_pins
         request = GenerateRequest(
             f"warm {prefix.name} {blocks}",
             token_ids,
@@ -242,7 +248,7 @@ class Warmer:
             pin=pin,
             is_host_pin=prefix.is_in_host,
             shared_tokens=self._shared_tokens(prefix),
-            keep=None if pin else _promise(prefix, time.time()),
+            keep=None if is_pinned else _promise(prefix, time.time()),
         )
         async for _ in self._engine.generate(request):
             pass

@@ -45,6 +45,7 @@ def decide(
     redis_url: str,
     cluster: str,
     other_replicas: int,
+    drain_timeout_s: float,
     local_only: bool = False,
 ) -> ModelSettings:
     """Completes the user's options. other_replicas: of other models on the same machines.
@@ -61,6 +62,7 @@ def decide(
         "redis_url": redis_url,
         "cluster": cluster,
         "local_only": local_only,
+        "drain_timeout_s": drain_timeout_s,
         "block_size": options.block_size or (GPU_BLOCK_SIZE if gpus else CPU_BLOCK_SIZE),
         "gpus_per_replica": gpus,
         "tensor_parallel_size": max(1, gpus // options.data_parallel_size),

@@ -76,6 +76,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
                 redis_url=redis_url,
                 cluster=self.cluster or cluster,
                 local_only=local_only,
+                drain_timeout_s=self.drain_timeout_s,
                 other_replicas=replicas - one.replicas,
             )
             for one, about in zip(self.each, found, strict=True)

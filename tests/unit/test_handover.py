@@ -1,12 +1,14 @@
 """What only a replica had that has left is computed elsewhere, if the price says so."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.contract.cache_groups import CacheGroup, Layout
 from kvroute.contract.chain import Scope
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import Keep
@@ -26,15 +28,18 @@ TOKENS = 201  # of a prompt: 50 reusable blocks, 0.2 s of prefill
 class Router(RequestObserver):
     """One of a fleet of three replicas, which compute at once what they are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout | None = None) -> None:
         self.now_s = 100.0
         self.running = ["a", "b", "c"]
         self.is_free = True
         self.is_broken = False
+        self.during: Callable[[], object] = lambda: None  # while a replica computes
         self.requests: list[tuple[str, GenerateRequest]] = []
         self.told: list[Attempt] = []
         self.fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
-        self.fleet.update([record(name, capacity_blocks=1000) for name in self.running])
+        self.fleet.update(
+            [record(name, capacity_blocks=10_000, layout=layout) for name in self.running]
+        )
         for name in self.running:
             self.fleet.mirror.join(name)
         self.handover = HandOver(
@@ -53,6 +58,7 @@ class Router(RequestObserver):
 
     async def send(self, replica_id: str, request: GenerateRequest) -> None:
         self.requests.append((replica_id, request))
+        self.during()
         if self.is_broken:
             raise UnansweredError("it is gone")
         tokens = len(request.token_ids)
@@ -60,7 +66,10 @@ class Router(RequestObserver):
         self.hold(replica_id, request.token_ids)
 
     def hold(self, replica_id: str, token_ids: TokenIds) -> None:
-        self.fleet.mirror.add(replica_id, self.fleet.chain(token_ids))
+        if replica_id not in self.fleet.mirror.replica_ids:
+            return
+        chain = self.fleet.chain(token_ids)
+        self.fleet.mirror.add(replica_id, self.fleet.added(replica_id, chain))
 
     def chat(self, token_ids: TokenIds, to: str = "a", said: Said = NOTHING_SAID) -> TokenIds:
         """A turn that this replica has answered; its prompt."""
@@ -70,8 +79,13 @@ class Router(RequestObserver):
         attempt = self.fleet.sent(placement, to, str(self.now_s), self.now_s, context)
         self.hold(to, token_ids)
         attempt.end("ok")
-        self.handover.prompts.see(retention.turn, token_ids, Scope())
+        self.handover.remember(retention.turn, token_ids, Scope())
         return token_ids
+
+    def crowd(self, replica_id: str, tokens: int = 1000) -> Attempt:
+        """A request of a client is there."""
+        placement = self.fleet.place(prompt(99, tokens), self.running, self.now_s)
+        return self.fleet.sent(placement, replica_id, f"crowd {self.now_s}", self.now_s)
 
     def leave(self, replica_id: str) -> None:
         self.running.remove(replica_id)
@@ -170,13 +184,86 @@ async def test_a_busy_fleet_computes_nothing_ahead() -> None:
     router = Router()
     chat = router.chat(prompt(1))
     router.running.remove("c")
-    placement = router.fleet.place(prompt(99, 1000), router.running, router.now_s)
-    other = router.fleet.sent(placement, "b", "other", router.now_s)
+    other = router.crowd("b")
     router.leave("a")
     assert not await router.handover.step()
     other.end("ok")
     await router.finish()
     assert router.hits(chat) == 50
+
+
+async def test_a_busy_replica_holds_up_its_own_prompts_only() -> None:
+    router = Router()
+    first, second = router.chat(prompt(1)), router.chat(prompt(2))
+    for chat, home in ((first, "b"), (second, "c")):  # where most of each is, too
+        router.fleet.mirror.add(home, router.fleet.chain(chat)[:40])
+    router.leave("a")
+    other = router.crowd("c", 50)
+    await router.finish()
+    assert (router.hits(first), router.hits(second)) == (50, 40)
+    other.end("ok")
+    await router.finish()
+    assert (router.hits(second), router.outcomes) == (50, {"computed": 2})
+
+
+async def test_what_clients_interrupt_goes_on_with_what_is_still_there() -> None:
+    router = Router()
+    chat = router.chat(prompt(1, 4001))  # 1,000 blocks
+    router.leave("a")
+    others = list[Attempt]()
+
+    def crowd() -> None:
+        if not others:
+            others.append(router.crowd(router.requests[0][0]))
+
+    router.during = crowd
+    assert not await router.handover.step()
+    assert len(router.requests) == 1
+    home, _ = router.requests[0]
+    router.fleet.mirror.join(home)  # all is evicted
+    others[0].end("ok")
+    await router.finish()
+    assert [request.expected_tokens for _, request in router.requests[:2]] == [0, 0]
+    assert (router.hits(chat), router.outcomes) == (1000, {"computed": 1})
+
+
+async def test_that_another_replica_leaves_is_seen_between_two_slices() -> None:
+    router = Router()
+    router.chat(prompt(1, 1001))
+    chat = router.chat(prompt(2), to="b")
+    router.leave("a")
+    router.running.remove("c")  # is back soon
+
+    def other_leaves() -> None:
+        router.running[:] = ["c"]
+        router.fleet.mirror.drop("b")
+
+    router.during = other_leaves
+    assert not await router.handover.step()
+    await router.finish()
+    assert (router.hits(chat), router.outcomes) == (50, {"computed": 2})
+
+
+async def test_what_a_draining_replica_still_answers_is_handed_over_too() -> None:
+    router = Router()
+    router.running.remove("a")
+    router.handover.watch()
+    chat = router.chat(prompt(1), to="a")
+    router.fleet.mirror.drop("a")
+    await router.finish()
+    assert (router.hits(chat), router.outcomes) == (50, {"computed": 1})
+
+
+async def test_slices_end_where_a_later_prompt_can_begin() -> None:
+    step = 70  # blocks: 0.28 s
+    groups = CacheGroup("full_attention", BLOCK), CacheGroup("mamba", step * BLOCK)
+    router = Router(Layout(groups, step * BLOCK))
+    router.chat(prompt(1, 8001))
+    router.leave("a")
+    await router.finish()
+    ends = [(len(request.token_ids) - 1) // BLOCK for _, request in router.requests]
+    assert ends == [*range(step, 2000, step)]
+    assert router.fleet.prefill_s("b", ends[-1] * BLOCK, ends[-2] * BLOCK) > SLICE_S
 
 
 async def test_who_waits_comes_first() -> None:

@@ -241,7 +241,9 @@ def test_models_that_are_only_named_have_everything_in_common(
 
 def test_each_of_several_models_may_have_settings_of_its_own() -> None:
     models = '[{"model": "a", "served_model_name": "fast", "block_size": 64}, {"replicas": 1}]'
-    first, second = load({"models": models, "pin_share": 0.1, "redis_url": "redis://r"}).decided()
+    common = {"pin_share": 0.1, "redis_url": "redis://r", "drain_timeout_s": 30.0}
+    first, second = load({"models": models, **common}).decided()
+    assert (first.drain_timeout_s, second.drain_timeout_s) == (30.0, 30.0)
     assert (first.served_model_name, first.model, first.replicas) == ("fast", "a", 2)
     assert (second.served_model_name, second.replicas) == ("SmolLM2-135M-Instruct", 1)
     assert (first.block_size, second.block_size) == (64, 32)

@@ -249,12 +249,12 @@ async def test_settings_make_the_tier() -> None:
         served_model_name="m",
         redis_url="redis://unused",
         engine="simulated",
-        host_cache_gb="1",
+        host_cache_gb="4",
         data_parallel_size=2,
         simulated_host_gb_per_s=10.0,
     )
     block_bytes = settings.block_size * 131_072
-    blocks = 500_000_000 // block_bytes
+    blocks = 2_000_000_000 // block_bytes
     pin_blocks = int(settings.pin_share * blocks)
     for engine in await start_engines(settings):
         assert engine.facts.host == HostTier(blocks, block_bytes, 1e10, pin_blocks)

@@ -49,21 +49,28 @@ class PinnedKeys(Generic[K]):
 
     def __init__(self) -> None:
         self._of: dict[str, Sequence[K]] = {}
-        self._all: frozenset[K] = frozenset()
+        self._counts: dict[K, int] = {}  # how many pins have it
 
     def __contains__(self, key: K) -> bool:
-        return key in self._all
+        return key in self._counts
 
     def change(self, name: str, keys: Sequence[K]) -> tuple[list[K], list[K]]:
-        """The pin holds these blocks, in their prompt's order, instead of its earlier ones; without
-        any it ends. Returns those that are pinned from now on, and those that no longer are."""
-        earlier, before = self._of.pop(name, ()), self._all
+        """The pin holds these blocks, of a prompt in its order and each once, instead of its
+        earlier ones; without any it ends. Returns those that are pinned from now on, and those
+        that no longer are."""
+        earlier, counts = self._of.pop(name, ()), self._counts
         if keys:
             self._of[name] = keys
-        self._all = frozenset[K]().union(*self._of.values())
-        begun = [key for key in keys if key not in before]
-        return begun, [key for key in earlier if key not in self._all]
+        begun = [key for key in keys if key not in counts]
+        for key in keys:
+            counts[key] = counts.get(key, 0) + 1
+        for key in earlier:
+            counts[key] -= 1
+        over = [key for key in earlier if not counts[key]]
+        for key in over:
+            del counts[key]
+        return begun, over
 
     def clear(self) -> None:
         self._of.clear()
-        self._all = frozenset()
+        self._counts.clear()

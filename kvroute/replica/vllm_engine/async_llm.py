@@ -6,10 +6,12 @@ import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
 import psutil
+from msgspec.structs import replace
 from vllm.config import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -399,6 +401,13 @@ def _facts(
     prefill = prefill_claim()
     prefix_caching = bool(config.cache_config.enable_prefix_caching)
     capacity_blocks = division.capacity_blocks(division.blocks)
+    host = division.host_tier(reload_claim())
+    pins_in = partial(
+        pin_budget,
+        settings.pin_share if prefix_caching else 0.0,
+        block_size=division.unit,
+        max_model_len=config.model_config.max_model_len,
+    )
     return EngineFacts(
         block_size=division.unit,
         capacity_blocks=capacity_blocks,
@@ -406,18 +415,13 @@ def _facts(
         prefill_tokens_per_s=prefill.tokens_per_s,
         attention_tokens=prefill.attention_tokens,
         prefix_caching=prefix_caching,
-        pin_blocks=pin_budget(
-            settings.pin_share if prefix_caching else 0.0,
-            capacity_blocks=capacity_blocks,
-            block_size=division.unit,
-            max_model_len=config.model_config.max_model_len,
-        ),
+        pin_blocks=pins_in(capacity_blocks=capacity_blocks),
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_cpu_loras=settings.kept_loras,
         engine="vllm",
         content_format=content_format,
         layout=division.layout if prefix_caching else None,
-        host=division.host_tier(reload_claim(), settings.pin_share),
+        host=host and replace(host, pin_blocks=pins_in(capacity_blocks=host.blocks)),
     )
 
 

@@ -46,14 +46,13 @@ class Division(Struct, frozen=True):
             return each
         return *each, *(None if entry is None else HOST_GROUPS + entry for entry in each)
 
-    def host_tier(self, bytes_per_s: float, pin_share: float = 0.0) -> HostTier | None:
+    def host_tier(self, bytes_per_s: float) -> HostTier | None:
         """As the record has it; None: there is none, or it has no room for one block of each group.
-        bytes_per_s: of copies from it, as claimed. pin_share: of it, for pins."""
+        bytes_per_s: of copies from it, as claimed."""
         blocks = self.capacity_blocks(self.host_blocks)
         if not blocks:
             return None
-        block_bytes = self.host_block_bytes * self.host_blocks // blocks
-        return HostTier(blocks, block_bytes, bytes_per_s, int(pin_share * blocks))
+        return HostTier(blocks, self.host_block_bytes * self.host_blocks // blocks, bytes_per_s)
 
     def capacity_blocks(self, blocks: int) -> int:
         """How many blocks of `unit` tokens fit in, as sequences take a block of every group."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
+from kvroute.contract.chain import Scope
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import Keep
+from kvroute.contract.generation import GenerateRequest, TokenIds
+from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.contract.ranks import replica_of
 from kvroute.router.dispatch.links import UnansweredError
 from kvroute.router.routing.ahead import LEAST_S, gain_s, slice_end
@@ -29,6 +30,7 @@ log = logging.getLogger("kvroute.handover")
 
 CHECK_S = 0.1  # between two looks at who runs, and whether there is time
 MOST_PROMPTS = 2048  # of the replicas that have left at once: the latest ones
+LOOK = 8  # of the likeliest prompts, one that goes to an idle replica is computed
 LEAST_TIME_S = 10.0  # after a replica has left ...
 MOST_TIME_S = 120.0  # ... in which its prompts are computed
 
@@ -85,8 +87,16 @@ class HandOver:
         self._observer = observer
         self._clock = clock
         self._seen: set[str] = set()  # replicas that ran
+        self._gone: set[str] = set()  # replicas that left lately
         self._waiting: list[Fingerprint] = []  # ends of turns, the likeliest last
+        self._begun: set[Fingerprint] = set()  # of these, the ones with a slice
         self._until_s = 0.0
+
+    def remember(self, turn: SessionTurn, token_ids: TokenIds, scope: Scope) -> None:
+        """A prompt has its first token. Its replica may be draining."""
+        self.prompts.see(turn, token_ids, scope)
+        if self._gone and self._was_on(turn.end, self._gone):
+            self._waiting.append(turn.end)
 
     async def run(self) -> None:
         """Hands over whatever replicas leave behind, until cancelled."""
@@ -97,42 +107,41 @@ class HandOver:
 
     def watch(self) -> None:
         """Notes what the replicas that have left since the last call leave behind."""
-        running = set(self._running())
+        running, now_s = set(self._running()), self._clock()
         if not running:
             return  # none is there to compute it
         gone, self._seen = self._seen - running, running
-        if gone and (left := self._left_by(gone)):
-            self._until_s = self._clock() + self._time_s
-            self._waiting = self._in_order({*self._waiting, *left})
+        if now_s >= self._until_s:
+            self._gone.clear()
+        if gone:
+            self._gone = (self._gone | gone) - running
+            self._until_s = now_s + self._time_s
+            self._waiting = self._in_order({*self._waiting, *self._left_by(gone)})
 
     async def step(self) -> bool:
         """Computes one prompt, if there is one and time for it. False: there is none now."""
-        if not self._waiting:
-            return False
-        if self._clock() >= self._until_s:
+        if self._waiting and self._clock() >= self._until_s:
             self.outcomes["dropped"] += len(self._waiting)
             self._waiting.clear()
-            return False
-        if not self._has_room():
-            return False
-        await asyncio.sleep(0)  # other requests come first
-        end = self._waiting.pop()
-        try:
-            outcome = await self._hand_over(end)
-        except Exception:  # one prompt is not worth the task
-            log.exception("a prompt of a replica that has left is not computed elsewhere")
-            outcome = "failed"
-        if outcome is None:
-            self._waiting.append(end)
-            return False
-        self.outcomes[outcome] += 1
-        return True
+            self._begun.clear()
+        for end in self._waiting[: -LOOK - 1 : -1]:
+            await asyncio.sleep(0)  # other requests come first
+            if not self._has_room():
+                return False
+            if outcome := await self._hand_over(end):
+                self.outcomes[outcome] += 1
+                self._waiting = [each for each in self._waiting if each != end]
+                self._begun.discard(end)
+                return True
+        return False
 
     def _left_by(self, gone: Collection[str]) -> list[Fingerprint]:
         """The ends of the turns that these replicas had."""
-        returns = self._fleet.returns
-        left = (end for end in self.prompts.ends() if replica_of(returns.sent_to(end)) in gone)
+        left = (end for end in self.prompts.ends() if self._was_on(end, gone))
         return [*islice(left, MOST_PROMPTS)]
+
+    def _was_on(self, end: Fingerprint, replicas: Collection[str]) -> bool:
+        return replica_of(self._fleet.returns.sent_to(end)) in replicas
 
     def _in_order(self, ends: Collection[Fingerprint]) -> list[Fingerprint]:
         now_s, returns = self._clock(), self._fleet.returns
@@ -145,8 +154,12 @@ class HandOver:
 
     async def _hand_over(self, end: Fingerprint) -> Outcome | None:
         """None: the replica where it belongs is busy."""
-        job = self._job(end)
-        return await self._compute(job) if isinstance(job, Job) else job
+        try:
+            job = self._job(end)
+            return await self._compute(job) if isinstance(job, Job) else job
+        except Exception:  # one prompt is not worth the task
+            log.exception("a prompt of a replica that has left is not computed elsewhere")
+            return "failed"
 
     def _job(self, end: Fingerprint) -> Job | Outcome | None:
         """What is to be done for the turn with that end now; None: nothing yet."""
@@ -159,7 +172,7 @@ class HandOver:
         best = placement.ranking[0]
         if best.own_s < LEAST_S:
             self._moved(end, placement)
-            return "held"
+            return "computed" if end in self._begun else "held"
         if best.lora_s or gain_s(placement, turn.share) < LEAST_S or not self._caches(placement):
             return "dropped"
         return None if best.backlog_s else Job(end, prompt, placement, turn.keep)
@@ -172,12 +185,13 @@ class HandOver:
         best = placement.ranking[0]
         return bool(self._fleet.added(best.replica_id, placement.chain, best.hit_blocks))
 
-    async def _compute(self, job: Job) -> Outcome:
-        """Slice by slice, while there is time."""
+    async def _compute(self, job: Job) -> Outcome | None:
+        """Slice by slice. None: not yet all of it, as others need its replica; what is left of the
+        slices then is to be seen in the index."""
         blocks, done = len(job.placement.chain), job.placement.ranking[0].hit_blocks
         while done < blocks:
-            if not await self._time_for(job):
-                return "dropped"
+            if not self._is_time_for(job):
+                return None
             part = range(done, self._slice_end(job, done))
             try:
                 await self._compute_part(job, part)
@@ -185,23 +199,19 @@ class HandOver:
                 log.info("replica %s has not computed a prompt: %s", job.replica_id, error)
                 return "failed"
             done = part.stop
+            self._begun.add(job.end)
+            self.watch()
         self._fleet.returns.moved(job.end, job.replica_id)
         return "computed"
 
-    async def _time_for(self, job: Job) -> bool:
-        """Returns when its replica is idle; False: the time is over, or the turn has come back."""
-        while self._clock() < self._until_s:
-            if self._fleet.returns.awaited(job.end, self._clock()) is None:
-                return False
-            if job.replica_id not in self._trusted():
-                return False
-            if self._has_room() and not self._backlog_s(job):
-                return True
-            await asyncio.sleep(CHECK_S)
-        return False
-
-    def _backlog_s(self, job: Job) -> float:
-        return self._fleet.backlogs_s([job.replica_id], self._clock())[0]
+    def _is_time_for(self, job: Job) -> bool:
+        """Its replica is idle, and its turn has not come back."""
+        now_s = self._clock()
+        if now_s >= self._until_s or self._fleet.returns.awaited(job.end, now_s) is None:
+            return False
+        if job.replica_id not in self._trusted() or not self._has_room():
+            return False
+        return not self._fleet.backlogs_s([job.replica_id], now_s)[0]
 
     def _slice_end(self, job: Job, done: int) -> int:
         """It ends where a later request can begin, as the engine's cache groups allow."""
@@ -210,9 +220,9 @@ class HandOver:
         def prefill_s(end: int) -> float:
             return self._fleet.prefill_s(job.replica_id, end * size, done * size)
 
-        end = slice_end(done, blocks, prefill_s)
-        usable = len(self._fleet.chain(job.prompt.token_ids[: end * size + 1], job.prompt.scope))
-        return usable if usable > done else blocks
+        ends = range(slice_end(done, blocks, prefill_s), blocks)
+        usable = (self._fleet.reusable(end * size + 1) for end in ends)
+        return next((each for each in usable if each > done), blocks)
 
     async def _compute_part(self, job: Job, part: range) -> None:
         """These blocks of the prompt are in the replica's cache. UnansweredError."""
@@ -230,7 +240,7 @@ class HandOver:
         attempt.first_token(self._clock())
         attempt.end("ok")
         self.tokens += attempt.dispatch.new_tokens
-        if job.placement.ranking[0].unanswered:  # it decodes: that gets as much time
+        if self._fleet.unanswered(job.replica_id):  # it decodes: that gets as much time
             await asyncio.sleep(self._clock() - began_s)
 
     def _request(self, job: Job, part: range) -> GenerateRequest:

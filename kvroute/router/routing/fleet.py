@@ -211,8 +211,16 @@ class Fleet:
         features: Sequence[Feature] = (),
     ) -> list[Fingerprint]:
         """The fingerprints of the prompt's reusable blocks."""
-        blocks = self._usable(reusable_blocks(len(token_ids), self._block_size))
+        blocks = self.reusable(len(token_ids))
         return self._space.chain(token_ids[: blocks * self._block_size], scope, features)
+
+    def reusable(self, prompt_tokens: int) -> int:
+        """Blocks of a prompt of that length that a later one can reuse."""
+        return self._usable(reusable_blocks(prompt_tokens, self._block_size))
+
+    def unanswered(self, replica_id: str) -> int:
+        """Requests that were sent there."""
+        return self._load(replica_id).unanswered
 
     def holders(
         self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, in_any_tier: bool = False
@@ -353,6 +361,9 @@ class Fleet:
         """A request without a client computes these blocks of the prompt there. It counts as load
         and as nothing else."""
         begin, end = part.start * self._block_size, part.stop * self._block_size
+        there = placement.at(replica_id)
+        is_first = part.start == there.hit_blocks  # it waits for blocks from host memory
+        host_blocks, reload_s = (there.host_blocks, there.reload_s) if is_first else (0, 0.0)
         dispatch = Dispatch(
             request_id,
             replica_id,
@@ -360,10 +371,11 @@ class Fleet:
             new_tokens=end - begin,
             prompt_tokens=end,
             known_prefix=placement.chain[: part.start][-1:],
-            expected=self.added(replica_id, placement.chain[: part.stop], part.start),
+            expected=self.added(replica_id, placement.chain[: part.stop], part.start - host_blocks),
             lora=placement.lora,
+            loads_first=reload_s > 0,
         )
-        return self.begin(dispatch, now_s)
+        return self.begin(dispatch, now_s, reload_s)
 
     def begin(self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0) -> Attempt:
         """Counts a dispatch, of this router or of another, as load. reload_s: until its blocks are

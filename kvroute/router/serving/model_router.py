@@ -334,7 +334,7 @@ class ModelRouter:
             return
         lora, namespace, shared = context.lora, context.namespace, prompt.placement.shared_tokens
         scope = Scope(lora, namespace, shared) if lora or namespace else EVERYBODY
-        self._handover.prompts.see(prompt.retention.turn, prompt.token_ids, scope)
+        self._handover.remember(prompt.retention.turn, prompt.token_ids, scope)
 
     def _broken(
         self,
