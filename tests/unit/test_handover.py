@@ -206,6 +206,18 @@ async def test_a_busy_replica_holds_up_its_own_prompts_only() -> None:
     assert (router.hits(second), router.outcomes) == (50, {"computed": 2})
 
 
+async def test_however_many_prompts_a_busy_replica_has() -> None:
+    router = Router()
+    free, *others = [router.chat(prompt(number)) for number in range(1, 22)]
+    for chat, home in ((free, "b"), *((other, "c") for other in others)):
+        router.fleet.mirror.add(home, router.fleet.chain(chat)[:40])
+    router.leave("a")
+    router.crowd("c", 50)
+    for _ in range(4):
+        await router.finish()
+    assert router.hits(free) == 50
+
+
 async def test_what_clients_interrupt_goes_on_with_what_is_still_there() -> None:
     router = Router()
     chat = router.chat(prompt(1, 4001))  # 1,000 blocks

@@ -30,7 +30,7 @@ log = logging.getLogger("kvroute.handover")
 
 CHECK_S = 0.1  # between two looks at who runs, and whether there is time
 MOST_PROMPTS = 2048  # of the replicas that have left at once: the latest ones
-LOOK = 8  # of the likeliest prompts, one that goes to an idle replica is computed
+LOOK = 8  # prompts that are looked at until one's replica is idle
 LEAST_TIME_S = 10.0  # after a replica has left ...
 MOST_TIME_S = 120.0  # ... in which its prompts are computed
 
@@ -111,10 +111,8 @@ class HandOver:
         if not running:
             return  # none is there to compute it
         gone, self._seen = self._seen - running, running
-        if now_s >= self._until_s:
-            self._gone.clear()
+        self._gone = (self._gone if now_s < self._until_s else set()) | gone
         if gone:
-            self._gone = (self._gone | gone) - running
             self._until_s = now_s + self._time_s
             self._waiting = self._in_order({*self._waiting, *self._left_by(gone)})
 
@@ -128,11 +126,13 @@ class HandOver:
             await asyncio.sleep(0)  # other requests come first
             if not self._has_room():
                 return False
-            if outcome := await self._hand_over(end):
+            outcome = await self._hand_over(end)
+            self._waiting = [each for each in self._waiting if each != end]
+            if outcome:
                 self.outcomes[outcome] += 1
-                self._waiting = [each for each in self._waiting if each != end]
                 self._begun.discard(end)
                 return True
+            self._waiting.insert(0, end)  # all others come first
         return False
 
     def _left_by(self, gone: Collection[str]) -> list[Fingerprint]:
