@@ -14,7 +14,7 @@ from kvroute.contract.records import Description, Load
 from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
 from kvroute.replica.block_table import BlockTable
-from kvroute.replica.copy_speed import CopySpeed
+from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.kv_events import BlockRemoved, KVEvent, Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics

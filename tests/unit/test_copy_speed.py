@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvroute.replica.copy_speed import FADE_S, CopySpeed
+from kvroute.replica.engine.copy_speed import FADE_S, CopySpeed
 
 
 def test_a_claim_holds_until_something_is_copied() -> None:

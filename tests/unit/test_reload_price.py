@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.speed import PrefillModel
+from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 
 TOKEN_BYTES = 100_000.0
@@ -14,7 +15,7 @@ TOKEN_BYTES = 100_000.0
 
 def price_of(bytes_per_s: float = 1e10) -> ReloadPrice:
     """Computing takes a second for 1,000 tokens, as long as nothing is measured."""
-    return ReloadPrice(PrefillModel(1_000.0, 10_000.0), bytes_per_s, TOKEN_BYTES)
+    return ReloadPrice(PrefillModel(1_000.0, 10_000.0), CopySpeed(bytes_per_s), TOKEN_BYTES)
 
 
 def test_claims_decide_until_something_is_measured() -> None:
@@ -32,14 +33,14 @@ def test_late_tokens_cost_more_to_compute_and_not_to_reload() -> None:
 
 def test_a_tier_that_was_slow_is_tried_again_after_some_minutes_however_often_it_is_asked() -> None:
     price = price_of()
-    price.copied(100_000_000, observed_s=60.0, now_s=0.0)
+    price.copies.copied(100_000_000, seconds=60.0, now_s=0.0)
     assert not any(price.is_cheaper(0, 1_000, 60.0) for _ in range(10_000))
     assert price.is_cheaper(0, 1_000, 1_800.0)
 
 
 def test_asking_changes_nothing() -> None:
     price = price_of()
-    price.copied(100_000_000, observed_s=60.0, now_s=0.0)
+    price.copies.copied(100_000_000, seconds=60.0, now_s=0.0)
     before_s = price.reload_s(1_000, 60.0)
     assert not price.is_cheaper(0, 1_000, 60.0)
     assert price.reload_s(1_000, 60.0) == before_s
@@ -47,21 +48,21 @@ def test_asking_changes_nothing() -> None:
 
 def test_a_slow_tier_fades_by_the_time_since_its_last_copy() -> None:
     price = price_of()
-    price.copied(100_000_000, observed_s=1.0, now_s=50.0)
+    price.copies.copied(100_000_000, seconds=1.0, now_s=50.0)
     extra_s = price.reload_s(1_000, 50.0) - 0.01
     assert price.reload_s(1_000, 350.0) - 0.01 == pytest.approx(extra_s / math.e)
 
 
 def test_what_has_faded_does_not_come_back_with_a_fast_copy() -> None:
     price = price_of()
-    price.copied(100_000_000, observed_s=60.0, now_s=0.0)
-    price.copied(100_000_000, observed_s=0.01, now_s=3_000.0)
+    price.copies.copied(100_000_000, seconds=60.0, now_s=0.0)
+    price.copies.copied(100_000_000, seconds=0.01, now_s=3_000.0)
     assert price.is_cheaper(0, 1_000, 3_000.0)
 
 
 def test_a_tier_that_is_faster_than_claimed_stays_so() -> None:
     price = price_of()
-    price.copied(100_000_000, observed_s=0.001, now_s=0.0)
+    price.copies.copied(100_000_000, seconds=0.001, now_s=0.0)
     assert price.reload_s(1_000, 0.0) == price.reload_s(1_000, 10_000.0) < 0.01
 
 
@@ -80,7 +81,7 @@ def test_a_measured_speed_lies_between_the_claim_and_what_was_measured(
     price = price_of()
     speeds = [1e10]
     for copied_bytes, observed_s in copies:
-        price.copied(copied_bytes, observed_s, now_s=0.0)
+        price.copies.copied(copied_bytes, observed_s, now_s=0.0)
         speeds.append(copied_bytes / observed_s)
     found = 1_000 * TOKEN_BYTES / price.reload_s(1_000, 0.0)
     assert min(speeds) * 0.999 <= found <= max(speeds) * 1.001

@@ -77,7 +77,7 @@ class Meter:
         moves.out_bytes += store.bytes
         moves.out_s += store.time / workers
         if load.bytes and self.price:
-            self.price.copied(load.bytes, load.time / workers, self.clock())
+            self.price.copies.copied(load.bytes, load.time / workers, self.clock())
 
     def is_cheaper(self, start: int, end: int) -> bool:
         """To reload the tokens [start, end) of a prompt than to compute them."""

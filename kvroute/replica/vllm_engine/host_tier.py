@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from kvroute.contract.chain import Space
 from kvroute.contract.keep import KEEP, Keep
+from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.division import Division
@@ -64,8 +65,8 @@ class HostTier:
             host_block_bytes=_block_bytes(self._connector),
         )
         if tier := whole.host_tier(reload_claim()):
-            token_bytes = tier.block_bytes / division.unit
-            self.meter.price = ReloadPrice(prefill_claim(), tier.bytes_per_s, token_bytes)
+            copies, token_bytes = CopySpeed(tier.bytes_per_s), tier.block_bytes / division.unit
+            self.meter.price = ReloadPrice(prefill_claim(), copies, token_bytes)
         return whole
 
     def copies_of(self) -> list[dict[ExternalBlockHash, int]]:

@@ -1,0 +1,38 @@
+"""How fast blocks come back from host memory: an engine's claim, corrected by its copies."""
+
+import math
+
+from kvroute.contract.speed import Speed
+
+# Copies are that much shorter than the computing that they save. So a claim weighs as much as one
+# millisecond of copies, and 40 ms of them are remembered.
+COPIES = 1000.0
+FADE_S = 300.0  # without a copy; then slow ones are believed less: where they are slow, none come
+
+
+class CopySpeed:
+    """Of one engine; the caller passes the time, in seconds of any one clock."""
+
+    def __init__(self, claimed_bytes_per_s: float) -> None:
+        self._claimed = claimed_bytes_per_s
+        self._speed = Speed()
+        self._copied_s = -math.inf  # when the last copy was reported
+
+    def copied(self, copied_bytes: int, seconds: float, now_s: float) -> None:
+        """Some copies to the engine, which took so long. What has faded until now stays so."""
+        if copied_bytes <= 0 or seconds <= 0.0:
+            return
+        self._speed.observed_s = self._slowness(now_s) * self._speed.predicted_s
+        self._speed.learn(COPIES * copied_bytes / self._claimed, COPIES * seconds)
+        self._copied_s = now_s
+
+    def bytes_per_s(self, now_s: float) -> float:
+        return self._claimed / self._slowness(now_s)
+
+    def _slowness(self, now_s: float) -> float:
+        """A tier that was slow gets no further reloads, and nothing else would tell that it is fast
+        now: so what was learned of it has to fade."""
+        extra = self._speed.slowness - 1.0
+        if extra <= 0.0:
+            return self._speed.slowness
+        return 1.0 + extra * math.exp((self._copied_s - now_s) / FADE_S)
