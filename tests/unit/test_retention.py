@@ -153,6 +153,12 @@ class AnyUse(RuleBasedStateMachine):
         assert all(self.idle._owned.values())
 
     @invariant()
+    def all_that_sessions_own_has_ended_with_them(self) -> None:
+        idle = self.idle
+        over = [block for session in idle._over for block in idle._owned[session]]
+        assert all(idle._queue_of[block] is idle._ended for block in over)
+
+    @invariant()
     def promises_on_blocks_of_several_sessions_have_an_end(self) -> None:
         idle = self.idle
         promised = {
@@ -166,6 +172,7 @@ class AnyUse(RuleBasedStateMachine):
         self.idle.forget(self.held)
         self.idle.pop(len(self.idle), self.now_s)
         assert not self.idle._owned
+        assert not self.idle._over
         assert not self.idle._silent
         assert not any(queue.blocks for queue in self.idle._queues.values())
         assert set(self.idle._session_of) == {UNTOLD}
@@ -178,7 +185,7 @@ TestAnyUse = AnyUse.TestCase
 
 @given(
     st.lists(st.tuples(st.sampled_from(["end", "hit", "evict"]), st.integers(0, 99)), max_size=200),
-    st.sampled_from([None, KEEP]),
+    st.sampled_from([None, KEEP, Keep(session=7), Keep(session=7, tool_chance=0.1)]),
 )
 def test_with_nothing_said_it_is_lru(steps: list[tuple[str, int]], keep: Keep | None) -> None:
     idle, lru = IdleBlocks(BLOCKS), OrderedDict[int, None]()
@@ -349,6 +356,19 @@ def test_ended_sessions_go_in_the_order_of_their_ends() -> None:
     for session in (3, 1, 2):
         idle.end(session)
     assert idle.pop(6, 9.0) == [7, 6, 3, 2, 5, 4]
+
+
+def test_a_second_end_moves_nothing_until_the_session_has_gone_on() -> None:
+    idle = IdleBlocks(BLOCKS)
+    for session in (1, 2):
+        idle_of(session, 10 + session, keep=Keep(session=session), idle=idle)
+        idle.end(session)
+    idle._insert = Mock(wraps=idle._insert)  # type: ignore[method-assign]
+    idle.end(1)
+    assert not idle._insert.called
+    idle_of(3, at_s=1.0, keep=Keep(session=1), idle=idle)
+    idle.end(1)
+    assert idle.pop(5, 2.0) == [12, 2, 3, 11, 1]
 
 
 def test_an_end_moves_no_blocks_that_have_ended_before() -> None:

@@ -129,6 +129,18 @@ def test_an_end_that_is_told_later_counts_as_one() -> None:
     assert chats.returns.counts.returned[ENDED] == 1.0
 
 
+def test_an_end_that_is_told_hours_later_takes_no_other_turn_away() -> None:
+    chats = Chats()
+    for session in range(1, 31):
+        chats.turn([], said=Said(session))
+    chats.now_s += 4 * module.HALF_LIFE_S
+    for _ in range(20):
+        chats.turn([])
+    for session in range(1, 31):
+        chats.returns.end(session)
+    assert chats.returns.counts.sent[0] == pytest.approx(20, abs=0.5)
+
+
 def test_why_blocks_are_gone() -> None:
     chats = Chats()
     promised, _ = chats.turn([], said=Said(promise_s=60.0))

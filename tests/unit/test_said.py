@@ -13,6 +13,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import Headers
 
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import CHATS, MAX_NAME, MESSAGES, parse_call
@@ -84,6 +85,17 @@ def test_a_long_header_is_refused_if_it_is_ours() -> None:
     with pytest.raises(ApiError, match="x-session-id is"):
         said({}, {SESSION: "x" * (MAX_NAME + 1)})
     assert session({}, {AGENTS[0]: "x" * (MAX_NAME + 1)}) == 0
+
+
+def test_an_id_in_a_header_is_the_one_in_a_body_and_in_a_path() -> None:
+    for id_ in ("gespräch-4711", "会話"):
+        body = parse_call(CHATS, json.dumps({"session_id": id_}).encode())
+        for name in (SESSION, *AGENTS):
+            sent = Headers(raw=[(name.encode(), id_.encode())])
+            found = said_of(sent, parse_call(CHATS, b"{}"))
+            assert found == said_of({}, body) == Said(session_number("", id_))
+    latin = Headers(raw=[(SESSION.encode(), "gespräch".encode("latin-1"))])
+    assert said_of(latin, parse_call(CHATS, b"{}")).session == session_number("", "gespräch")
 
 
 @pytest.mark.parametrize("given", ["true", 1, 0, [], {}])

@@ -1,6 +1,7 @@
 """Two tenants with one session id: the end of one's session takes nothing from the other."""
 
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,4 +43,20 @@ async def test_the_end_of_a_session_is_of_one_tenant(ending: str) -> None:
     staying = "b" if ending == "a" else "a"
     assert await ask(engine, prompt(1, 10), staying) == 10 * BLOCK
     assert await ask(engine, prompt(1, 10), ending) < 10 * BLOCK
+    await engine.close()
+
+
+async def test_a_session_that_ends_during_a_turn_is_over_for_what_that_leaves() -> None:
+    engine = SimulatedEngine(replace(INSTANT, decode_step_s=0.01))
+    for session in (1, 2):
+        call, keep = completion(max_tokens=9), Keep(session=session)
+        request = GenerateRequest(f"{session}", prompt(session, 10), call=call, keep=keep)
+        async with aclosing(engine.generate(request)) as chunks:
+            await anext(chunks)
+            if session == 2:
+                await engine.end_session(2)
+            async for _ in chunks:
+                pass
+    await ask(engine, prompt(3, 25), "")  # needs room
+    assert await ask(engine, prompt(1, 10), "") == 10 * BLOCK
     await engine.close()

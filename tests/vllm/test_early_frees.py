@@ -77,6 +77,22 @@ def test_a_promise_is_kept_though_the_answer_has_left_the_prompts_window(side: S
     assert side.cached(0) == PROMPT // BLOCK * BLOCK
 
 
+def test_a_session_that_ends_during_a_turn_is_over_for_what_that_leaves(side: Side) -> None:
+    likely = Keep(session=1, tool_s=60.0)
+    side.answer("a", 0, likely)
+    side.begin("b", 1000, likely)
+    side.begin("other", 2000, Keep(session=2))
+    for _ in range(5):
+        side.step()
+    side.scheduler.end_session(1)
+    while side.scheduler.requests:
+        side.step()
+    side.scheduler.label_again("b", likely.after_tool_call)
+    side.fill(ONE_SHOT)
+    assert side.cached(0) == side.cached(1000) == 0 < side.cached(2000)
+    assert sum(each.ended for each in side.scheduler.keeping.evictions()) >= 2 * PROMPT // BLOCK
+
+
 @pytest.mark.parametrize("interval", [None, 0], ids=["dense", "sparse"])
 def test_nothing_of_one_shot_prompts_outlives_what_comes_back(interval: int | None) -> None:
     side = Side("window", prefix_cache_retention_interval=interval)

@@ -81,7 +81,7 @@ class Side:
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps, st.sampled_from([None, KEEP]))
+@given(steps, st.sampled_from([None, KEEP, Keep(session=7)]))
 def test_with_nothing_said_the_pool_uses_the_same_blocks_as_with_its_own_queue(
     steps: list[tuple[str, int]], keep: Keep | None
 ) -> None:

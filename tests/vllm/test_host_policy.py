@@ -1,10 +1,13 @@
 """Which blocks host memory drops when there are some that it must not drop."""
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.keep import Keep
+from kvroute.replica.engine.idle_queue import IdleQueue
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -52,6 +55,26 @@ def test_what_remains_is_in_the_order_it_was(
     assert not pinned & {*policy._idle}
     policy.pin("law", ())
     assert len(policy._idle) == len(policy.chunks) == BLOCKS - len(gone)
+
+
+def test_what_is_said_of_blocks_that_were_used_moves_no_others() -> None:
+    from vllm.v1.kv_offload.base import OffloadKey
+    from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+
+    from kvroute.replica.vllm_engine.host_policy import RetentionPolicy
+
+    policy = RetentionPolicy(BLOCKS, clock := Clock())
+    keys = [OffloadKey(bytes([number])) for number in range(BLOCKS)]
+    for number, key in enumerate(keys):
+        policy.insert(key, chunk := ChunkStatus(number))
+        chunk.ref_cnt = 0
+        policy.mark_evictable(key)
+        policy.used([key], Keep(0.5 if number < 2 else 1.0, session=1 + number // 2))
+        clock.now_s += 1.0
+    with patch.object(IdleQueue, "insert") as insert:
+        policy.used(keys[:2], Keep(session=1))
+    assert not insert.called
+    assert list(policy._idle.in_order(clock.now_s)) == [*range(2, BLOCKS), 1, 0]
 
 
 class Clock:

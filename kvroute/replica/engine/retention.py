@@ -55,6 +55,7 @@ class IdleBlocks:
         self._queue_of = [self._usual] * self._capacity_blocks  # of each block when it is idle
         self._session_of = [UNTOLD] * self._capacity_blocks
         self._owned: dict[int, dict[int, None]] = {}  # session -> its own blocks, as a sorted set
+        self._over: set[int] = set()  # sessions with blocks, and nothing said since their end
         self._until_s: dict[int, float] = {}  # SHARED block with a promise -> when that is over
         self._just_promised: dict[int, None] = {}  # SHARED blocks, since the last put or look
         self._is_told = False  # anything but the default, at any time
@@ -86,6 +87,7 @@ class IdleBlocks:
         shared = self._shared_with(own)
         queue_of, session_of = self._queue_of, self._session_of
         mine = self._owned.setdefault(session, {}) if session else {}
+        self._over.discard(session)
         moved: dict[IdleQueue, list[Idle]] = {}
         for block in blocks:
             old, owner = queue_of[block], session_of[block]
@@ -118,10 +120,13 @@ class IdleBlocks:
 
     def end(self, session: int) -> None:
         """The session will not come back: its own blocks go first, the prompt's last ones before
-        all others."""
+        all others. A second end moves nothing."""
+        if session not in self._owned or session in self._over:
+            return
+        self._over.add(session)
         queue_of, ended = self._queue_of, self._ended
         idle: list[Idle] = []
-        for block in reversed(self._owned.get(session, {})):
+        for block in reversed(self._owned[session]):
             since_s = queue_of[block].blocks.pop(block, None)
             queue_of[block] = ended
             if since_s is not None:
@@ -256,6 +261,7 @@ class IdleBlocks:
         del own[block]
         if not own:
             del self._owned[session]
+            self._over.discard(session)
 
     def _insert(self, queue: IdleQueue, idle: Sequence[Idle]) -> None:
         if idle:

@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import attrgetter
 
@@ -276,6 +276,9 @@ class SimulatedEngine(Engine):
             self._pool.unpin_in_host(name)
 
     async def end_session(self, session: int) -> None:
+        for job in self._jobs:  # what they will leave is over, too
+            if job.request.keep and job.request.keep.session == session:
+                job.request = replace(job.request, keep=Keep(0.0, session=session))
         self._pool.end_session(session)
 
     async def emit_held(self) -> None:

@@ -29,12 +29,15 @@ class RetentionPolicy(CachePolicy):
         """What a request says of its blocks, in the prompt's order."""
         self._idle.label([each.chunk_id for each in self._there(keys)], keep)
 
-    def used(self, keys: Sequence[OffloadKey]) -> None:
+    def used(self, keys: Sequence[OffloadKey], keep: Keep | None = None) -> None:
         """A request used these blocks until now, in the prompt's order: of them the last one goes
-        first."""
+        first. It may say how to keep them, while they are not idle: among idle ones, they would
+        have to find their places behind all that became idle since."""
         ids = self._at_rest(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:
             self._idle.take(id_)
+        if keep is not None:
+            self.label(keys, keep)
         self._idle.put(ids, self._clock())
 
     def pin(self, name: str, keys: Sequence[OffloadKey]) -> None:

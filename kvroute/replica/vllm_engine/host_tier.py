@@ -112,8 +112,7 @@ class HostTier:
         ended = Ended(sorted(positions, key=positions.__getitem__), keep)
         status.req_context.set_state(ended)
         self._is_told = self._is_told or keep != KEEP
-        self._label(ended.keys, keep)
-        self._policy.used(ended.keys)
+        self._policy.used(ended.keys, keep if self._is_told else None)
         if (name := name_of(request, keep)) is not None:
             self._remember(name, ended)
 

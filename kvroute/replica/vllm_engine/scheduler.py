@@ -116,7 +116,7 @@ class _Kvroute:
             self.host.label_again(name, keep)
 
     def end_session(self, session: int) -> None:
-        self.keeping.end(session)
+        self.keeping.end(session, self.requests.values())  # type: ignore[attr-defined]
         if self.host:
             self.host.end(session)
 

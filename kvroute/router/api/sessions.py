@@ -58,12 +58,23 @@ def checked_id(name: str, value: object) -> str:
 def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
     """The most explicit one; empty if there is none. ApiError."""
     own = checked_id("session_id", body.get("session_id"))
-    if own := own or checked_id(SESSION, headers.get(SESSION)):
+    if own := own or checked_id(SESSION, _header(headers, SESSION)):
         return own
     for name in AGENTS:
-        if given := headers.get(name):
+        if given := _header(headers, name):
             return given if len(given) <= MAX_NAME else ""
     return _session_of_user(body.get("metadata"))
+
+
+def _header(headers: Mapping[str, str], name: str) -> str | None:
+    """As in a body or a path: its bytes, which are read as Latin-1, are mostly UTF-8."""
+    value = headers.get(name)
+    if value is None or value.isascii():
+        return value
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeError:
+        return value
 
 
 def _session_of_user(metadata: object) -> str:

@@ -77,6 +77,7 @@ class _End:
     is_answered: bool = False
     is_tool_call: bool = False
     is_ended: bool = False  # its client has said so since
+    faded_s: float = 0.0  # for which the counts had faded when it was counted
 
     @property
     def kind(self) -> int:
@@ -168,6 +169,7 @@ class Returns:
         self._ends: OrderedDict[Fingerprint, _End] = OrderedDict()
         self._sessions: OrderedDict[int, Fingerprint] = OrderedDict()  # named ones: latest end
         self._decayed_s: float | None = None
+        self._faded_s = 0.0  # for which the counts have faded
         self._chances, self._tool_s = self.counts.chances(), 0.0
         self._shares = self.counts.shares()
         self._read_s = -math.inf  # when the counts said so
@@ -210,7 +212,7 @@ class Returns:
         if earlier := self._ends.pop(turn.before, None):
             self._count_return(earlier, now_s)
         self._ends[turn.end] = end = _End(turn, keep, now_s, replica_id)
-        self._count(end, 1.0)
+        self._count(end)
         self._ends.move_to_end(turn.end)
         _bound(self._ends, ENDS)
         if turn.is_named:
@@ -223,9 +225,9 @@ class Returns:
         end = self._same(turn)
         if end is None or end.is_answered:
             return
-        self._count(end, -1.0)
+        self._uncount(end)
         end.at_s, end.is_answered, end.is_tool_call = now_s, True, is_tool_call
-        self._count(end, 1.0)
+        self._count(end)
 
     def home(self, session: int) -> str:
         """The replica that has a named session's latest turn; empty: unknown."""
@@ -264,9 +266,9 @@ class Returns:
     def end(self, session: int) -> None:
         """Its client says that no further turn will come."""
         if last := self._ends.get(self._sessions.get(session, NO_BLOCK)):
-            self._count(last, -1.0)
+            self._uncount(last)
             last.is_ended = True
-            self._count(last, 1.0)
+            self._count(last)
 
     def _same(self, turn: SessionTurn) -> _End | None:
         end = self._ends.get(turn.end)
@@ -312,9 +314,14 @@ class Returns:
         self._chances, self._tool_s = self.counts.chances(), self.counts.tool_s
         self._shares = self.counts.shares()
 
-    def _count(self, end: _End, turns: float) -> None:
-        sent = self.counts.sent
-        sent[end.kind] = max(0.0, sent[end.kind] + turns)
+    def _count(self, end: _End) -> None:
+        self.counts.sent[end.kind] += 1.0
+        end.faded_s = self._faded_s
+
+    def _uncount(self, end: _End) -> None:
+        """What is left of it: an end may be told hours after its turn."""
+        sent, left = self.counts.sent, 0.5 ** ((self._faded_s - end.faded_s) / HALF_LIFE_S)
+        sent[end.kind] = max(0.0, sent[end.kind] - left)
 
     def _count_return(self, earlier: _End, now_s: float) -> None:
         self.counts.returned[earlier.kind] += 1.0
@@ -328,6 +335,7 @@ class Returns:
         since_s = now_s - self._decayed_s
         if since_s > DECAY_S:
             self.counts.decay(0.5 ** (since_s / HALF_LIFE_S))
+            self._faded_s += since_s
             self._decayed_s = now_s
 
 
