@@ -16,6 +16,7 @@ from kvroute.router.api.calls import (
     MAX_COPIED,
     MAX_N,
     MAX_VALUES,
+    MESSAGES,
     RESPONSES,
     Call,
     parse_any,
@@ -100,6 +101,8 @@ def test_a_text_to_embed_may_have_many_token_ids() -> None:
         ("messages", {"messages": [0] * (MAX_MESSAGES + 1)}),
         ("input", {"input": [0] * 4097}),
         ("tools", {"tools": [0] * 4097}),
+        ("documents", {"documents": ["a"] * 4097}),
+        ("text_2", {"text_2": ["a"] * 4097}),
         ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
         ("background", {"background": True}),
     ],
@@ -170,7 +173,16 @@ def test_a_prefix_has_one_name() -> None:
 
 @pytest.mark.parametrize(
     ("body", "path"),
-    [({"messages": []}, CHATS), ({"input": "hi"}, RESPONSES), ({"prompt": "hi"}, COMPLETIONS)],
+    [
+        ({"messages": []}, CHATS),
+        ({"messages": [{"content": "hi"}, {"content": [{"type": "text"}]}, 1]}, CHATS),
+        ({"messages": [], "tools": [{"type": "function", "function": {}}]}, CHATS),
+        ({"messages": [], "system": "Be brief."}, MESSAGES),
+        ({"messages": [], "tools": [{"name": "a", "input_schema": {}}]}, MESSAGES),
+        ({"messages": [{"content": [{"type": "tool_result"}]}]}, MESSAGES),
+        ({"input": "hi"}, RESPONSES),
+        ({"prompt": "hi"}, COMPLETIONS),
+    ],
 )
 def test_a_body_tells_its_route(body: dict[str, Any], path: str) -> None:
     assert parse_any(json.dumps(body).encode()).path == path

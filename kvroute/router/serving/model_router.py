@@ -356,11 +356,13 @@ class ModelRouter:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
         return await self.prefixes.catalogue.named(*named, call.caller) if named else None
 
-    async def explain(self, call: Call, said: Said = NOTHING_SAID) -> list[dict[str, Any]]:
-        """Where each prompt of a call would go now, and why; nothing is generated.
-        RefusedCallError."""
+    async def explain(
+        self, call: Call, said: Said = NOTHING_SAID, *, prefix_name: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Where each prompt of a call would go now, and why; nothing is generated. prefix_name: of
+        the header, if there is one. RefusedCallError."""
         call = await self._tokenizer.escaped((await asked(call, self.conversations)).call)
-        prefix = await self._prefix_of(call, None)
+        prefix = await self._prefix_of(call, prefix_name)
         prompted = await self._calls.prompts(call, prefix)
         broken = self._broken(call, prefix, prompted, self._chats.look)
         salt, lora = call.cache_salt, self.adapter(call.model) or ""
