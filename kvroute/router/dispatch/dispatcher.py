@@ -453,5 +453,7 @@ def _refusal(error: BaseException) -> ApiError | None:
         case ValueError():
             return invalid(None, str(error))
         case FailedError():
-            return ApiError(500, "a replica failed to answer; its log says why", type="server_error")
+            return ApiError(
+                500, "a replica failed to answer; its log says why", type="server_error"
+            )
     return None
