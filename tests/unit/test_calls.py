@@ -1,6 +1,7 @@
 """What a router reads of a call, and what it refuses for everybody's sake."""
 
 import json
+import random
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError
+from kvroute.router.routing.fleet import EVERYBODY, Fleet
+from kvroute.router.serving.calls import Prompted, placed_by
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -186,3 +189,29 @@ def test_a_prefix_has_one_name() -> None:
 )
 def test_a_body_tells_its_route(body: dict[str, Any], path: str) -> None:
     assert parse_any(json.dumps(body).encode()).path == path
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reads_cache"),
+    [
+        (CHATS, {}, True),
+        (CHATS, {"prompt_logprobs": 0}, False),
+        (CHATS, {"echo": True, "top_logprobs": 2}, False),
+        (COMPLETIONS, {"logprobs": 2}, True),
+        (COMPLETIONS, {"echo": True}, True),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, False),
+        (MESSAGES, {"echo": True}, True),
+    ],
+)
+def test_an_engine_that_reads_no_cache_is_expected_to_find_nothing(
+    path: str, body: dict[str, Any], reads_cache: bool
+) -> None:
+    """Two such requests do not even expect each other's blocks."""
+    call, prompted = called(path, **body), Prompted([np.arange(64, dtype=np.uint32)])
+    assert call.reads_cache == reads_cache
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+    plain, *chains = [
+        tuple(fleet.chain(prompted.token_ids[0], EVERYBODY, features))
+        for features in ((), placed_by(call, prompted), placed_by(call, prompted))
+    ]
+    assert len({chain[0] for chain in (plain, *chains)}) == (1 if reads_cache else 3)

@@ -102,6 +102,15 @@ class Call:
         n = self.body.get("n")
         return n if isinstance(n, int) and n > 0 else 1
 
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the engine takes what is cached of the prompt. It computes all of a prompt of
+        which log-probabilities are wanted."""
+        if self.body.get("prompt_logprobs") is not None:
+            return False
+        echoed = {CHATS: "top_logprobs", COMPLETIONS: "logprobs"}.get(self.path, "")
+        return not self.body.get("echo") or self.body.get(echoed) is None
+
     def prompts(self) -> list[str] | list[TokenIds] | None:
         """A completion's prompts; None if they are not what they should be."""
         prompt = self.body.get("prompt")

@@ -63,7 +63,7 @@ from kvroute.router.routing.receipts import receipt
 from kvroute.router.routing.recent_prompts import RecentPrompts
 from kvroute.router.routing.returns import NOTHING_SAID, Said
 from kvroute.router.routing.waits import AT_EASE, Urgency
-from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
+from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError, placed_by
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.router.serving.stored_response import stored
@@ -291,9 +291,11 @@ class ModelRouter:
             tenant=tenant_of(call.caller),
             entry=entry,
             lora=self.adapter(call.model) or "",
-            named_tokens=self.prefixes.named_tokens(prefix, call.cache_salt),
+            named_tokens=(
+                self.prefixes.named_tokens(prefix, call.cache_salt) if call.reads_cache else 0
+            ),
             broken=self._broken(call, prefix, prompted, self._chats.see),
-            features=prompted.features,
+            features=placed_by(call, prompted),
             urgency=urgency,
             sharer=sharer,
             said=said,
@@ -366,13 +368,14 @@ class ModelRouter:
         prompted = await self._calls.prompts(call, prefix)
         broken = self._broken(call, prefix, prompted, self._chats.look)
         salt, lora = call.cache_salt, self.adapter(call.model) or ""
+        features = placed_by(call, prompted)
         receipts = []
         for prompt in prompted.token_ids:
             running, now_s = self._liveness.trusted(), time.monotonic()
-            shared_tokens = self._dispatcher.shared_tokens(prompt, salt, prompted.features)
+            shared_tokens = self._dispatcher.shared_tokens(prompt, salt, features)
             scope = Scope(lora, salt, shared_tokens)
             placement = self._fleet.place(
-                *(prompt, running, now_s, scope, prompted.features), session=said.session
+                *(prompt, running, now_s, scope, features), session=said.session
             )
             retention = self._fleet.retention(placement, now_s, said)
             policy = self.settings.policy
