@@ -185,6 +185,7 @@ async def test_a_stream_is_stored_before_its_client_has_its_end(
         b'event: response.output_text.delta\ndata: {"delta":"So."}\n\n',
         event("response.completed", body),
     ]
+    headers: list[tuple[bytes, bytes]] = []
     sent: list[bytes] = []
     found: list[bytes | None] = []  # in Redis, when the client gets each part
 
@@ -193,6 +194,7 @@ async def test_a_stream_is_stored_before_its_client_has_its_end(
             yield each
 
     async def send(message: Message) -> None:
+        headers.extend(message.get("headers", ()))
         if part := message.get("body"):
             sent.append(part)
             found.append(await conversations.get("resp_2", ""))
@@ -201,7 +203,9 @@ async def test_a_stream_is_stored_before_its_client_has_its_end(
         raise AssertionError("nobody leaves")
 
     response = await stored(turn, StreamingResponse(stream(), media_type="text/event-stream"))
+    response.headers["x-ratelimit-limit-requests"] = "8"  # as routes do
     await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+    assert (b"x-ratelimit-limit-requests", b"8") in headers
     named = b'"previous_response_id":"resp_1"'
     assert [named in part for part in sent] == [True, False, True]
     assert b"".join(sent).replace(named, b'"previous_response_id":null') == b"".join(events)

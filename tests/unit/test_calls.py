@@ -1,6 +1,7 @@
 """What a router reads of a call, and what it refuses for everybody's sake."""
 
 import json
+import random
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvroute.router.api.calls import (
     MAX_COPIED,
     MAX_N,
     MAX_VALUES,
+    MESSAGES,
     RESPONSES,
     Call,
     parse_any,
@@ -23,6 +25,8 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError
+from kvroute.router.routing.fleet import EVERYBODY, Fleet
+from kvroute.router.serving.calls import Prompted, placed_by
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -100,6 +104,8 @@ def test_a_text_to_embed_may_have_many_token_ids() -> None:
         ("messages", {"messages": [0] * (MAX_MESSAGES + 1)}),
         ("input", {"input": [0] * 4097}),
         ("tools", {"tools": [0] * 4097}),
+        ("documents", {"documents": ["a"] * 4097}),
+        ("text_2", {"text_2": ["a"] * 4097}),
         ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
         ("background", {"background": True}),
     ],
@@ -170,7 +176,42 @@ def test_a_prefix_has_one_name() -> None:
 
 @pytest.mark.parametrize(
     ("body", "path"),
-    [({"messages": []}, CHATS), ({"input": "hi"}, RESPONSES), ({"prompt": "hi"}, COMPLETIONS)],
+    [
+        ({"messages": []}, CHATS),
+        ({"messages": [{"content": "hi"}, {"content": [{"type": "text"}]}, 1]}, CHATS),
+        ({"messages": [], "tools": [{"type": "function", "function": {}}]}, CHATS),
+        ({"messages": [], "system": "Be brief."}, MESSAGES),
+        ({"messages": [], "tools": [{"name": "a", "input_schema": {}}]}, MESSAGES),
+        ({"messages": [{"content": [{"type": "tool_result"}]}]}, MESSAGES),
+        ({"input": "hi"}, RESPONSES),
+        ({"prompt": "hi"}, COMPLETIONS),
+    ],
 )
 def test_a_body_tells_its_route(body: dict[str, Any], path: str) -> None:
     assert parse_any(json.dumps(body).encode()).path == path
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reads_cache"),
+    [
+        (CHATS, {}, True),
+        (CHATS, {"prompt_logprobs": 0}, False),
+        (CHATS, {"echo": True, "top_logprobs": 2}, False),
+        (COMPLETIONS, {"logprobs": 2}, True),
+        (COMPLETIONS, {"echo": True}, True),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, False),
+        (MESSAGES, {"echo": True}, True),
+    ],
+)
+def test_an_engine_that_reads_no_cache_is_expected_to_find_nothing(
+    path: str, body: dict[str, Any], reads_cache: bool
+) -> None:
+    """Two such requests do not even expect each other's blocks."""
+    call, prompted = called(path, **body), Prompted([np.arange(64, dtype=np.uint32)])
+    assert call.reads_cache == reads_cache
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+    plain, *chains = [
+        tuple(fleet.chain(prompted.token_ids[0], EVERYBODY, features))
+        for features in ((), placed_by(call, prompted), placed_by(call, prompted))
+    ]
+    assert len({chain[0] for chain in (plain, *chains)}) == (1 if reads_cache else 3)

@@ -26,17 +26,25 @@ from tests.support.wired import Wired, dispatcher_of
 TOKENS = 12
 DONE = b"data: [DONE]\n\n"
 IMMORTAL = -1
+DEAD = EngineDeadError("as planned")
 
 
 class Applications:
     """In the place of vLLM's: each answers with the numbers of its tokens. The first that is asked
     dies after lives[0] chunks, and so on."""
 
-    def __init__(self, *lives: int, can_continue: bool = True, status: int = 200) -> None:
+    def __init__(
+        self,
+        *lives: int,
+        can_continue: bool = True,
+        status: int = 200,
+        death: Exception = DEAD,
+    ) -> None:
         self.requests: list[GenerateRequest] = []
         self._lives = lives
         self._can_continue = can_continue
         self._status = status
+        self._death = death
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
@@ -51,7 +59,7 @@ class Applications:
             return
         for number in range(request.answered, TOKENS):
             if life == 0:
-                raise EngineDeadError("as planned")
+                raise self._death
             life -= 1
             is_last = number == TOKENS - 1
             data = event_of(number) if stream else b""
@@ -160,6 +168,16 @@ async def test_a_refusal_passes_with_its_status() -> None:
     for stream in (True, False):
         response = await ask(Applications(IMMORTAL, status=422), stream=stream)
         assert (response.status_code, response.body) == (422, b'{"error": "no"}')
+
+
+async def test_a_replica_that_fails_amid_a_stream_ends_it_with_an_error() -> None:
+    """Nobody can go on with what may fail everywhere."""
+    for prompts in (1, 2):
+        apps = Applications(*[3] * prompts, death=RuntimeError("a bug"))
+        *_, last, end = bytes((await ask(apps, prompts=prompts)).body).split(b"\n\n")
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert (error["type"], end) == ("server_error", b"")
+        assert "a bug" not in error["message"]
 
 
 async def test_several_prompts_make_one_stream() -> None:

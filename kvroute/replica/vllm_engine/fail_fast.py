@@ -1,41 +1,35 @@
-"""The check of a body's list ends at its first bad item.
+"""The check of a list in a body ends at its first bad item, however deep the list is.
 
-vLLM would collect the errors of all items: 2,000 bad ones of /v1/responses, 70 KB, hold up every
-stream of the replica for 5 s.
+vLLM would collect the errors of all items, for each type that an item may have: one message with
+30,000 bad parts, 450 KB, holds up every stream of the replica for 8 s.
 """
 
-import types
-import typing
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, FailFast
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-
-FIELDS: tuple[tuple[type[BaseModel], str], ...] = (
-    (ChatCompletionRequest, "messages"),
-    (ResponsesRequest, "input"),
-)
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic_core import SchemaValidator
 
 
-class _FailFast(FailFast):
-    __hash__ = object.__hash__  # a member of a union needs one
+def install(app: FastAPI) -> None:
+    """For the bodies of all routes of vLLM's application."""
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            for body in route.dependant.body_params:
+                _replace(body._type_adapter)
 
 
-def install() -> None:
-    """Once for each process, before the application is built."""
-    for model, name in FIELDS:
-        field = model.model_fields[name]
-        field.annotation = _fail_fast(field.annotation)
-        if get_origin(field.annotation) is Annotated:
-            field.metadata.append(_FailFast())
-            field.annotation = get_args(field.annotation)[0]
-        model.model_rebuild(force=True)
+def _replace(adapter: Any) -> None:
+    """The adapter's validator gets another one for each list. Prebuilt ones of the models have
+    vLLM's own."""
+    adapter.validator = SchemaValidator(_fail_fast(adapter.core_schema), _use_prebuilt=False)
 
 
-def _fail_fast(hint: Any) -> Any:
-    if get_origin(hint) is list:
-        return Annotated[hint, _FailFast()]
-    if get_origin(hint) in (Union, types.UnionType):
-        return typing.Union[tuple(map(_fail_fast, get_args(hint)))]  # noqa: UP007
-    return hint
+def _fail_fast(schema: Any) -> Any:
+    """A copy of a core schema, or of a part of one."""
+    if isinstance(schema, dict):
+        copy = {name: _fail_fast(each) for name, each in schema.items()}
+        return copy | {"fail_fast": True} if schema.get("type") == "list" else copy
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_fail_fast, schema))
+    return schema

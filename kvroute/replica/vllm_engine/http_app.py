@@ -61,7 +61,6 @@ class HttpApp:
     ) -> "HttpApp":
         """front_args: those of vLLM's server, by name."""
         repeatable.install()
-        fail_fast.install()
         media.install()
         media.process_once(llm.renderer)
         _shorten_logs()
@@ -70,6 +69,7 @@ class HttpApp:
         tasks = await llm.get_supported_tasks()
         with _root_logger_kept():
             app = await asyncio.to_thread(build_app, args, tasks, client.model_config)
+        fail_fast.install(app)
         await init_app_state(client, app.state, args, tasks)
         # Middlewares belong to the router; one that buffers would part bytes from tokens.
         app.user_middleware.clear()

@@ -48,9 +48,15 @@ MEDIA = (
     *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
     *("audio_url", "audio_embeds", "input_audio"),
 )
-MOST_ITEMS = {"messages": MAX_MESSAGES, "input": 4096, "tools": 4096}  # 100 us each in a replica
+# Lists of which each item takes a replica's loop 100 us; of the scoring routes, it is a prompt.
+SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
+MOST_ITEMS = {"messages": MAX_MESSAGES, **dict.fromkeys(("input", "tools", *SCORED), 4096)}
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
+
+# Fields and parts that bodies of /v1/messages have, and chats do not.
+ANTHROPICS = frozenset({"system", "stop_sequences"})
+ANTHROPICS_PARTS = frozenset({"tool_use", "tool_result"})
 
 PREFIX_NAME = "the name of a declared prefix: a number, or up to 128 characters without ␟"
 _PREFIX_ID = TypeAdapter[str](PrefixId)
@@ -95,6 +101,15 @@ class Call:
     def n(self) -> int:
         n = self.body.get("n")
         return n if isinstance(n, int) and n > 0 else 1
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the engine takes what is cached of the prompt. It computes all of a prompt of
+        which log-probabilities are wanted."""
+        if self.body.get("prompt_logprobs") is not None:
+            return False
+        echoed = {CHATS: "top_logprobs", COMPLETIONS: "logprobs"}.get(self.path, "")
+        return not self.body.get("echo") or self.body.get(echoed) is None
 
     def prompts(self) -> list[str] | list[TokenIds] | None:
         """A completion's prompts; None if they are not what they should be."""
@@ -158,9 +173,20 @@ def parse_call(path: str, raw: bytes) -> Call:
 
 def parse_any(raw: bytes) -> Call:
     """The same for a body of any generating route."""
-    body = json_object(raw)
-    path = CHATS if "messages" in body else RESPONSES if "input" in body else COMPLETIONS
-    return parse_call(path, raw)
+    return parse_call(_route_of(json_object(raw)), raw)
+
+
+def _route_of(body: Mapping[str, Any]) -> str:
+    """By the fields that only bodies of this route have."""
+    if "messages" not in body:
+        return RESPONSES if "input" in body else COMPLETIONS
+    tools, contents = objects(body.get("tools")), message_parts(body)
+    is_message = (
+        not ANTHROPICS.isdisjoint(body)
+        or any("input_schema" in tool for tool in tools)
+        or any(str(part.get("type")) in ANTHROPICS_PARTS for part in contents)
+    )
+    return MESSAGES if is_message else CHATS
 
 
 def message_parts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

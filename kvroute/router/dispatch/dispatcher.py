@@ -28,7 +28,7 @@ from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.waits import AT_EASE, Urgency
-from kvroute.wire.link import LostError, RefusedError, Stream
+from kvroute.wire.link import FailedError, LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")
 
@@ -448,5 +448,12 @@ def _outcome(error: BaseException) -> Outcome:
 
 
 def _refusal(error: BaseException) -> ApiError | None:
-    """The error for the client, if the client can do something about it; else None."""
-    return invalid(None, str(error)) if isinstance(error, ValueError) else None
+    """The error for the client; None where another replica may do better, or nobody knows."""
+    match error:
+        case ValueError():
+            return invalid(None, str(error))
+        case FailedError():
+            return ApiError(
+                500, "a replica failed to answer; its log says why", type="server_error"
+            )
+    return None

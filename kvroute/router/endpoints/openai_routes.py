@@ -70,7 +70,8 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
         call = (await bodies.read(parse_any, request)).asked_by(caller_of(request))
         try:
             said = said_of(request.headers, call)
-            receipts = await models.named(call.model, limits_of(request)).explain(call, said)
+            model = models.named(call.model, limits_of(request))
+            receipts = await model.explain(call, said, prefix_name=request.headers.get(PREFIX))
         except RefusedCallError as error:
             return whole_response(error.refusal)
     found = {"object": "route", "router": models.router_id, "receipts": receipts}

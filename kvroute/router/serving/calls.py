@@ -1,6 +1,7 @@
 """Calls that a replica's HTTP application answers: prompts, replicas, responses."""
 
 import random
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,14 @@ class Calls:
         is_own = prompted.is_rendered and not prompted.has_prefix
         is_checked = is_own and random.randrange(CHECKED) == 0
         return _http(call, body, is_rendered=prompted.is_rendered, is_checked=is_checked)
+
+
+def placed_by(call: Call, prompted: Prompted) -> tuple[Feature, ...]:
+    """By what its prompts are placed, besides their ids. Where the engine reads no cache, that is
+    something which no replica has."""
+    if call.reads_cache:
+        return prompted.features
+    return Feature(secrets.token_hex(16), 0, 1), *prompted.features
 
 
 def _http(

@@ -63,7 +63,7 @@ from kvroute.router.routing.receipts import receipt
 from kvroute.router.routing.recent_prompts import RecentPrompts
 from kvroute.router.routing.returns import NOTHING_SAID, Said
 from kvroute.router.routing.waits import AT_EASE, Urgency
-from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError
+from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError, placed_by
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.router.serving.stored_response import stored
@@ -291,9 +291,11 @@ class ModelRouter:
             tenant=tenant_of(call.caller),
             entry=entry,
             lora=self.adapter(call.model) or "",
-            named_tokens=self.prefixes.named_tokens(prefix, call.cache_salt),
+            named_tokens=(
+                self.prefixes.named_tokens(prefix, call.cache_salt) if call.reads_cache else 0
+            ),
             broken=self._broken(call, prefix, prompted, self._chats.see),
-            features=prompted.features,
+            features=placed_by(call, prompted),
             urgency=urgency,
             sharer=sharer,
             said=said,
@@ -356,21 +358,24 @@ class ModelRouter:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)
         return await self.prefixes.catalogue.named(*named, call.caller) if named else None
 
-    async def explain(self, call: Call, said: Said = NOTHING_SAID) -> list[dict[str, Any]]:
-        """Where each prompt of a call would go now, and why; nothing is generated.
-        RefusedCallError."""
+    async def explain(
+        self, call: Call, said: Said = NOTHING_SAID, *, prefix_name: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Where each prompt of a call would go now, and why; nothing is generated. prefix_name: of
+        the header, if there is one. RefusedCallError."""
         call = await self._tokenizer.escaped((await asked(call, self.conversations)).call)
-        prefix = await self._prefix_of(call, None)
+        prefix = await self._prefix_of(call, prefix_name)
         prompted = await self._calls.prompts(call, prefix)
         broken = self._broken(call, prefix, prompted, self._chats.look)
         salt, lora = call.cache_salt, self.adapter(call.model) or ""
+        features = placed_by(call, prompted)
         receipts = []
         for prompt in prompted.token_ids:
             running, now_s = self._liveness.trusted(), time.monotonic()
-            shared_tokens = self._dispatcher.shared_tokens(prompt, salt, prompted.features)
+            shared_tokens = self._dispatcher.shared_tokens(prompt, salt, features)
             scope = Scope(lora, salt, shared_tokens)
             placement = self._fleet.place(
-                *(prompt, running, now_s, scope, prompted.features), session=said.session
+                *(prompt, running, now_s, scope, features), session=said.session
             )
             retention = self._fleet.retention(placement, now_s, said)
             policy = self.settings.policy

@@ -45,6 +45,7 @@ class _Events(Response):
 
     def __init__(self, asked: Asked, stream: StreamingResponse) -> None:
         super().__init__(status_code=stream.status_code)
+        self.raw_headers = stream.raw_headers  # what is added here is sent
         self._asked = asked
         self._stream = stream
 

@@ -1,0 +1,44 @@
+"""What /v1/route reads of a request is what the generating routes read."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from kvroute.router.api.bodies import Bodies
+from kvroute.router.api.calls import MESSAGES, Call
+from kvroute.router.endpoints import openai_routes
+from kvroute.router.serving.models import Models
+
+
+class Model:
+    """Tells what it was asked to explain."""
+
+    def __init__(self) -> None:
+        self.name = "m"
+        self.settings = SimpleNamespace(adapters=[])
+        self.asked: list[tuple[str, str | None]] = []
+
+    def adapter(self, name: str | None) -> str | None:
+        return ""
+
+    async def explain(self, call: Call, _: Any, *, prefix_name: str | None) -> list[Any]:
+        self.asked.append((call.path, prefix_name))
+        return []
+
+
+async def test_the_header_with_a_prefix_and_the_body_of_a_message() -> None:
+    model = Model()
+    models: Any = object.__new__(Models)
+    models.all, models.first, models.router_id, models._started = [model], model, "r", 0
+    http = FastAPI()
+    http.state.models, http.state.bodies = models, Bodies(limit_mb=1)
+    http.state.keys = http.state.limits = None
+    http.include_router(openai_routes.routes)
+    transport = httpx.ASGITransport(http)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        body = {"messages": [], "system": "Be brief.", "max_tokens": 1}
+        answer = await client.post("/v1/route", json=body, headers={"x-kvroute-prefix": "law"})
+    assert answer.status_code == 200
+    assert model.asked == [(MESSAGES, "law")]
