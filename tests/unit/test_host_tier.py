@@ -255,3 +255,5 @@ def test_hits_are_counted_by_tier() -> None:
         for tier in ("gpu", "host")
     }
     assert found == {"gpu": 200, "host": 360}
+    saved_s = registry.get_sample_value("kvroute_host_saved_seconds_total")
+    assert saved_s == pytest.approx(0.36 - 0.1, rel=0.01)  # 360 tokens; 100 blocks are copied
