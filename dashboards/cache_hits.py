@@ -315,6 +315,15 @@ TIERS = Row(
                     "{{replica}}",
                 ),
             ),
+            width=8,
+        ),
+        Panel(
+            "Time saved by host memory",
+            "Seconds of prefill that a second of all replicas together need not compute, less the "
+            "waits for copies, as routers predict both. Near 0: what comes back is in GPU memory.",
+            grafana.SECONDS,
+            (Query(per_second(router("kvroute_host_saved_seconds_total")), "saved", "green"),),
+            width=8,
         ),
         Panel(
             "Blocks in host memory",
@@ -322,6 +331,7 @@ TIERS = Row(
             "pushes out another.",
             grafana.NUMBER,
             (Query(replica("kvroute_engine_host_blocks"), "{{replica}}"),),
+            width=8,
         ),
     ),
 )

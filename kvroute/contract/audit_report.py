@@ -45,6 +45,7 @@ class ReplicaAudit(Struct, frozen=True):
     known: Comparison  # the replica's table, compared with its engine
     index: Comparison  # Redis, compared with the replica's table
     version: int = VERSION
+    in_host: Comparison | msgspec.UnsetType = msgspec.UNSET  # the part of `known` in host memory
 
 
 _versions = msgspec.json.Decoder(Versioned)

@@ -293,6 +293,9 @@ def audit(replica: Facts, router: str) -> Check:
         if count != 0
     ]
     finding = f"{', '.join(wrong) or 'no drift'}; blocks: {', '.join(counts)}"
+    if in_host := replica.get("in_host"):
+        finding += f"; {in_host['blocks']['engine']} of the engine's are in host memory"
+        finding += f", with a drift of {in_host['drift']}" * bool(in_host["drift"])
     name = f"audit of {replica['id']}"
     return Check(name, "wrong", finding, HEALS) if wrong else Check(name, "ok", finding)
 

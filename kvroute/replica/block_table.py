@@ -104,9 +104,12 @@ class BlockTable:
     def __init__(self, members: Sequence[int | None] = (0,)) -> None:
         entries: dict[int, list[_Group]] = {}
         self._groups = [None if entry is None else _grouped(entry, entries) for entry in members]
+        self._has_host = any(entry >= HOST_GROUPS for entry in entries)
         self._announced = [groups[0].announced for groups in entries.values()]
         # What host memory has of the layout's first entry, which is full attention if there is any.
         self.in_host = entries[HOST_GROUPS][0].announced if HOST_GROUPS in entries else {}
+        # What the last BlocksHeld event said of host memory alone; None: there is none.
+        self.compared_in_host: Comparison | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._announced))
@@ -138,12 +141,15 @@ class BlockTable:
 
     def _reconcile(self, event: BlocksHeld, changes: Changes) -> Comparison:
         """Counts a block once in each group; a group that the event leaves out holds none."""
-        comparison = Comparison(0)
+        own, in_host = Comparison(0), Comparison(0)
         told = chain(event.copies, repeat(NOTHING))
         for group, held in zip(self._groups, told, strict=False):
-            if group:
-                comparison += group.reconcile(held, changes)
-        return comparison
+            if group and group.entry < HOST_GROUPS:
+                own += group.reconcile(held, changes)
+            elif group:
+                in_host += group.reconcile(held, changes)
+        self.compared_in_host = in_host if self._has_host else None
+        return own + in_host
 
     def _clear(self, changes: Changes) -> None:
         for group in self._groups:

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from kvroute.contract.records import HostTier
 from kvroute.process.builtin_model import resolve
+from kvroute.process.memory import memory_bytes
 from kvroute.replica.engine.pins import pin_budget
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.vllm_engine.cpu_affinity import claim_cores
@@ -59,7 +58,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
 def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> HostTier | None:
     """Host memory of one rank."""
     block_bytes = settings.block_size * SIMULATED_TOKEN_BYTES
-    blocks = settings.host_cache_bytes(psutil.virtual_memory().total) // block_bytes
+    blocks = settings.host_cache_bytes(memory_bytes()) // block_bytes
     if not blocks or not settings.prefix_caching:
         return None
     pin_blocks = pin_budget(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import msgspec
 from redis.exceptions import RedisError
 
 from kvroute.contract.audit_report import Comparison, ReplicaAudit
@@ -214,6 +215,7 @@ class Publisher:
                     writer_state.seq,
                     known=known,
                     index=index,
+                    in_host=self._table.compared_in_host or msgspec.UNSET,
                 )
             )
         if index.drift:

@@ -31,6 +31,7 @@ STEADY_S, HELD_S, WHOLE_S = 3.0, 8.0, 90.0
 OPTIONS = (
     *("--engine", "simulated", "--replicas", f"{REPLICAS}", "--routers", "2"),
     *("--simulated-decode-ms", "20", "--request-log", "/tmp/requests"),
+    *("--host-cache-gb", "0.1"),  # 23 blocks, fewer than the streams need: they come and go
 )
 PAGE = Path("docs/chaos.md")
 HEAD = """# Faults on purpose
@@ -46,8 +47,8 @@ A killed router, HAProxy or Serve process beside it takes its open connections a
 break. Ray's head service (GCS) is not in the table: `kvroute serve` ends with it, and on a fleet
 `make test-cluster` kills it ([operations](operations.md#rays-head-service-or-haproxy-ends)).
 
-This run: {replicas} simulated replicas, two routers and {streams} streams on {cores} CPU cores.
-Seed {seed}.
+This run: {replicas} simulated replicas with a second tier of cache, two routers and {streams}
+streams on {cores} CPU cores. Seed {seed}.
 
 """
 COLUMNS = (

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.records import HostTier
 from kvroute.doctor import checks
-from kvroute.replica.engine.kv_events import EventsLost
+from kvroute.replica.engine.kv_events import BlockRemoved, EventsLost
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from tests.support.records import NO_DRIFT
 from tests.support.side import Side
@@ -31,6 +32,30 @@ async def test_no_drift_is_found_while_blocks_come_and_go(side: Side) -> None:
     while not working.done():
         assert await side.drift() == NO_DRIFT
     await working
+
+
+async def test_what_host_memory_has_is_audited_on_its_own_too(redis_url: str) -> None:
+    side = Side(redis_url, host=HostTier(150, 1, 1e9))
+    await side.redis.flushall()
+    await side.work(20)
+    await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()) != set())
+    working = asyncio.create_task(side.work(200))
+    while not working.done():
+        assert await side.drift() == NO_DRIFT
+    await working
+    known = len(side.table.in_host)
+    told = {"blocks": {"engine": known, "replica": known}, "drift": 0}
+    assert 100 < known <= 150
+    assert (await side.audited())["in_host"] == told
+    lost = [*side.table.in_host][:3]
+    side.publisher.publish([BlockRemoved(lost, group=1)])
+    report = await side.audited()
+    assert report["in_host"] == told | {
+        "blocks": {"engine": known, "replica": known - 3},
+        "drift": 3,
+    }
+    assert "in host memory, with a drift of 3" in checks.audit(report, "r1").finding
+    await side.close()
 
 
 async def test_blocks_that_the_mirror_lacks_or_has_too_much_are_drift_and_it_heals(
@@ -85,6 +110,7 @@ def report(**drift: int | None) -> dict[str, Any]:
 
 def test_the_doctor_says_whose_account_is_wrong() -> None:
     assert checks.audit(report(), "r1").grade == "ok"
+    assert "host" not in checks.audit(report(), "r1").finding
     assert "drift of 2 in Redis" in checks.audit(report(redis=2), "r1").finding
     assert "no answer from router r1" in checks.audit(report(mirror=None), "r1").finding
     assert checks.audit(report(redis=2), "r1").remedy

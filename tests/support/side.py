@@ -3,12 +3,13 @@
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kvroute.contract.audit_report import ReplicaAudit
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.records import Description, EngineFacts
+from kvroute.contract.records import Description, EngineFacts, HostTier
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
@@ -33,11 +34,18 @@ CONFIG = SimulatedConfig(
 class Side:
     """An engine with a publisher, and a router's mirror of it, each in tasks of their own."""
 
-    def __init__(self, url: str, *, facts: EngineFacts = FACTS, revision: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        facts: EngineFacts = FACTS,
+        revision: str = "",
+        host: HostTier | None = None,
+    ) -> None:
         self.redis = connect(url)
         self.index = Index(self.redis, MODEL)
-        self.engine = SimulatedEngine(replace(CONFIG, revision=revision))
-        self.table = BlockTable()
+        self.engine = SimulatedEngine(replace(CONFIG, revision=revision, host=host))
+        self.table = BlockTable(self.engine.members)
         self.publisher = Publisher(
             self.index,
             self.table,
@@ -65,9 +73,12 @@ class Side:
             prompt = np.arange(40, dtype=np.uint32) + 100 * int(seed)
             await self.generate(GenerateRequest("r", prompt, max_tokens=20))
 
-    async def drift(self) -> dict[str, int]:
+    async def audited(self) -> dict[str, Any]:
         (report,) = await self.audit.run()
-        return dict(report["drift"])
+        return report
+
+    async def drift(self) -> dict[str, int]:
+        return dict((await self.audited())["drift"])
 
     async def close(self) -> None:
         tasks = (self.publishing, self.hearing, self.feeding)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.cache_groups import member
+from kvroute.contract.cache_groups import HOST_GROUPS, member
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import (
@@ -104,6 +104,17 @@ def test_groups_are_compared_one_by_one_and_those_left_out_hold_nothing() -> Non
         blocks=3, missing=0, surplus=1
     )
     assert set(blocks.held()) == prints(10, 11)
+
+
+def test_what_host_memory_has_is_compared_on_its_own_too() -> None:
+    blocks = BlockTable((0, HOST_GROUPS))
+    told = [stored(10, 11), stored(10, 11, group=1)]
+    found = blocks.apply([*told, BlocksHeld([{10: 1, 11: 1}, {10: 1, 12: 1}])], Changes())
+    assert found == Comparison(blocks=4, missing=1, surplus=1)
+    assert blocks.compared_in_host == Comparison(blocks=2, missing=1, surplus=1)
+    alone = BlockTable()
+    alone.apply([stored(10), BlocksHeld([{10: 1}])], Changes())
+    assert alone.compared_in_host is None
 
 
 def test_a_block_counts_while_all_groups_of_its_kind_hold_it() -> None:

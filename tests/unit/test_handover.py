@@ -361,6 +361,17 @@ async def test_an_error_with_one_prompt_does_not_end_the_task(
     assert router.outcomes == {"failed": 1}
 
 
+async def test_a_replica_that_is_back_has_not_left() -> None:
+    router = Router()
+    router.running.remove("a")
+    router.handover.watch()
+    router.running.append("a")
+    router.handover.watch()
+    router.chat(prompt(1))
+    await router.finish()
+    assert router.outcomes == {}
+
+
 async def test_that_serve_tells_of_nobody_is_no_departure() -> None:
     router = Router()
     router.chat(prompt(1))

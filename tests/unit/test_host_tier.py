@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.cache_groups import CacheGroup, Layout, in_host
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
-from kvroute.contract.records import HostTier, Load, ReplicaRecord
+from kvroute.contract.records import Description, HostTier, Load, ReplicaRecord, encode
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.routing.attempts import (
     NO_OBSERVER,
@@ -23,7 +23,7 @@ from kvroute.router.routing.attempts import (
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.policy import Candidate
-from tests.support.records import record
+from tests.support.records import FACTS, facts, record
 
 BLOCK = 4  # tokens; a replica computes 1000 a second
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
@@ -69,6 +69,11 @@ def show_speed(fleet: Fleet, *, bytes_per_s: float) -> None:
     fleet.update(
         [structs.replace(each, load=load) if each.id == "a" else each for each in fleet.records]
     )
+
+
+def test_a_replica_without_a_tier_tells_nothing_of_one() -> None:
+    assert b"host" not in encode(Description(FACTS)) + encode(Load(running=1))
+    assert b"host" in encode(Description(facts(host=TIER)))
 
 
 def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
@@ -250,3 +255,5 @@ def test_hits_are_counted_by_tier() -> None:
         for tier in ("gpu", "host")
     }
     assert found == {"gpu": 200, "host": 360}
+    saved_s = registry.get_sample_value("kvroute_host_saved_seconds_total")
+    assert saved_s == pytest.approx(0.36 - 0.1, rel=0.01)  # 360 tokens; 100 blocks are copied

@@ -12,6 +12,7 @@ from kvroute.contract.cache_groups import HOST_GROUPS, member
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier, Load
+from kvroute.replica import engines
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import (
     BlockRemoved,
@@ -259,3 +260,18 @@ async def test_settings_make_the_tier() -> None:
     for engine in await start_engines(settings):
         assert engine.facts.host == HostTier(blocks, block_bytes, 1e10, pin_blocks)
         assert engine.members == (0, HOST_GROUPS)
+
+
+async def test_a_share_is_one_of_what_the_container_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "memory_bytes", lambda: 10_000_000_000)
+    settings = ReplicaSettings(
+        served_model_name="m",
+        redis_url="redis://unused",
+        engine="simulated",
+        host_cache_gb="30%",
+    )
+    (engine,) = await start_engines(settings)
+    assert engine.facts.host
+    assert engine.facts.host.blocks == 3_000_000_000 // (settings.block_size * 131_072)

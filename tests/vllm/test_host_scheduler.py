@@ -5,11 +5,13 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.contract.cache_groups import HOST_GROUPS, in_host
+from kvroute.contract.chain import Scope, Space
 from kvroute.contract.keep import Keep
 from tests.support.host_tiers import BLOCK_BYTES
 from tests.support.schedulers import BLOCK
@@ -125,6 +127,15 @@ def test_of_a_prompt_the_last_blocks_go_first() -> None:
     flood(engine, 1)
     engine.ask(3000, 8 * BLOCK + 1)
     assert engine.ask(0, PROMPT) == 6 * BLOCK
+    assert engine.compare().drift == 0
+
+
+def test_of_a_prompt_with_more_blocks_than_host_memory_the_first_ones_are_kept() -> None:
+    engine = tiered(blocks=64, host_blocks=16)
+    engine.ask(0, 40 * BLOCK + 1)
+    engine.ask(0, 12 * BLOCK + 1)
+    chain = Space("m", "", BLOCK).chain(np.arange(16 * BLOCK, dtype=np.uint32), Scope())
+    assert set(engine.table.in_host.values()) == set(map(in_host, chain))
     assert engine.compare().drift == 0
 
 

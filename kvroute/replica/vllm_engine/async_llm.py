@@ -34,6 +34,7 @@ from kvroute.contract.generation import (
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.process.builtin_model import is_builtin
+from kvroute.process.memory import memory_bytes
 from kvroute.process.tracing import traces_endpoint
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
@@ -317,7 +318,7 @@ def engine_args(
         ours["max_loras"] = settings.max_loras
         ours["max_cpu_loras"] = settings.kept_loras
         ours["max_lora_rank"] = room_for_rank(settings.adapters)
-    ours |= host_args(settings, node_bytes=psutil.virtual_memory().total, on_cpu=on_cpu)
+    ours |= host_args(settings, node_bytes=memory_bytes(), on_cpu=on_cpu)
     on_cpus = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
         "enforce_eager": True,

@@ -46,8 +46,8 @@ def _check(settings: ReplicaSettings, all_bytes: int, node_bytes: int) -> None:
         )
     if all_bytes > node_bytes:
         raise CannotRunError(
-            f"--host-cache-gb is {settings.host_cache_gb}, and its node has "
-            f"{node_bytes / 1e9:.0f} GB of memory; give less, such as 30%"
+            f"--host-cache-gb is {settings.host_cache_gb}, and its node or container "
+            f"has {node_bytes / 1e9:.0f} GB of memory; give less, such as 30%"
         )
 
 

@@ -1,5 +1,6 @@
 """vLLM's OffloadingConnector and its manager, as a host tier needs them (host_tier.py)."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -30,9 +31,20 @@ class Ended:
 
 
 class Manager(CPUOffloadingManager):
-    """vLLM lists the blocks of a copy in no order. Of a prompt, the last ones are to go first."""
+    """vLLM lists the blocks of a copy in no order. Of a prompt, the last ones are to go first.
+
+    kvroute_most_tokens: of one prompt, from its start. A longer one would push out its own first
+    blocks, without which the others are of no use, and everybody else's.
+    """
 
     kvroute_stored: Callable[[Sequence[OffloadKey], Ended], None]
+    kvroute_most_tokens: float = math.inf
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        ends, most = req_context._offload_key_positions, self.kvroute_most_tokens
+        return super().prepare_store([key for key in keys if ends.get(key, 0) <= most], req_context)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True

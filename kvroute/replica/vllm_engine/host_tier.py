@@ -67,6 +67,7 @@ class HostTier:
         if tier := whole.host_tier(reload_claim()):
             copies, token_bytes = CopySpeed(tier.bytes_per_s), tier.block_bytes / division.unit
             self.meter.price = ReloadPrice(prefill_claim(), copies, token_bytes)
+            scheduler.manager.kvroute_most_tokens = tier.blocks * division.unit
         return whole
 
     def copies_of(self) -> list[dict[ExternalBlockHash, int]]:

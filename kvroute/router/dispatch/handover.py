@@ -111,7 +111,7 @@ class HandOver:
         if not running:
             return  # none is there to compute it
         gone, self._seen = self._seen - running, running
-        self._gone = (self._gone if now_s < self._until_s else set()) | gone
+        self._gone = gone | (self._gone - running if now_s < self._until_s else set())
         if gone:
             self._until_s = now_s + self._time_s
             self._waiting = self._in_order({*self._waiting, *self._left_by(gone)})

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from kvroute.contract.audit_report import (
     Comparison,
     ReplicaAudit,
@@ -139,4 +141,13 @@ def _report(
             "redis": replica and replica.index.drift,
             "mirror": mirror and mirror.drift,
         },
-    }
+    } | _in_host(replica)
+
+
+def _in_host(replica: ReplicaAudit | None) -> dict[str, Any]:
+    """What both have of these blocks in host memory; nothing for a replica without any."""
+    if replica is None or replica.in_host is msgspec.UNSET:
+        return {}
+    told = replica.in_host
+    blocks = {"engine": told.true_blocks, "replica": told.blocks}
+    return {"in_host": {"blocks": blocks, "drift": told.drift}}

@@ -158,6 +158,11 @@ class Counts(RequestObserver):
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
         self._evicted = {why: evicted.labels(why) for why in WHYS}
         self._gpu_hits, self._host_hits = tiers.labels("gpu"), tiers.labels("host")
+        self._host_saved_s = counter(
+            "host_saved_seconds",
+            "Prefill that blocks in host memory saved, less the wait for their copies, as the "
+            "router predicted both.",
+        )
         self._reusable_tokens = counter(
             "reusable_tokens", "Tokens of those prompts that the best replica had or expected."
         )
@@ -191,6 +196,7 @@ class Counts(RequestObserver):
         host_tokens = attempt.host_tokens
         self._gpu_hits.inc(ledger.hit + ledger.unexpected_hit - host_tokens)
         self._host_hits.inc(host_tokens)
+        self._host_saved_s.inc(attempt.host_saved_s)
         reusable_tokens = attempt.placement.reusable_tokens
         self._reusable_tokens.inc(reusable_tokens)
         if attempt.placement.expected_tokens(attempt.replica_id) < reusable_tokens:

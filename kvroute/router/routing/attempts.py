@@ -296,6 +296,16 @@ class Attempt:
         return max(0, min(self.cached_tokens, there.hit_blocks * size) - gpu_tokens)
 
     @property
+    def host_saved_s(self) -> float:
+        """The prefill that host memory has saved, less the wait for its copies: as predicted."""
+        if self.placement is None or not (host_tokens := self.host_tokens):
+            return 0.0
+        there = self.placement.at(self.replica_id)
+        begin = (there.hit_blocks - there.host_blocks) * self.placement.block_size
+        computed_s = self.load.model.seconds(begin, begin + host_tokens)
+        return max(0.0, self.load.speed.slowness * computed_s - there.reload_s)
+
+    @property
     def evicted_why(self) -> Why:
         """Why the ledger's evicted tokens are gone, if it has some."""
         return self.context.retention.lost if self.context.retention else "usual"
