@@ -13,31 +13,22 @@ from kvroute.local.ports import free_port
 from tests.support.adapters import write_adapter
 from tests.support.collector import Collector, collecting
 from tests.support.model_files import copy_model_files
-from tests.support.order import SHARED_CLUSTERS, fixtures_of
 from tests.support.redis_server import Wire, Wired, redis_server
 from tests.support.serving import READY, Cluster, launched, start_cluster
+from tests.support.shared import pytest_runtest_teardown, stacks
 from tests.support.workloads import ADAPTERS, TASKS
 
-running = {name: ExitStack() for name in SHARED_CLUSTERS}
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Clusters that no later test asks for are stopped."""
-    items = item.session.items
-    wanted = set[str]().union(*map(fixtures_of, items[items.index(item) + 1 :]))
-    for name in fixtures_of(item).intersection(SHARED_CLUSTERS) - wanted:
-        running[name].close()
+__all__ = ["pytest_runtest_teardown"]  # a hook of pytest's
 
 
 def _start(name: str, *args: str, **env: str) -> Iterator[Cluster]:
-    with running[name] as stack:
+    with stacks[name] as stack:
         yield stack.enter_context(start_cluster("--engine", "simulated", *args, env=env))
 
 
 def _start_to_lose(name: str, *args: str, **env: str) -> Iterator[Cluster]:
     """The same, of a cluster that may be gone before its end."""
-    with running[name] as stack:
+    with stacks[name] as stack:
         cluster = stack.enter_context(launched("--engine", "simulated", *args, env=env))
         cluster.wait_for(READY, deadline_s=120)
         yield cluster
@@ -124,7 +115,7 @@ def plain() -> Iterator[Cluster]:
 def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wired]:
     """Three replicas with small caches behind two routers."""
     port, folder = free_port(), tmp_path_factory.mktemp("redis")
-    with running["wired"] as stack:
+    with stacks["wired"] as stack:
         server = stack.enter_context(ExitStack())
         server.enter_context(redis_server(port, folder))
         wire = stack.enter_context(Wire(free_port(), port).running())

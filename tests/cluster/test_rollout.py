@@ -118,7 +118,7 @@ async def test_what_a_drained_replica_cannot_finish_in_time_goes_on_elsewhere(
 ) -> None:
     await scale(trio, 2)
     async with async_openai_client(trio.url) as client:
-        crowd = Crowd(client, max_tokens=1200)  # 36 seconds; a drain may take 8
+        crowd = Crowd(client, max_tokens=800)  # 24 seconds; a drain may take 8
         everybody = pids(trio)
         listening = asyncio.create_task(crowd.listen_once())
         await until(lambda: {*crowd.open.values()} == everybody.keys(), within_s=60)

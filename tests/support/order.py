@@ -13,8 +13,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOMS = ("cluster", "vllm", "own_cluster", "nodes", "redis", "unit")  # the longest first
 SHARING = ("cluster", "vllm")
-# Fixtures of tests/cluster, in the order in which their tests run.
-SHARED_CLUSTERS = ("slow", "wired", "plain", "node", "trio", "named", "pair", "simulated_cluster")
+# Fixtures of these rooms, in the order in which their tests run.
+SIMULATED = ("slow", "wired", "plain", "node", "trio", "named", "pair", "simulated_cluster")
+SHARED_CLUSTERS = (*SIMULATED, "exact")
 
 
 class Rooms(LoadScopeScheduling):

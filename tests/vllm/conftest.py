@@ -1,6 +1,6 @@
-"""One engine of each kind for all tests of engines: starting vLLM takes half a minute of a core."""
+"""What tests of engines share: starting vLLM takes half a minute of a core."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -18,6 +18,10 @@ from tests.support.engines import (
     shallow_model,
     started,
 )
+from tests.support.serving import COMMAND, Cluster, start_cluster
+from tests.support.shared import pytest_runtest_teardown, stacks
+
+__all__ = ["pytest_runtest_teardown"]  # a hook of pytest's
 
 
 @pytest.fixture
@@ -53,3 +57,15 @@ async def running(
         engine_args={"tool_call_parser": TOOL_PARSER},
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def exact() -> Iterator[Cluster]:
+    """The built-in model behind two routers. Streamed and whole answers are compared: in float32
+    they are equal."""
+    numbers = ("--dtype", "float32", "--kv-cache-memory-mb", "1024", "--max-model-len", "4096")
+    options = ("--routers", "2", "--response-store-mb", "16", *numbers)
+    tools = ("--engine-arg", f"tool_call_parser={TOOL_PARSER}")
+    command = ("nice", "-n", "10", *COMMAND)
+    with stacks["exact"] as stack:
+        yield stack.enter_context(start_cluster(*options, *tools, deadline_s=400, command=command))

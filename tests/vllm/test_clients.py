@@ -43,7 +43,7 @@ from pydantic_ai.settings import ModelSettings as PydanticSettings
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
 from tests.support.documents import ADDRESS, CLIENTS, Block, steps
-from tests.support.serving import COMMAND, Cluster, start_cluster
+from tests.support.serving import Cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -88,15 +88,9 @@ class Booking(BaseModel):
     is_return: bool
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    # Streamed and whole answers are compared: in float32 they are equal.
-    exact = ("--dtype", "float32", "--kv-cache-memory-mb", "1024", "--max-model-len", "4096")
-    tools = ("--engine-args", '{"tool_call_parser": "hermes"}')
-    command = ("nice", "-n", "10", *COMMAND)
-    options = ("--replicas", "1", "--response-store-mb", "16", *exact, *tools)
-    with start_cluster(*options, deadline_s=400, command=command) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(exact: Cluster) -> Cluster:
+    return exact
 
 
 # openai

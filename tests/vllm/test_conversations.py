@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.scraping import scrape, targets
-from tests.support.serving import COMMAND, Cluster, start_cluster
+from tests.support.serving import Cluster
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,14 +33,9 @@ WEATHER: Any = {
 }
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    command = ("nice", "-n", "10", *COMMAND)
-    exact = ("--dtype", "float32", "--kv-cache-memory-mb", "1024", "--max-model-len", "4096")
-    options = ("--routers", "2", "--response-store-mb", "16", *exact)
-    tools = ("--engine-arg", "tool_call_parser=hermes")
-    with start_cluster(*options, *tools, deadline_s=400, command=command) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(exact: Cluster) -> Cluster:
+    return exact
 
 
 @pytest.fixture
