@@ -11,7 +11,16 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.cache_groups import CacheGroup, Layout, in_host
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
-from kvroute.contract.records import Description, HostTier, Load, ReplicaRecord, encode
+from kvroute.contract.records import (
+    Description,
+    HostTier,
+    Load,
+    ReplicaRecord,
+    Warm,
+    decode_pins,
+    encode,
+    encode_pins,
+)
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.routing.attempts import (
     NO_OBSERVER,
@@ -72,8 +81,21 @@ def show_speed(fleet: Fleet, *, bytes_per_s: float) -> None:
 
 
 def test_a_replica_without_a_tier_tells_nothing_of_one() -> None:
-    assert b"host" not in encode(Description(FACTS)) + encode(Load(running=1))
+    assert encode(Description(FACTS)) == (
+        b'{"facts":{"block_size":4,"capacity_blocks":100,"max_model_len":4096,'
+        b'"prefill_tokens_per_s":1000.0,"attention_tokens":1000000000.0,'
+        b'"max_cpu_loras":1073741824},"identity":null,'
+        b'"whereabouts":{"node":"","pid":0,"metrics":null},"model":"","version":1}'
+    )
+    assert encode(Load(running=1)) == b'{"running":1}'
     assert b"host" in encode(Description(facts(host=TIER)))
+
+
+def test_only_a_pin_in_host_memory_says_where_it_is() -> None:
+    pins = {"law@1": Warm(4, True), "faq@1": Warm(2, True, is_in_host=True)}
+    packed = encode_pins(pins)
+    assert packed == b'{"law@1":[4,true],"faq@1":[2,true,true]}'
+    assert decode_pins(packed) == pins
 
 
 def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
