@@ -214,6 +214,19 @@ def test_what_is_computed_while_another_request_reloads_is_timed_from_its_own_st
     assert other.load.speed.slowness == pytest.approx(1.0)
 
 
+def test_a_long_line_of_copies_is_no_reason_to_compute() -> None:
+    """It delays this request; computing would delay those behind it, too."""
+    fleet = fleet_of(with_tier("a"))
+    chains = [[Fingerprint(1000 * n + i) for i in range(200)] for n in range(1, 7)]
+    for chain in chains:
+        fleet.mirror.add("a", map(in_host, chain))
+    for number, chain in enumerate(chains[:-1]):
+        fleet.sent(place(fleet, 0.0, chain), "a", str(number), 0.0)
+    last = place(fleet, 0.0, chains[-1]).at("a")
+    assert last.host_blocks == 200
+    assert last.reload_s == pytest.approx(1.2)  # to compute them takes 0.8
+
+
 def test_reloads_stand_in_line_until_their_first_tokens() -> None:
     fleet = fleet_of(with_tier("a"))
     hold(fleet, "a", host=200)
