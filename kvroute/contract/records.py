@@ -1,7 +1,8 @@
 """The records that replicas and routers publish about themselves, as typed values.
 
 A new field needs a default and leaves VERSION unchanged: older readers skip unknown fields.
-VERSION rises when an older reader would misunderstand a record.
+VERSION rises when an older reader would misunderstand a record. Where defaults are left out, a
+reader fills in its own: they never change.
 """
 
 import functools
@@ -11,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import astuple
 
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.cache_groups import Layout
@@ -132,6 +134,18 @@ class Versioned(Struct):
 
 
 encode = msgspec.json.Encoder().encode
+
+
+def encode_pins(pins: Pins) -> bytes:
+    """Only what is pinned in host memory mentions it."""
+    return encode({name: _fields(warm) for name, warm in pins.items()})
+
+
+def _fields(warm: Warm) -> tuple[Any, ...]:
+    fields = astuple(warm)
+    return fields if warm.is_in_host else fields[:-1]
+
+
 decode_load = msgspec.json.Decoder(Load).decode
 decode_pins = msgspec.json.Decoder(dict[Name, Warm]).decode
 _descriptions = msgspec.json.Decoder(Description)

@@ -89,9 +89,8 @@ class Model:
     kv_width: int  # key-value heads x head size
 
 
-# Copies from pinned host memory: datasheets say PCIe 5 x16 for H100 and H200 ("128 GB/s", both ways
-# together: 64 each way) and PCIe 4 x16 for A100 and L4 ("64 GB/s": 32 each way). About 80% of a
-# direction is assumed to be left of that for copies of blocks.
+# Copies from pinned host memory: of a direction of the GPU's link, about 80% is assumed to be left
+# for blocks. docs/replay.md has the links, and where NVIDIA says so.
 PCIE_5, PCIE_4 = 50.0, 25.0  # GB/s
 
 H200 = Gpu(989e12, 4.8e12, 141e9, PCIE_5)  # SXM

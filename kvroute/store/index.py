@@ -50,6 +50,7 @@ from kvroute.contract.records import (
     decode_pins,
     decode_router,
     encode,
+    encode_pins,
 )
 from kvroute.contract.unreadable import DECODE_ERRORS, Kind, Unreadable, UnreadableError, text
 from kvroute.store import scripts
@@ -198,7 +199,7 @@ class Index:
         writer_state = WriterState(
             replica_id, incarnation, described=hashlib.sha1(facts).hexdigest()
         )
-        arguments = [facts, encode(load), "1" if replaces else "", *_bounds(), encode(dict(pins))]
+        arguments = [facts, encode(load), "1" if replaces else "", *_bounds(), encode_pins(pins)]
         await self._write(self._register, writer_state, lease_s, arguments)
         return writer_state
 
@@ -227,7 +228,7 @@ class Index:
         lease_s: float,
     ) -> None:
         """Renews the lease and updates load and pins in the record."""
-        arguments = [encode(load), encode(dict(pins)), writer_state.described]
+        arguments = [encode(load), encode_pins(pins), writer_state.described]
         await self._write(self._renew, writer_state, lease_s, arguments)
 
     @answered

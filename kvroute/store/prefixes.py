@@ -103,7 +103,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     namespace: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     is_shared: bool = False
-    is_in_host: bool = False
+    is_in_host: bool | msgspec.UnsetType = msgspec.UNSET  # left out where it is not
     version: int = VERSION
 
 
@@ -364,7 +364,7 @@ class Prefixes:
             terms.tenant,
             terms.namespace,
             terms.is_shared,
-            terms.is_in_host,
+            terms.is_in_host is True,
         )
 
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
@@ -436,7 +436,7 @@ def _terms_of(prefix: Prefix, *, order: int) -> Terms:
         tenant=prefix.tenant,
         namespace=prefix.namespace,
         is_shared=prefix.is_shared,
-        is_in_host=prefix.is_in_host,
+        is_in_host=prefix.is_in_host or msgspec.UNSET,
     )
 
 

@@ -46,6 +46,21 @@ async def test_what_was_declared_is_read_as_it_was(prefixes: Prefixes) -> None:
     assert (found.name, found.full_blocks(32)) == ("legal@v3@1", 2187)
 
 
+async def test_only_the_terms_of_a_pin_in_host_memory_say_so(prefixes: Prefixes) -> None:
+    await declare(prefixes, "own")
+    await declare(prefixes, "host", is_in_host=True)
+    packed = await prefixes._redis.hgetall(prefixes._declared)
+    order, rest = packed[b"own@1"].split(b",", 1)
+    assert order.startswith(b'{"order":')
+    assert rest == (
+        b'"source":{"prompt":"You are a lawyer."},"replicas":null,"is_pinned":true,'
+        b'"expires_at_s":null,"extra_replicas":0,"tenant":"","namespace":"","is_shared":false,'
+        b'"version":1}'
+    )
+    assert b'"is_in_host":true' in packed[b"host@1"]
+    assert [prefix.is_in_host for prefix in await prefixes.all()] == [False, True]
+
+
 async def test_declared_again_it_is_the_next_version_unless_nothing_changed(
     prefixes: Prefixes,
 ) -> None:

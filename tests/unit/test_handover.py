@@ -1,5 +1,6 @@
 """What only a replica had that has left is computed elsewhere, if the price says so."""
 
+import asyncio
 import random
 from collections.abc import Callable
 
@@ -15,8 +16,14 @@ from kvroute.contract.keep import Keep
 from kvroute.router.dispatch.handover import MOST_TIME_S, HandOver
 from kvroute.router.dispatch.links import UnansweredError
 from kvroute.router.routing.ahead import SLICE_S, slice_end
-from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
+from kvroute.router.routing.attempts import (
+    Attempt,
+    RequestContext,
+    RequestObserver,
+    RequestObservers,
+)
 from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.recent_prompts import RecentPrompts
 from kvroute.router.routing.returns import NOTHING_SAID, Said
 from tests.support.records import FACTS, record
@@ -25,10 +32,37 @@ BLOCK = FACTS.block_size
 TOKENS = 201  # of a prompt: 50 reusable blocks, 0.2 s of prefill
 
 
+class Channel(RequestObserver):
+    """Tells other routers of one's requests at once."""
+
+    def __init__(self) -> None:
+        self._publisher = PeerPublisher()
+        self.others: list[PeerSubscriber] = []
+
+    def sent(self, attempt: Attempt) -> None:
+        self._publisher.sent(attempt)
+        self._deliver()
+
+    def first_token(self, attempt: Attempt) -> None:
+        self._publisher.first_token(attempt)
+        self._deliver()
+
+    def ended(self, attempt: Attempt) -> None:
+        self._publisher.ended(attempt)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        message = self._publisher.take()
+        for other in self.others:
+            other.receive(message)
+
+
 class Router(RequestObserver):
     """One of a fleet of three replicas, which compute at once what they are sent."""
 
     def __init__(self, layout: Layout | None = None) -> None:
+        self.channel = Channel()
+        self.others: list[Router] = []
         self.now_s = 100.0
         self.running = ["a", "b", "c"]
         self.is_free = True
@@ -36,7 +70,9 @@ class Router(RequestObserver):
         self.during: Callable[[], object] = lambda: None  # while a replica computes
         self.requests: list[tuple[str, GenerateRequest]] = []
         self.told: list[Attempt] = []
-        self.fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
+        self.fleet = Fleet(
+            model="m", revision="", block_size=BLOCK, rng=random.Random(0), observer=self.channel
+        )
         self.fleet.update(
             [record(name, capacity_blocks=10_000, layout=layout) for name in self.running]
         )
@@ -48,10 +84,18 @@ class Router(RequestObserver):
             trusted=lambda: [*self.running],
             is_free=lambda: self.is_free,
             drain_s=600.0,
-            observer=self,
+            observer=RequestObservers(self, self.channel),
             clock=lambda: self.now_s,
         )
         self.handover.watch()
+
+    def meet(self, other: "Router") -> None:
+        """Both serve the same clients, and hear of each other."""
+        for one, another in ((self, other), (other, self)):
+            one.others.append(another)
+            one.channel.others.append(
+                PeerSubscriber(another.fleet, own="", clock=lambda: self.now_s)
+            )
 
     def sent(self, attempt: Attempt) -> None:
         self.told.append(attempt)
@@ -61,15 +105,17 @@ class Router(RequestObserver):
         self.during()
         if self.is_broken:
             raise UnansweredError("it is gone")
+        for _ in self.others:  # they go on meanwhile
+            await asyncio.sleep(0)
         tokens = len(request.token_ids)
         self.now_s += self.fleet.prefill_s(replica_id, tokens, request.expected_tokens)
         self.hold(replica_id, request.token_ids)
 
     def hold(self, replica_id: str, token_ids: TokenIds) -> None:
-        if replica_id not in self.fleet.mirror.replica_ids:
-            return
-        chain = self.fleet.chain(token_ids)
-        self.fleet.mirror.add(replica_id, self.fleet.added(replica_id, chain))
+        for router in (self, *self.others):
+            if replica_id in router.fleet.mirror.replica_ids:
+                chain = router.fleet.chain(token_ids)
+                router.fleet.mirror.add(replica_id, router.fleet.added(replica_id, chain))
 
     def chat(self, token_ids: TokenIds, to: str = "a", said: Said = NOTHING_SAID) -> TokenIds:
         """A turn that this replica has answered; its prompt."""
@@ -135,6 +181,49 @@ async def test_what_others_have_is_not_computed() -> None:
     router.leave("a")
     await router.finish()
     assert (router.requests, router.outcomes) == ([], {"held": 1})
+
+
+def two_routers() -> tuple[Router, Router]:
+    one, other = Router(), Router()
+    one.meet(other)
+    return one, other
+
+
+def leave(*routers: Router) -> None:
+    """The same replica, for all of them."""
+    for router in routers:
+        router.leave("a")
+
+
+async def test_two_routers_share_what_a_replica_leaves_behind() -> None:
+    one, other = two_routers()
+    chats = [router.chat(prompt(n)) for n, router in enumerate([one, other] * 3)]
+    leave(one, other)
+    await asyncio.gather(one.finish(), other.finish())
+    assert [one.hits(chat) for chat in chats] == [50] * 6
+    assert one.outcomes == other.outcomes == {"computed": 3}
+
+
+async def test_a_prompt_that_two_routers_have_sent_is_computed_by_one() -> None:
+    one, other = two_routers()
+    for router in (one, other):
+        chat = router.chat(prompt(1))
+    leave(one, other)
+    await asyncio.gather(one.finish(), other.finish())
+    await other.finish()  # it has looked while the other one's replica was busy
+    assert (one.hits(chat), one.outcomes, other.outcomes) == (50, {"computed": 1}, {"held": 1})
+    assert one.handover.tokens + other.handover.tokens == 50 * BLOCK
+
+
+async def test_a_chat_that_went_on_through_another_router_is_left_to_that() -> None:
+    one, other = two_routers()
+    first = one.chat(prompt(1))
+    later = other.chat(np.concatenate([first, prompt(2)]))
+    leave(one, other)
+    await one.finish()
+    assert (one.requests, one.outcomes) == ([], {})
+    await other.finish()
+    assert (other.hits(later), other.outcomes) == (100, {"computed": 1})
 
 
 async def test_what_was_handed_over_is_handed_on() -> None:

@@ -11,7 +11,16 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.cache_groups import CacheGroup, Layout, in_host
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
-from kvroute.contract.records import Description, HostTier, Load, ReplicaRecord, encode
+from kvroute.contract.records import (
+    Description,
+    HostTier,
+    Load,
+    ReplicaRecord,
+    Warm,
+    decode_pins,
+    encode,
+    encode_pins,
+)
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.routing.attempts import (
     NO_OBSERVER,
@@ -72,8 +81,21 @@ def show_speed(fleet: Fleet, *, bytes_per_s: float) -> None:
 
 
 def test_a_replica_without_a_tier_tells_nothing_of_one() -> None:
-    assert b"host" not in encode(Description(FACTS)) + encode(Load(running=1))
+    assert encode(Description(FACTS)) == (
+        b'{"facts":{"block_size":4,"capacity_blocks":100,"max_model_len":4096,'
+        b'"prefill_tokens_per_s":1000.0,"attention_tokens":1000000000.0,'
+        b'"max_cpu_loras":1073741824},"identity":null,'
+        b'"whereabouts":{"node":"","pid":0,"metrics":null},"model":"","version":1}'
+    )
+    assert encode(Load(running=1)) == b'{"running":1}'
     assert b"host" in encode(Description(facts(host=TIER)))
+
+
+def test_only_a_pin_in_host_memory_says_where_it_is() -> None:
+    pins = {"law@1": Warm(4, True), "faq@1": Warm(2, True, is_in_host=True)}
+    packed = encode_pins(pins)
+    assert packed == b'{"law@1":[4,true],"faq@1":[2,true,true]}'
+    assert decode_pins(packed) == pins
 
 
 def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
@@ -190,6 +212,19 @@ def test_what_is_computed_while_another_request_reloads_is_timed_from_its_own_st
     other = fleet.sent(place(fleet, 50.0, chain), "a", "computes", 50.0)
     answer(other, at_s=50.401, cached_blocks=0)
     assert other.load.speed.slowness == pytest.approx(1.0)
+
+
+def test_a_long_line_of_copies_is_no_reason_to_compute() -> None:
+    """It delays this request; computing would delay those behind it, too."""
+    fleet = fleet_of(with_tier("a"))
+    chains = [[Fingerprint(1000 * n + i) for i in range(200)] for n in range(1, 7)]
+    for chain in chains:
+        fleet.mirror.add("a", map(in_host, chain))
+    for number, chain in enumerate(chains[:-1]):
+        fleet.sent(place(fleet, 0.0, chain), "a", str(number), 0.0)
+    last = place(fleet, 0.0, chains[-1]).at("a")
+    assert last.host_blocks == 200
+    assert last.reload_s == pytest.approx(1.2)  # to compute them takes 0.8
 
 
 def test_reloads_stand_in_line_until_their_first_tokens() -> None:

@@ -1,6 +1,7 @@
 """What a replica is in a replay: a profile by name, or a file that says what is different."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,21 @@ from typer.testing import CliRunner, Result
 from kvroute.cli import app
 from kvroute.replay.model import EngineModel
 from kvroute.replay.profiles import (
+    A100,
     DEFAULT_ENGINE,
+    H100,
     H200,
+    L4,
     LLAMA_8B,
     PROFILES,
+    Gpu,
     Profile,
     ProfileError,
     derived,
     load_profile,
 )
+
+REPLAY = Path(__file__).parents[2] / "docs/replay.md"
 
 
 @pytest.fixture
@@ -53,6 +60,17 @@ def test_more_gpus_are_faster_and_hold_more() -> None:
     assert four.prefill_tokens_per_s == pytest.approx(4 * one.prefill_tokens_per_s)
     assert four.step_s < one.step_s
     assert four.kv_tokens > 4 * one.kv_tokens  # the weights are there once
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("H200", H200), ("H100", H100), ("A100", A100), ("L4", L4)]
+)
+def test_the_documents_have_the_assumed_copies_of_each_gpu_and_their_source(
+    name: str, gpu: Gpu
+) -> None:
+    (row,) = re.findall(rf"^\|.*\[{name}\]\(https://www\.nvidia\.com/.*$", REPLAY.read_text(), re.M)
+    *_, one_way, assumed = re.findall(r"(\d+) GB/s", row)
+    assert float(assumed) == gpu.host_gb_per_s == pytest.approx(0.8 * float(one_way), rel=0.03)
 
 
 def test_help_lists_the_profiles() -> None:

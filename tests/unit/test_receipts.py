@@ -1,5 +1,6 @@
 """A receipt says what was known of every replica, and what tipped the scales."""
 
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,19 @@ def test_a_receipt_tells_what_has_to_be_reloaded_from_what_the_gpu_has() -> None
     there = receipt(placement(warm), policy="kvroute")["replicas"][0]
     assert (there["hit_tokens"], there["host_tokens"]) == (320, 240)
     assert there["reload_s"] == there["terms_s"]["reload"] == 0.25
+
+
+def test_a_receipt_says_nothing_of_host_memory_where_no_replica_reloads_anything() -> None:
+    some = receipt(placement(replica("a", hit_blocks=20, backlog_s=0.25)), policy="kvroute")
+    assert json.dumps(some["replicas"]) == (
+        '[{"id": "a", "hit_tokens": 320, "backlog_s": 0.25, "prefill_s": 0.1, "unanswered": 0, '
+        '"free_blocks": 0, "cost_s": 0.75, "terms_s": {"waiting": 0.25, "own": 0.5, "copy": 0.0, '
+        '"lora": 0.0, "eviction": 0.0, "externality": 0.0, "balance": 0.0, "rotation": 0.0, '
+        '"decode": 0.0}}]'
+    )
+    other = replica("b", hit_blocks=20, host_blocks=15, reload_s=0.25)
+    both = receipt(placement(replica("a"), other), policy="kvroute")["replicas"]
+    assert [each["host_tokens"] for each in both] == [0, 240]
 
 
 def test_explain_says_what_is_reloaded_where_something_is() -> None:

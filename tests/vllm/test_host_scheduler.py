@@ -1,19 +1,23 @@
 """vLLM's scheduler with a tier in host memory, driven without a model: what is kept, told and
 reloaded."""
 
+import random
 import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvroute.contract.cache_groups import HOST_GROUPS, in_host
 from kvroute.contract.chain import Scope, Space
 from kvroute.contract.keep import Keep
+from kvroute.replica.block_table import Changes
+from kvroute.router.routing.fleet import Fleet
 from tests.support.host_tiers import BLOCK_BYTES
+from tests.support.records import record
 from tests.support.schedulers import BLOCK
 
 if TYPE_CHECKING:
@@ -282,9 +286,10 @@ steps = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", ["full", "window", "chunk"])
+@pytest.mark.parametrize("kind", ["full", "window", "chunk", "state"])
 @settings(max_examples=40, deadline=None)
 @given(steps=steps, host_blocks=st.sampled_from([16, 60]))
+@example(steps=[("add", 0, 1), ("end", 0, 1)], host_blocks=16)  # of a request that said nothing
 def test_the_table_is_what_both_tiers_hold(
     kind: str, steps: list[tuple[str, int, int]], host_blocks: int
 ) -> None:
@@ -314,10 +319,16 @@ def test_the_table_is_what_both_tiers_hold(
 @cache
 def shared(kind: str, host_blocks: int) -> "Tiered":
     """Making one takes a second."""
-    from tests.support.kv_managers import chunk, full, window
+    from tests.support.kv_managers import chunk, full, state, window
 
-    more = {"full": [], "window": [window(BLOCK, 40)], "chunk": [chunk(BLOCK, 4 * BLOCK)]}[kind]
-    return tiered(full(BLOCK), *more, blocks=24 * (1 + len(more)), host_blocks=host_blocks)
+    more, options = {
+        "full": ([], {}),
+        "window": ([window(BLOCK, 40)], {}),
+        "chunk": ([chunk(BLOCK, 4 * BLOCK)], {}),
+        "state": ([state(BLOCK)], {"mamba_cache_mode": "align"}),
+    }[kind]
+    blocks = 24 * (1 + len(more))
+    return tiered(full(BLOCK), *more, blocks=blocks, host_blocks=host_blocks, **options)
 
 
 def test_the_window_of_a_prompt_is_reloaded_with_it() -> None:
@@ -326,3 +337,51 @@ def test_the_window_of_a_prompt_is_reloaded_with_it() -> None:
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert engine.division.members == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
+
+
+def test_the_last_state_of_a_prompt_is_reloaded_with_it() -> None:
+    engine = shared("state", 4000)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.ask(0, PROMPT)
+    assert len(engine.table) == 22  # in each memory ten blocks, and the state behind the last one
+    flood(engine)
+    assert engine.ask(0, PROMPT) == PROMPT - 1
+    assert engine.ask(0, PROMPT - BLOCK) == 0  # its state is not kept
+    assert engine.division.members == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "chunk", "state"])
+@settings(max_examples=30, deadline=None)
+@given(asked=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 200)), max_size=16))
+def test_a_router_expects_of_both_tiers_what_vllm_finds(
+    kind: str, asked: list[tuple[int, int]]
+) -> None:
+    engine = shared(kind, 4000)
+    assert engine.scheduler.reset_prefix_cache()
+    router = Router(engine)
+    for text, tokens in asked:
+        expected = router.expected(300 * text, tokens)
+        assert engine.ask(300 * text, tokens) == expected
+    assert engine.compare().drift == 0
+
+
+class Router:
+    """It knows what the engine tells, and of copies that take no time."""
+
+    def __init__(self, engine: "Tiered") -> None:
+        division = engine.division
+        host = division.host_tier(1e15)
+        facts = {"layout": division.layout, "host": host, "prefill_tokens_per_s": 1.0}
+        self._engine = engine
+        self._fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
+        self._fleet.mirror.join("a")
+        self._fleet.update([record("a", block_size=BLOCK, **facts)])
+        engine.changes = Changes()
+
+    def expected(self, first_id: int, tokens: int) -> int:
+        """Tokens of a prompt's hit."""
+        changes, self._engine.changes = self._engine.changes, Changes()
+        self._fleet.mirror.remove("a", changes.removed)
+        self._fleet.mirror.add("a", changes.added)
+        token_ids = np.arange(first_id, first_id + tokens, dtype=np.uint32)
+        return self._fleet.place(token_ids, ["a"], 0.0).expected_tokens("a")

@@ -4,7 +4,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -20,6 +22,8 @@ from tests.support.engines import (
     shallow_model,
     started,
 )
+from tests.support.routed import REPLICA, Routed
+from tests.support.tiny_models import tiny_model
 from tests.support.waiting import until
 
 pytestmark = [
@@ -135,6 +139,28 @@ async def test_the_table_is_what_the_engine_holds(cache: Running, seed: int) -> 
     for turn in range(8):
         await asyncio.gather(*(one(8 * turn + number) for number in range(8)))
     assert (await cache.compare()).drift == 0
+
+
+async def test_a_model_with_linear_attention_finds_its_states_there_too(tmp_path: Path) -> None:
+    """As the router expects."""
+    async with started(
+        "vllm",
+        model=str(tiny_model("qwen3-next", tmp_path)),
+        dtype="bfloat16",  # linear attention has no other on CPUs
+        kv_cache_memory_mb=8,
+        host_cache_gb="0.2",
+    ) as running:
+        routed, prompt = Routed(running), prompt_of(620, 1)
+        await running.ask(prompt, max_tokens=1)
+        await flood(running)
+        await routed.hear()
+        placement = routed.fleet.place(np.array(prompt, np.uint32), [REPLICA], 0.0)
+        again = await running.ask(prompt, max_tokens=1)
+        await until(lambda: total(running.transfers).reloaded_tokens > 0)
+        assert again[0].cached_tokens == placement.expected_tokens(REPLICA) == 480
+        assert total(running.transfers).reloaded_tokens == 480
+        assert (await running.compare()).drift == 0
+        vars(routed).clear()
 
 
 def total(transfers: list[Transfers]) -> Transfers:

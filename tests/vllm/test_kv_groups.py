@@ -5,6 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvroute.contract.cache_groups import CacheGroup, Layout
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError
 from tests.support.kv_shapes import SHAPES, cache_of
@@ -216,13 +218,29 @@ def test_blocks_that_end_between_two_fingerprints_are_left_out() -> None:
     assert told(cache) == chain_of(tokens(100), unit=32)
 
 
-def test_events_of_other_memory_are_ignored() -> None:
+@pytest.mark.parametrize("medium", [None, "GPU", "CPU", "cpu", "STORAGE"])
+@pytest.mark.parametrize("token_ids", [[], [*range(16)]], ids=["without ids", "with ids"])
+def test_what_connectors_tell_of_their_memory_is_never_a_hit(
+    medium: str | None, token_ids: list[int]
+) -> None:
     from vllm.distributed import kv_events
 
-    from kvroute.replica.vllm_engine.events import event_of
+    from kvroute.replica.vllm_engine.events import EventBatch, Stored, event_of
 
-    assert event_of(kv_events.BlockStored([b"a"], None, [1], 1, None, "CPU", None)) is None
-    assert event_of(kv_events.BlockRemoved([b"a"], "CPU")) is None
+    foreign = [
+        kv_events.BlockStored([b"a", b"b"], None, token_ids, 16, None, medium, None),
+        kv_events.BlockRemoved([b"a", b"mine"], medium),
+    ]
+    table, changes = BlockTable(), Changes()
+    for batch in (
+        EventBatch(ts=0.0, events=[Stored([b"mine"], [Fingerprint(7)], 0)]),
+        kv_events.KVEventBatch(ts=0.0, events=foreign),  # as vLLM publishes a connector's
+    ):
+        packed = msgspec.msgpack.encode(batch)
+        events = map(event_of, msgspec.msgpack.decode(packed, type=EventBatch).events)
+        table.apply([event for event in events if event is not None], changes)
+    assert set(table.held()) == set(changes.added) == {7}
+    assert not changes.removed
 
 
 FULL = CacheGroup("full_attention", 16)

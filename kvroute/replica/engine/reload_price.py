@@ -25,7 +25,8 @@ class ReloadPrice:
         return tokens * self.token_bytes / self.copies.bytes_per_s(now_s)
 
     def is_cheaper(self, start: int, end: int, now_s: float) -> bool:
-        """To reload the tokens [start, end) of a prompt than to compute them."""
+        """To reload the tokens [start, end) of a prompt than to compute them. As routers do, it
+        leaves out the copies before: a wait for them delays no other request."""
         return self.reload_s(end - start, now_s) < self.compute_s(start, end)
 
     def computed(self, predicted_s: float, observed_s: float) -> None:

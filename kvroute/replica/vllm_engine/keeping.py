@@ -20,7 +20,6 @@ from kvroute.replica.vllm_engine.free_queue import FreeQueue
 SAID = "kvroute_keep"  # its Keep, as a list
 NAME = "kvroute_name"  # under which its blocks can be labelled again
 RECENT = 256  # requests whose blocks can
-NOTHING = msgspec.to_builtins(KEEP)
 SESSION = Keep.__struct_fields__.index("session")  # where a Keep has it, as a list
 
 
@@ -92,7 +91,7 @@ class Keeping:
         """Also what its requests will leave, of those that run."""
         over = Keep(0.0, session=session, tool_chance=0.0)
         for args in map(_args, running):
-            if args.get(SAID, NOTHING)[SESSION] == session:
+            if SAID in args and args[SAID][SESSION] == session:
                 args[SAID] = msgspec.to_builtins(over)
                 self._forget(args[NAME])
         for queue in self._queues.values():

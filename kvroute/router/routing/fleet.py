@@ -465,7 +465,8 @@ class Fleet:
         self, chain: Sequence[Fingerprint], hits: Mapping[str, int], now_s: float
     ) -> dict[str, tuple[int, float]]:
         """replica id -> blocks that it would reload behind the hit in its GPU's memory, and the
-        seconds until it has; no entry: none, or it computes them in less time."""
+        seconds until it has; no entry: none, or it computes them in less time. The line of copies
+        before counts for the request, and not in that choice: computing delays all others, too."""
         found = {}
         for replica_id, depth in self._hits_in_any_tier(chain).items():
             begin = hits.get(replica_id, 0)

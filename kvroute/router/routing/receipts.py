@@ -47,6 +47,7 @@ def receipt(
     common = prices(ranking, placement.forks, placement.pressure) if is_priced else None
     listed = ranking[:most]
     terms = [terms_s(candidate, common) for candidate in listed] if common else []
+    reloads = any(candidate.host_blocks for candidate in listed)
     return {
         "policy": policy,
         "lora": placement.lora or None,
@@ -63,7 +64,7 @@ def receipt(
         "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
         "reason": _reason(placement, terms, policy),
         "replicas": [
-            _replica(candidate, each, placement.block_size)
+            _replica(candidate, each, placement.block_size, reloads=reloads)
             for candidate, each in zip_longest(listed, terms)
         ],
     }
@@ -75,19 +76,30 @@ def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any
     return {"tokens": tokens, "why": retention.lost} if retention and tokens else None
 
 
-def _replica(candidate: Candidate, terms: Terms | None, block_size: int) -> dict[str, Any]:
+def _replica(
+    candidate: Candidate, terms: Terms | None, block_size: int, *, reloads: bool
+) -> dict[str, Any]:
+    """Of host memory only where a replica on the receipt reloads something."""
+    reload = {
+        "host_tokens": candidate.host_blocks * block_size,
+        "reload_s": round(candidate.reload_s, 4),
+    }
     return {
         "id": candidate.replica_id,
         "hit_tokens": candidate.hit_blocks * block_size,
-        "host_tokens": candidate.host_blocks * block_size,
+        **(reload if reloads else {}),
         "backlog_s": round(candidate.backlog_s, 4),
-        "reload_s": round(candidate.reload_s, 4),
         "prefill_s": round(candidate.own_s + candidate.copy_s, 4),
         "unanswered": candidate.unanswered,
         "free_blocks": candidate.free_blocks,
         "cost_s": round(sum(terms), 4) if terms else None,
-        "terms_s": {name: round(s, 4) for name, s in terms._asdict().items()} if terms else None,
+        "terms_s": _rounded(terms, reloads=reloads) if terms else None,
     }
+
+
+def _rounded(terms: Terms, *, reloads: bool) -> dict[str, float]:
+    named = terms._asdict().items()
+    return {name: round(s, 4) for name, s in named if reloads or name != "reload"}
 
 
 def _reason(placement: Placement, terms: Sequence[Terms], policy: str) -> str:

@@ -23,7 +23,7 @@ export const CAUSES = [
   ["unpinned", "belong to the request's named prefix, but were cached nowhere", "GET /v1/prefixes/ID says where it is warm; a larger --pin-share, or fewer prefixes"],
   ["evicted", "were cached once, but no longer: evicted, cleared, or lost with their replica", "more memory for the cache, more replicas, or named prefixes"],
   ["broken", "are in the chat's earlier prompt too, but behind a place that has changed since, so that no cache had them", "let chats change at their end only: dates and ids into the last user message; kvroute doctor names the place"],
-  ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks)", "see whether prompts could begin alike"],
+  ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks), or are of a prompt with prompt_logprobs, for which vLLM reads no cache", "see whether prompts could begin alike"],
   ["isolated", "were never cached under the prompt's cache_salt; other salts were not searched", "fewer salts, if that is allowed"],
   ["tail", "are in no full block, or in the last token's block, which is always computed", "a smaller --block-size"],
 ];
