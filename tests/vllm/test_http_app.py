@@ -311,7 +311,7 @@ CHOICES: dict[str, tuple[Body, list[Any]]] = {
         [
             None,
             *({"type": each} for each in ("auto", "any")),
-            {"type": "tool", **NAMED["function"]},
+            {"type": "tool", "name": "get_weather"},
         ],
     ),
 }
