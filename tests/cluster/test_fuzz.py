@@ -1,4 +1,4 @@
-"""Whatever is asked of any route, the answer comes, has OpenAI's shape and blames no server.
+"""Whatever is asked of any route, the answer comes, has the shape of its API and blames no server.
 
 `make fuzz` asks 24,000 times, `make test` some hundred times; also with API keys.
 """

@@ -26,6 +26,9 @@ TOOL = {"type": "function", "function": FUNCTION}
 STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+# How many calls `required` brings is the model's choice; this text always has two.
+CALLED_TWICE = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+GRAMMAR = 'root ::= "SELECT " column " FROM t;"\ncolumn ::= "a" | "b, " column\n'
 HISTORY = [
     *ASK,
     {
@@ -67,6 +70,7 @@ CONTINUED: dict[str, Body] = {
     "json schema": {"response_format": SCHEMA, "max_tokens": 24},
     "json object": {"response_format": {"type": "json_object"}, "max_tokens": 20},
     "regex": {"structured_outputs": {"regex": "[a-z]{12,20}"}},
+    "grammar": {"structured_outputs": {"grammar": GRAMMAR}},
     "choice": {"structured_outputs": {"choice": ["yes, of course it is", "no, it is not"]}},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "stop": {"stop": ["e"], "min_tokens": 4},
@@ -84,6 +88,36 @@ OTHERS: dict[str, Body] = {
         "tools": [{"name": "get_weather", "input_schema": PARAMETERS}],
         "tool_choice": {"type": "tool", "name": "get_weather"},
     },
+}
+
+# Of many outputs, also where an output has several tokens.
+TEXT = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 400, "maxLength": 400}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+MANY_OUTPUTS: dict[str, tuple[str, Body]] = {
+    "chat": (CHATS, {"messages": ASK, "max_tokens": 96, "ignore_eos": True}),
+    "two tools": (
+        CHATS,
+        {
+            "messages": ASK,
+            "max_tokens": 120,
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "structured_outputs": {"choice": [CALLED_TWICE]},
+        },
+    ),
+    "response": (RESPONSES, {"input": ASK, "max_output_tokens": 96, "ignore_eos": True}),
+    "message": (
+        MESSAGES,
+        {
+            "messages": ASK,
+            "max_tokens": 96,
+            "tools": [{"name": "write", "input_schema": TEXT}],
+            "tool_choice": {"type": "tool", "name": "write"},
+        },
+    ),
 }
 
 # A call of each route, and what it says of its conversation, of which vLLM knows little.

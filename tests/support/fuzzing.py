@@ -13,14 +13,20 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.sim_engine.sampling import UNSUPPORTED, Chat, Completion
 from kvroute.router.api.declaration import PrefixDeclaration
 
-EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 6  # for each test
+EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 8  # for each test
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
 ROUTED = ("model", "cache_salt", "prefix_id", "task_id", "tools")  # fields that routers read
+RESPONSE = {"input": "Hello", "max_output_tokens": 2}
+MESSAGE = CHAT
+STATE = ("input", "instructions", "text", "store", "background", "previous_response_id", "stream")
+ANTHROPICS = ("messages", "system", "stop_sequences", "thinking", "metadata", "stream")
 PREFIX = {"id": "fuzzed", "prompt": "Hello", "pinned": False, "ttl_s": 1}
 BASES: dict[str, tuple[dict[str, Any], Iterable[str]]] = {
     "/v1/chat/completions": (CHAT, {"messages", *ROUTED, *Chat.__struct_fields__}),
     "/v1/completions": (COMPLETION, {"prompt", *ROUTED, *Completion.__struct_fields__}),
+    "/v1/responses": (RESPONSE, {*STATE, *ROUTED}),
+    "/v1/messages": (MESSAGE, {*ANTHROPICS, *ROUTED}),
     "/v1/route": (COMPLETION, {"prompt", *ROUTED, *Completion.__struct_fields__}),
     "/v1/prefixes": (PREFIX, PrefixDeclaration.model_fields),
 }
@@ -54,11 +60,15 @@ fuzzing = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck
 
 
 def check(answer: httpx.Response) -> None:
-    """Its shape is OpenAI's, and nothing failed."""
+    """Its shape is that of the route's API, and nothing failed."""
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         error = answer.json()["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
+        if answer.request.url.path.startswith("/v1/messages"):
+            assert answer.json().keys() == {"type", "error"}
+            assert error.keys() == {"message", "type"}
+        else:
+            assert error.keys() == {"message", "type", "param", "code"}
         assert 0 < len(error["message"]) < 2000
         return
     if answer.headers.get("content-type", "").startswith("text/event-stream"):

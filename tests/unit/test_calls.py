@@ -106,12 +106,19 @@ def test_a_text_to_embed_may_have_many_token_ids() -> None:
         ("tools", {"tools": [0] * 4097}),
         ("documents", {"documents": ["a"] * 4097}),
         ("text_2", {"text_2": ["a"] * 4097}),
+        ("metadata", {"metadata": dict.fromkeys(map(str, range(4097)), 1)}),
+        ("logit_bias", {"logit_bias": dict.fromkeys(map(str, range(4097)), "x")}),
         ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
         ("background", {"background": True}),
     ],
 )
 def test_what_no_replica_should_get_is_refused(param: str, body: dict[str, Any]) -> None:
     assert (refusal(**body).status, refusal(**body).param) == (400, param)
+
+
+def test_as_many_tokens_have_a_bias_as_a_replica_checks_at_once() -> None:
+    bias = dict.fromkeys(map(str, range(4096)), 1.0)
+    assert called(logit_bias=bias).body["logit_bias"] == bias
 
 
 def test_a_body_of_too_many_values_is_refused_but_not_for_its_token_ids() -> None:

@@ -1,29 +1,46 @@
 """vLLM's HTTP application inside a replica answers as vLLM's own server does, and goes on with what
 another replica has begun."""
 
+import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
+from kvroute.contract.generation import NO_TOKENS, Chunk
+from kvroute.contract.http_call import HttpCall
 from tests.support import bodies
-from tests.support.answers import data_of, status_of
-from tests.support.applications import can_continue, chunks_of, goes_on, prompt_of, request_of
+from tests.support.answers import data_of, ids_of, status_of
+from tests.support.applications import (
+    CREATED,
+    can_continue,
+    chunks_of,
+    goes_on,
+    prompt_of,
+    request_of,
+)
 from tests.support.bodies import (
     ASK,
     CHATS,
+    COMPLETIONS,
     CONTINUED,
+    FUNCTION,
+    MANY_OUTPUTS,
     MESSAGES,
+    NAMED,
     OTHERS,
+    PARAMETERS,
     RESPONSES,
+    TOOL,
     Body,
     comparable,
 )
-from tests.support.engines import TOOL_PARSER, Running
+from tests.support.engines import TOOL_PARSER, Running, rest_of
 from tests.support.waiting import until
 
 pytestmark = [
@@ -37,6 +54,7 @@ pytestmark = [
 Stock = Callable[[str, Body | bytes], Awaitable[tuple[int, bytes]]]
 
 CUTS = (1, 2, 5, 10)  # chunks that have come
+LATE = 20
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -72,7 +90,7 @@ async def test_what_is_said_of_a_conversation_changes_no_answer(
 ) -> None:
     answers = []
     for body in (plain, plain | said):
-        full = {"model": "m", "temperature": 0, **body}
+        full = {"model": "m", "temperature": 0, "max_output_tokens": 12, "max_tokens": 12, **body}
         ids = await prompt_of(running, path, full)
         chunks = await chunks_of(running, request_of(path, full, ids))
         answers.append((status_of(chunks), bodies.texts(data_of(chunks))))
@@ -104,6 +122,83 @@ async def test_what_was_cut_anywhere_goes_on_byte_for_byte(
         if not await goes_on(running, request, undisturbed, cut=cut):
             assert "logprobs" in body
             assert not is_streamed
+
+
+@pytest.mark.parametrize("kind", MANY_OUTPUTS)
+async def test_so_does_what_was_cut_late(running: Running, kind: str) -> None:
+    path, own = MANY_OUTPUTS[kind]
+    body = {"model": "m", "temperature": 0, "stream": True, **own}
+    request = request_of(path, body, await prompt_of(running, path, body))
+    await chunks_of(running, request, most=1)
+    undisturbed = await chunks_of(running, request)
+    assert len(undisturbed) > LATE
+    assert await goes_on(running, request, undisturbed, cut=LATE)
+    calls = set(re.findall(rb'"index":(\d),"function":{"name":"f"', data_of(undisturbed)))
+    assert len(calls) == (2 if kind == "two tools" else 0)
+
+
+PERSON = r'\{"name": "[a-z]{4,9}", "age": [1-9][0-9]?\}'
+RANDOM = {"model": "m", "temperature": 1.0, "seed": 7}
+SEEDED: dict[str, Body] = {
+    CHATS: {"messages": ASK, "max_tokens": 40, "structured_outputs": {"regex": PERSON}},
+    COMPLETIONS: {"prompt": "One, two,", "max_tokens": 16},
+    RESPONSES: {"input": "Say hi", "max_output_tokens": 16},
+}
+
+
+@pytest.mark.parametrize("path", SEEDED)
+async def test_what_goes_on_with_a_seed_is_whole_and_the_same_each_time(
+    running: Running, path: str
+) -> None:
+    """Of other random numbers than the undisturbed one."""
+    body = {**RANDOM, **SEEDED[path]}
+    request = request_of(path, body, await prompt_of(running, path, body))
+    tokenizer = engine_of(running)._llm.get_tokenizer()
+    for cut in (1, 2, 3):
+        begun = await chunks_of(running, request, most=cut)
+        ends = [await chunks_of(running, rest_of(request, begun)) for _ in range(2)]
+        assert ids_of(ends[0]) == ids_of(ends[1]) != []
+        assert data_of(ends[0]) == data_of(ends[1])
+        answer = json.loads(data_of(ends[0]))
+        sent = ids_of(begun)
+        assert said(answer).startswith(tokenizer.decode(sent, skip_special_tokens=True))
+        assert list(answer["usage"].values()).count(len(sent + ids_of(ends[0]))) == 1
+        if path == CHATS:
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            assert re.fullmatch(PERSON, said(answer))
+
+
+@pytest.mark.parametrize("path", SEEDED)
+async def test_a_seeded_stream_repeats_and_leaves_out_nothing_behind_a_cut(
+    running: Running, path: str
+) -> None:
+    body = {**RANDOM, **SEEDED[path], "stream": True}
+    request = request_of(path, body, await prompt_of(running, path, body))
+    for cut in (1, 3):
+        begun = await chunks_of(running, request, most=cut)
+        chunks = begun + await chunks_of(running, rest_of(request, begun))
+        tokenizer = engine_of(running)._llm.get_tokenizer()
+        text = "".join(deltas_of(chunks))
+        assert text == tokenizer.decode(ids_of(chunks), skip_special_tokens=True)
+        assert chunks[-1].is_last
+
+
+def deltas_of(chunks: list[Chunk]) -> Iterator[str]:
+    """The text of a stream in pieces."""
+    for line in data_of(chunks).decode().splitlines():
+        event = json.loads(line[6:]) if line.startswith("data: {") else {}
+        if event.get("type") == "response.output_text.delta":
+            yield event["delta"]
+        for choice in event.get("choices", ()):
+            yield choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+
+
+def said(answer: Any) -> str:
+    """The text of a whole answer."""
+    if "output" in answer:
+        return str(answer["output"][0]["content"][0]["text"])
+    (choice,) = answer["choices"]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
 @pytest.mark.parametrize(("path", "field"), [(CHATS, "messages"), (RESPONSES, "input")])
@@ -192,3 +287,101 @@ async def test_the_routers_salt_holds_also_for_what_the_replica_renders(
         assert status_of(chunks) == 200
         cached.append(chunks[0].cached_tokens > 100)
     assert cached == [False, False, False, True, True]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def bare(running: Running) -> Any:
+    """The application of a replica without options, on the same engine."""
+    from kvroute.replica.vllm_engine.http_app import HttpApp
+
+    engine = engine_of(running)
+    return await HttpApp.start(engine._llm, {}, [engine._adapters])
+
+
+FLAT = {"type": "function", **FUNCTION}
+THEIRS = {"name": "get_weather", "input_schema": PARAMETERS}
+CHOICES: dict[str, tuple[Body, list[Any]]] = {
+    CHATS: ({"messages": ASK, "tools": [TOOL]}, [None, "auto", "required", NAMED]),
+    RESPONSES: (
+        {"input": ASK, "tools": [FLAT]},
+        [None, "auto", "required", {"type": "function", "name": "get_weather"}],
+    ),
+    MESSAGES: (
+        {"messages": ASK, "tools": [THEIRS]},
+        [
+            None,
+            *({"type": each} for each in ("auto", "any")),
+            {"type": "tool", "name": "get_weather"},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("is_rendered", [True, False])
+@pytest.mark.parametrize("path", CHOICES)
+async def test_tools_without_a_parser_are_refused_by_the_options_name(
+    bare: Any, path: str, is_rendered: bool
+) -> None:
+    own, choices = CHOICES[path]
+    ids = np.arange(100, 120, dtype=np.uint32) if is_rendered else NO_TOKENS
+    for choice in choices:
+        chosen = {"tool_choice": choice} if choice else {}
+        request = request_of(path, {"model": "m", "max_tokens": 4, **own, **chosen}, ids)
+        chunks = [chunk async for chunk in bare.chunks(request)]
+        assert status_of(chunks) == 400
+        error = json.loads(data_of(chunks))["error"]
+        assert re.search("tool.call.parser", error["message"])
+        assert ("param" in error) == (path != MESSAGES)
+
+
+@pytest.mark.parametrize("path", CHOICES)
+async def test_a_router_that_asks_for_the_prompt_hears_the_same(bare: Any, path: str) -> None:
+    raw = json.dumps({"model": "m", "max_tokens": 4, **CHOICES[path][0]}).encode()
+    refusal = (await bare.render(HttpCall(path, raw, CREATED, is_rendered=False))).refusal
+    assert refusal.status == 400
+    assert re.search(b"tool.call.parser", refusal.data)
+
+
+@pytest.mark.parametrize("path", CHOICES)
+async def test_tools_that_are_not_to_be_called_need_no_parser(bare: Any, path: str) -> None:
+    none: Any = {"type": "none"} if path == MESSAGES else "none"
+    most = {"max_tokens": 4, "max_output_tokens": 4}
+    body = {"model": "m", **most, **CHOICES[path][0], "tool_choice": none}
+    without = {name: value for name, value in body.items() if "tool" not in name}
+    for each in (body, without):
+        chunks = [chunk async for chunk in bare.chunks(request_of(path, each))]
+        assert status_of(chunks) == 200, data_of(chunks)
+
+
+@pytest.mark.parametrize("path", [CHATS, RESPONSES, MESSAGES])
+async def test_a_model_without_a_chat_template_says_so(
+    running: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.renderers import hf
+
+    monkeypatch.setattr(hf, "resolve_chat_template", lambda *_, **__: None)
+    own = {"input": ASK} if path == RESPONSES else {"messages": ASK}
+    chunks = await chunks_of(running, request_of(path, {"model": "m", "max_tokens": 4, **own}))
+    assert status_of(chunks) == 400
+    assert b"provide a chat template" in data_of(chunks)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_an_adapter_answers_responses_and_messages_also_behind_a_cut(
+    running: Running, path: str
+) -> None:
+    texts, text = [], f"{path}: what is the weather in Paris? " * 9
+    own_text = {"input": text, "messages": [{"role": "user", "content": text}]}
+    for name in ("m", "sql", "law"):
+        body = {**OTHERS[path], **own_text, "model": name, "temperature": 0}
+        own = replace(request_of(path, body), lora="" if name == "m" else name)
+        first = await chunks_of(running, own)
+        again = await chunks_of(running, own)
+        assert status_of(first) == status_of(again) == 200
+        assert first[0].cached_tokens < again[0].cached_tokens
+        answer = json.loads(data_of(again))
+        assert answer["model"] == name
+        texts.append(json.dumps(answer.get("output", answer.get("content"))))
+        rendered = replace(own, token_ids=await prompt_of(running, path, body))
+        assert await goes_on(running, rendered, again, cut=2)
+    assert len(set(texts)) == 3

@@ -24,6 +24,7 @@ from tests.support.bodies import (
     COMPLETIONS,
     CONTINUED,
     HISTORY,
+    MANY_OUTPUTS,
     MESSAGES,
     OTHERS,
     PARAMETERS,
@@ -410,6 +411,7 @@ def undisturbed(cluster: Cluster) -> list[tuple[str, int]]:
 AGENTS = [
     *((CHATS, {"messages": ASK, "max_tokens": 24, **own}) for own in CONTINUED.values()),
     *OTHERS.items(),
+    MANY_OUTPUTS["two tools"],
 ]
 
 

@@ -3,6 +3,8 @@
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+import msgspec
+
 from kvroute.contract.generation import Chunk, GenerateRequest, client_id
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.replica.sim_engine.output import Output
@@ -22,6 +24,8 @@ ROUTES: dict[str, tuple[type[Body], type[Reply]]] = {
     "/v1/completions": (Completion, CompletionReply),
 }
 
+ANTHROPIC = "/v1/messages"  # errors of this route, and of those below it, have Anthropic's shape
+
 Generate = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
 
 
@@ -38,7 +42,7 @@ async def chunks(
         prompt_tokens = len(request.prompt_ids)
         sampling = read(kind, call.body, prompt_tokens=prompt_tokens, max_model_len=max_model_len)
     except RefusedError as error:
-        yield Chunk((), 0, is_last=True, http=_part(error))
+        yield Chunk((), 0, is_last=True, http=_part(error, call.path))
         return
     reply = shape(
         sampling,
@@ -72,7 +76,7 @@ async def chunks(
 
 def rendered(call: HttpCall) -> Rendered:
     """A refusal: routers render all that a simulated engine can answer."""
-    return Rendered(refusal=_part(_refusal(call)))
+    return Rendered(refusal=_part(_refusal(call), call.path))
 
 
 def _refusal(call: HttpCall) -> RefusedError:
@@ -96,5 +100,12 @@ def _route(call: HttpCall) -> tuple[type[Body], type[Reply]]:
     return ROUTES[call.path]
 
 
-def _part(error: RefusedError) -> HttpPart:
-    return HttpPart(error.body, error.status, JSON)
+def _part(error: RefusedError, path: str) -> HttpPart:
+    body = _anthropic(error) if path.startswith(ANTHROPIC) else error.body
+    return HttpPart(body, error.status, JSON)
+
+
+def _anthropic(error: RefusedError) -> bytes:
+    """Only routes that are not there have this shape."""
+    found = {"type": "not_found_error", "message": str(error)}
+    return msgspec.json.encode({"type": "error", "error": found})

@@ -30,7 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.replica.vllm_engine import fail_fast, media, repeatable
+from kvroute.replica.vllm_engine import fail_fast, media, missing_parser, repeatable
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
@@ -71,6 +71,7 @@ class HttpApp:
             app = await asyncio.to_thread(build_app, args, tasks, client.model_config)
         fail_fast.install(app)
         await init_app_state(client, app.state, args, tasks)
+        missing_parser.install(app, args.tool_call_parser)
         # Middlewares belong to the router; one that buffers would part bytes from tokens.
         app.user_middleware.clear()
         app.middleware_stack = app.build_middleware_stack()

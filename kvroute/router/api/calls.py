@@ -51,6 +51,7 @@ MEDIA = (
 # Lists of which each item takes a replica's loop 100 us; of the scoring routes, it is a prompt.
 SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
 MOST_ITEMS = {"messages": MAX_MESSAGES, **dict.fromkeys(("input", "tools", *SCORED), 4096)}
+MOST_NAMES = 4096  # in an object such as metadata or logit_bias; a bad value takes 20 us there
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
 
@@ -154,10 +155,7 @@ def parse_call(path: str, raw: bytes) -> Call:
             )
     _check_name("cache_salt", body.get("cache_salt"))
     _check_count("n", body.get("n"), MAX_N)
-    for name, most in MOST_ITEMS.items():
-        items = body.get(name)
-        if isinstance(items, list) and len(items) > most and not _is_prompt(path, name, items):
-            raise invalid(name, f"{name} has {len(items)} items; send {most} at most")
+    _check_lengths(path, body)
     prompt = body.get("prompt")
     if path == COMPLETIONS and isinstance(prompt, list):
         body["prompt"] = _compact(prompt)
@@ -240,6 +238,19 @@ def _check_name(name: str, value: object) -> None:
 def _check_count(name: str, value: object, most: int) -> None:
     if isinstance(value, int) and value > most:
         raise invalid(name, f"{name} is {value}; expected a whole number from 1 to {most}")
+
+
+def _check_lengths(path: str, body: Mapping[str, Any]) -> None:
+    """Of lists and objects in the body's fields."""
+    for name, items in body.items():
+        if isinstance(items, dict):
+            most = MOST_NAMES
+        elif isinstance(items, list) and name in MOST_ITEMS and not _is_prompt(path, name, items):
+            most = MOST_ITEMS[name]
+        else:
+            continue
+        if len(items) > most:
+            raise invalid(name, f"{name} has {len(items)} items; send {most} at most")
 
 
 def _is_prompt(path: str, name: str, items: Sequence[Any]) -> bool:
