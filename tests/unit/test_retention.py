@@ -482,6 +482,15 @@ def test_learned_waits_give_way_to_promises() -> None:
     assert idle.evictions() == Evictions(usual=5)
 
 
+def test_when_no_learned_wait_is_left_the_greediest_promises_are_ignored_at_once() -> None:
+    idle, cap = IdleBlocks(BLOCKS), int(BLOCKS * PROMISED_SHARE)
+    promised, wait = [*range(cap + 1)], cap + 1
+    idle_of(*promised, keep=Keep(0.1, MINUTE_S, session=1), idle=idle)
+    idle_of(wait, keep=Keep(0.1, MINUTE_S, session=2, is_promised=False), at_s=1.0, idle=idle)
+    idle_of(wait + 1, keep=Keep(0.1, session=3), at_s=2.0, idle=idle)
+    assert idle.pop(3, 9.0) == [wait, promised[-1], wait + 1]
+
+
 class Plain(NamedTuple):
     """An idle block of the model."""
 

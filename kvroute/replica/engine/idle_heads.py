@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from heapq import heapify, heappop, heapreplace
 
-from kvroute.replica.engine.idle_queue import IdleQueue
+from kvroute.replica.engine.idle_queue import LEARNED, IdleQueue
 
 
 class Among(Enum):
@@ -63,6 +63,8 @@ class Heads:
         """They were evicted."""
         if queue.still_s and self.among is Among.BEYOND:
             self._ignored[queue.kind.tenant] -= blocks
+            if queue.kind.tenant == LEARNED and self._ignored[LEARNED] <= 0:
+                self._until_s = -math.inf  # others' promises may be ignored now
 
     def _left(self, queue: IdleQueue) -> float:
         if queue.still_s and self.among is Among.BEYOND:
