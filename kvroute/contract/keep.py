@@ -54,6 +54,11 @@ class Keep(Struct, frozen=True, array_like=True):
 KEEP = Keep()
 
 
+def over(session: int) -> Keep:
+    """Of a session that has ended, however its answer ends."""
+    return Keep(0.0, session=session, tool_chance=0.0)
+
+
 class SessionTurn(NamedTuple):
     """A prompt as one turn of a conversation."""
 

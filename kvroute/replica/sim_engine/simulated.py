@@ -13,7 +13,7 @@ from kvroute.contract.adapters import LOAD_S, Residents
 from kvroute.contract.cache_groups import HOST_GROUPS
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.contract.keep import KEEP, Keep
+from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.contract.records import EngineFacts, HostTier, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
@@ -278,7 +278,7 @@ class SimulatedEngine(Engine):
     async def end_session(self, session: int) -> None:
         for job in self._jobs:  # what they will leave is over, too
             if job.request.keep and job.request.keep.session == session:
-                job.request = replace(job.request, keep=Keep(0.0, session=session))
+                job.request = replace(job.request, keep=over(session))
         self._pool.end_session(session)
 
     async def emit_held(self) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import Request
 
 from kvroute.contract.chain import Space
-from kvroute.contract.keep import KEEP, Keep
+from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.claims import prefill_claim, reload_claim
@@ -133,7 +133,7 @@ class HostTier:
         for status in self._connector.scheduler._req_status.values():
             ended = status.req_context.get_state(Ended)
             if ended and ended.keep.session == session:
-                ended.keep = Keep(0.0, session=session)
+                ended.keep = over(session)
 
     def _label(self, keys: Sequence[OffloadKey], keep: Keep) -> None:
         if self._is_told:  # else that is said of all blocks

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.request import Request
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import KEEP, Keep
+from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.replica.engine.idle_queue import kind_of
 from kvroute.replica.engine.kv_events import Evictions
 from kvroute.replica.vllm_engine.free_queue import FreeQueue
@@ -89,10 +89,9 @@ class Keeping:
 
     def end(self, session: int, running: Iterable[Request]) -> None:
         """Also what its requests will leave, of those that run."""
-        over = Keep(0.0, session=session, tool_chance=0.0)
         for args in map(_args, running):
             if SAID in args and args[SAID][SESSION] == session:
-                args[SAID] = msgspec.to_builtins(over)
+                args[SAID] = msgspec.to_builtins(over(session))
                 self._forget(args[NAME])
         for queue in self._queues.values():
             queue.end(session)
