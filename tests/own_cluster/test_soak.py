@@ -21,10 +21,11 @@ pytestmark = pytest.mark.timeout(300)
 REPLICAS = 3
 CLIENTS = 8
 VOCABULARY = 10_000  # token ids in a prompt
-BLOCK = 4  # tokens
+BLOCK = 16  # tokens
 PROMPT = 500  # blocks
 CAPACITY = 4000  # blocks of one replica
-WARM_UP, ROUNDS = 3, 3
+WARM_UP = 700_000  # blocks; fills the prompts that two routers keep (recent_prompts.py)
+ROUNDS = 3
 BLOCKS_A_ROUND = 60_000  # that the fleet computes and evicts again between two killings
 GROWTH_BYTES = 8_000_000  # of one process
 
@@ -101,7 +102,8 @@ async def soak(rounds: int) -> list[tuple[int, int]]:
         spared = set(list(fleet)[1:])
         watched = routers(cluster) + [fleet[replica_id] for replica_id in spared]
         async with crowd.asking():
-            await kill_often(cluster, crowd, WARM_UP, spared)
+            await kill_often(cluster, crowd, 1, spared)
+            await until(lambda: crowd.blocks >= WARM_UP, within_s=150)
             before, asked = memory(watched), crowd.blocks
             await kill_often(cluster, crowd, rounds, spared)
             after = memory(watched)
