@@ -8,6 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.turns import Turns
 
+CROWD = 64  # requests that are open
+
 
 class Admission:
     """Counts POST requests from their head to the last byte of their response. GET requests always
@@ -33,7 +35,7 @@ class Admission:
             return
         self._open += 1
         try:
-            await self._turns.next()
+            await self._turns.next(is_crowd=self._open > CROWD)
             await self._app(scope, receive, send)
         finally:
             self._open -= 1
