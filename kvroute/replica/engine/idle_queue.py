@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvroute.contract.keep import Keep
@@ -78,7 +78,11 @@ class IdleQueue:
 
     def take_until(self, limit_s: float) -> list[Idle]:
         """Those that are idle since then or longer; it has them no more."""
-        taken = list(takewhile(lambda idle: idle[1] <= limit_s, self.blocks.items()))
+        taken: list[Idle] = []
+        for idle in self.blocks.items():
+            if idle[1] > limit_s:
+                break
+            taken.append(idle)
         for block, _ in taken:
             del self.blocks[block]
         return taken
@@ -91,15 +95,14 @@ class IdleQueue:
             for block, since_s in added:
                 self.blocks[block] = last_s = max(last_s, since_s)
             return
-        added = sorted(added, key=_since)
+        added = sorted(added, key=itemgetter(1))
         newer: list[Idle] = []
         while self.blocks and next(reversed(self.blocks.values())) > added[0][1]:
             newer.append(self.blocks.popitem())
-        self.blocks.update(sorted(added + newer[::-1], key=_since) if newer else added)
-
-
-def _since(idle: Idle) -> float:
-    return idle[1]
+        if newer:
+            added = sorted(added + newer[::-1], key=itemgetter(1))
+        for block, since_s in added:
+            self.blocks[block] = since_s
 
 
 def _why(kind: Kind) -> str:

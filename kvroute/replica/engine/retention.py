@@ -276,15 +276,16 @@ class IdleBlocks:
         self._heads = None  # promised blocks that came since may go before the old heads
         if self._just_promised:
             self._start_promises(now_s)
+        queue_of, until_s, is_late = self._queue_of, self._until_s, quiet_s > 2 * LOOK_S
         for queue in [*self._promised]:
             blocks, limit_s = queue.blocks, now_s - queue.still_s
             if blocks and next(iter(blocks.values())) > limit_s:
                 continue
             plain, over = self._queue(Kind(queue.kind.halvings)), list[Idle]()
             for block, since_s in queue.take_until(limit_s):
-                self._queue_of[block] = plain
-                over_s = min(since_s + queue.still_s, self._until_s.pop(block, math.inf))
-                over.append((block, over_s if quiet_s > 2 * LOOK_S else now_s))
+                queue_of[block] = plain
+                end_s = until_s.pop(block, math.inf)
+                over.append((block, min(since_s + queue.still_s, end_s) if is_late else now_s))
             self._insert(plain, over)
             if not blocks:
                 del self._promised[queue]
