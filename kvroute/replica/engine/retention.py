@@ -106,8 +106,8 @@ class IdleBlocks:
                     self._just_promised[block] = None
             if queue is not old:
                 queue_of[block] = queue
-                if (since_s := old.blocks.pop(block, None)) is not None:
-                    moved.setdefault(queue, []).append((block, since_s))
+                if block in old.blocks:
+                    moved.setdefault(queue, []).append((block, old.blocks.pop(block)))
         if not session and own.still_s:
             same = [block for block in blocks if queue_of[block].still_s == own.still_s]
             self._just_promised |= dict.fromkeys(same)
@@ -187,9 +187,9 @@ class IdleBlocks:
         passed: list[tuple[IdleQueue, Idle]] = []  # spared heads of queues
         while len(gone) < count:
             (queue, until_s, most), before = self._next(now_s), len(gone)
-            blocks = queue.blocks
-            for _ in range(min(most, count - before)):
-                block, since_s = blocks.popitem(last=False)
+            blocks, popitem = queue.blocks, queue.blocks.popitem
+            for _ in range(min(most, count - before, len(blocks))):
+                block, since_s = popitem(last=False)
                 if block in spared:
                     passed.append((queue, (block, since_s)))
                     self._size -= 1
@@ -199,8 +199,6 @@ class IdleBlocks:
                     blocks.move_to_end(block, last=False)
                     break
                 gone.append(block)
-                if not blocks:
-                    break
             self._went(queue, len(gone) - before)
         if passed:
             self._restore(passed)

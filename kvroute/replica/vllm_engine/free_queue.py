@@ -63,10 +63,11 @@ class FreeQueue:
         return [blocks[id_] for id_ in ids]
 
     def remove(self, block: KVCacheBlock) -> None:
-        if block.block_id in self._blank:
-            del self._blank[block.block_id]
+        id_ = block.block_id
+        if id_ in self._blank:
+            del self._blank[id_]
         else:
-            self._idle.take(block.block_id)
+            self._idle.take(id_)
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
