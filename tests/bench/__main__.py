@@ -70,7 +70,7 @@ def main(
         bool,
         typer.Option(
             "--stream",
-            help="Adds what a streamed token and a short request cost, in five minutes.",
+            help="Adds what a streamed token and a short request cost, in ten minutes.",
         ),
     ] = False,
     json_file: Annotated[

@@ -31,7 +31,9 @@ def mock_engines(count: int, *, step_s: float) -> Iterator[dict[int, int]]:
         for each in started:
             each.start()
         for port in ports:
-            _wait(f"http://{HOST}:{port}/health", lambda: all(each.is_alive() for each in started))
+            wait_for(
+                f"http://{HOST}:{port}/health", lambda: all(each.is_alive() for each in started)
+            )
         yield {port: each.pid or 0 for port, each in zip(ports, started, strict=True)}
     finally:
         for each in started:
@@ -51,16 +53,16 @@ def gateway(engine_ports: Sequence[int]) -> Iterator[tuple[int, int]]:
     ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        _wait(f"http://{HOST}:{port}/readiness", lambda: process.poll() is None)
+        wait_for(f"http://{HOST}:{port}/readiness", lambda: process.poll() is None)
         yield port, process.pid
     finally:
         process.kill()
         process.wait()
 
 
-def _wait(url: str, runs: Callable[[], bool]) -> None:
+def wait_for(url: str, runs: Callable[[], bool], *, within_s: float = READY_S) -> None:
     """Until it answers well; not after its process has ended."""
-    deadline = time.monotonic() + READY_S
+    deadline = time.monotonic() + within_s
     while runs() and time.monotonic() < deadline:
         with contextlib.suppress(requests.RequestException):
             if requests.get(url, timeout=2).ok:

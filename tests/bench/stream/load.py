@@ -47,9 +47,9 @@ def measure(port: int, load: Load, processes: Processes) -> Cost:
 
 def idle_cpu_s(processes: Processes, *, seconds: float) -> dict[str, float]:
     """CPU seconds in each second, of each role, while nobody asks."""
-    before = _cpu_s(processes)
+    before = cpu_so_far(processes)
     time.sleep(seconds)
-    return {role: (after - before[role]) / seconds for role, after in _cpu_s(processes).items()}
+    return {role: (after - before[role]) / seconds for role, after in cpu_so_far(processes).items()}
 
 
 def cost(tally: Tally, seconds: float, cpu_s: Mapping[str, float]) -> Cost:
@@ -80,9 +80,9 @@ async def _amid(port: int, load: Load, processes: Processes) -> Cost:
     tally = Tally()
     for caller in callers:
         caller.tally = tally
-    before, begun_s = _cpu_s(processes), time.perf_counter()
+    before, begun_s = cpu_so_far(processes), time.perf_counter()
     await _unless(failed, load.window_s)
-    spent_s = {role: after - before[role] for role, after in _cpu_s(processes).items()}
+    spent_s = {role: after - before[role] for role, after in cpu_so_far(processes).items()}
     found = cost(tally, time.perf_counter() - begun_s, spent_s)
     failed.cancel()
     for caller in callers:
@@ -109,7 +109,7 @@ async def _unless(failed: asyncio.Future[None], seconds: float) -> None:
         each.result()
 
 
-def _cpu_s(processes: Processes) -> dict[str, float]:
+def cpu_so_far(processes: Processes) -> dict[str, float]:
     """So far, of each role; to the nanosecond, as clock_getcpuclockid(3) finds a clock."""
     return {
         role: sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.bench.report import Row, Section
-from tests.bench.stream.applications import applications
 from tests.bench.stream.cluster import serving
 from tests.bench.stream.engine import alone
 from tests.bench.stream.gateway import MISSING, gateway, is_installed, mock_engines
 from tests.bench.stream.load import Cost, Load, idle_cpu_s, measure
+from tests.bench.stream.served import served
 
 REPLICAS = 2
 DECODE_MS = 10.0
@@ -67,7 +67,7 @@ def tables() -> list[Section]:
         Section(f"{title}: at the client", [_waits(costs, *key) for key in streamed], waits),
         Section("Requests of one token", [_request(costs, *key) for key in short]),
         _full(),
-        applications(),
+        served(),
     ]
 
 

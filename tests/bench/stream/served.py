@@ -1,0 +1,200 @@
+"""What each route and kind of body costs a router and a vLLM replica, beside `vllm serve`.
+
+A cluster of one replica and vLLM's own server have a shallow model each and answer in turn. Clients
+and engines are processes of their own, on the same cores.
+"""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from kvroute.local.ports import free_port
+from tests.bench.report import Row, Section
+from tests.bench.stream.cluster import Serving
+from tests.bench.stream.gateway import wait_for
+from tests.bench.stream.load import Processes, cpu_so_far, idle_cpu_s
+from tests.support.bodies import ASK, CHATS, COMPLETIONS, MESSAGES, RESPONSES, TOOL
+from tests.support.engines import TOOL_PARSER, shallow_model
+from tests.support.serving import start_cluster
+
+AT_ONCE = 8
+ANSWERS = 1  # of each client in a round
+ROUNDS = 3  # each server in turn; the median counts
+CACHE_MB = 64
+MODEL = "m"
+IDLE_S = 5.0
+USAGE = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+STOCK = "vllm serve"
+
+TOKENS = 200
+WITH_USAGE = {"stream_options": {"include_usage": True}}
+EXACTLY = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, **WITH_USAGE}
+CHAT: dict[str, Any] = {"messages": ASK, "temperature": 0, **EXACTLY}
+WHOLE = {key: value for key, value in CHAT.items() if key not in WITH_USAGE} | {"stream": False}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat, streamed": (CHATS, CHAT),
+    "chat with tools, streamed": (CHATS, CHAT | {"tools": [TOOL]}),
+    "chat with logprobs, streamed": (CHATS, CHAT | {"logprobs": True, "top_logprobs": 2}),
+    "chat, whole": (CHATS, WHOLE),
+    "completion, streamed": (COMPLETIONS, {"prompt": "Once", **EXACTLY}),
+    "response, streamed": (
+        RESPONSES,
+        {
+            "input": ASK,
+            "max_output_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        },
+    ),
+    "message, streamed": (
+        MESSAGES,
+        {"messages": ASK, "max_tokens": TOKENS, "temperature": 0, "stream": True},
+    ),
+    "chat of one token, whole": (CHATS, WHOLE | {"max_tokens": 1}),
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    processes: Processes
+    idle_cpu_s: Mapping[str, float]  # in a second, of each role
+
+
+@dataclass
+class Spent:
+    """By the answers of a round."""
+
+    cpu_s: dict[str, float]  # of each role, beyond what it takes idle
+    tokens: int
+    events: int
+
+
+def served() -> Section:
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(shallow_model(Path(folder) / "model"))
+        with cluster(model) as ours, stock(model) as theirs:
+            rows = [asyncio.run(_row(ours, theirs, *kind)) for kind in KINDS.items()]
+    idle = {**ours.idle_cpu_s, **theirs.idle_cpu_s}.items()
+    took = ", ".join(f"{role} {1000 * cpu_s:.1f}" for role, cpu_s in idle)
+    notes = [
+        f"Without engines, and without what an idle process takes, in CPU ms a second: {took}."
+    ]
+    return Section(f"Routes and kinds, {AT_ONCE} at a time: CPU us a token", rows, notes)
+
+
+@contextmanager
+def cluster(model: str) -> Iterator[Server]:
+    """Of one router and one replica."""
+    with start_cluster(
+        *("--model", model, "--served-model-name", MODEL, "--replicas", "1", "--no-ui"),
+        *("--kv-cache-memory-mb", str(CACHE_MB)),
+        *("--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
+    ) as started:
+        found = Serving(started)
+        yield _server(found.port, found.processes())
+
+
+@contextmanager
+def stock(model: str) -> Iterator[Server]:
+    """vLLM's own server. Its engine is a process of its own, and not counted."""
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
+            *("--kv-cache-memory-bytes", str(CACHE_MB << 20), "--enable-prompt-tokens-details"),
+            *("--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER),
+            *("--enforce-eager", "--distributed-executor-backend", "uni"),  # as our replicas have
+            "--disable-uvicorn-access-log",
+        ],
+        env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", lambda: process.poll() is None, within_s=240)
+        yield _server(port, {STOCK: [process.pid]})
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _server(port: int, processes: Processes) -> Server:
+    return Server(port, processes, idle_cpu_s(processes, seconds=IDLE_S))
+
+
+async def _row(ours: Server, theirs: Server, name: str, kind: tuple[str, dict[str, Any]]) -> Row:
+    rounds: list[tuple[Spent, Spent]] = []
+    for _ in range(1 + ROUNDS):
+        rounds.append((await _round(ours, *kind), await _round(theirs, *kind)))
+    mine, others = zip(*rounds[1:], strict=True)  # the first one warms up
+    replica, server = _us(mine, "replica"), _us(others, STOCK)
+    return {
+        "kind": name,
+        "tokens": median(each.tokens for each in mine) / (AT_ONCE * ANSWERS),
+        "router": _us(mine, "router"),
+        "replica": replica,
+        "HAProxy": _us(mine, "HAProxy"),
+        STOCK: server,
+        f"replica / {STOCK}": replica / server,
+        "events a token": _events(mine),
+        f"... of {STOCK}": _events(others),
+    }
+
+
+def _us(rounds: Sequence[Spent], role: str) -> float:
+    return median(1e6 * each.cpu_s[role] / each.tokens for each in rounds)
+
+
+def _events(rounds: Sequence[Spent]) -> float:
+    return median(each.events / each.tokens for each in rounds)
+
+
+async def _round(server: Server, path: str, body: dict[str, Any]) -> Spent:
+    before, begun_s = cpu_so_far(server.processes), time.perf_counter()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=120) as http:
+        clients = [_client(http, path, {"model": MODEL, **body}) for _ in range(AT_ONCE)]
+        counts = [count for counts in await asyncio.gather(*clients) for count in counts]
+    after, took_s = cpu_so_far(server.processes), time.perf_counter() - begun_s
+    spent = {
+        role: after[role] - before[role] - took_s * idle for role, idle in server.idle_cpu_s.items()
+    }
+    return Spent(spent, sum(tokens for tokens, _ in counts), sum(events for _, events in counts))
+
+
+async def _client(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Tokens and events of each answer."""
+    return [await _answer(http, path, json.dumps(body).encode()) for _ in range(ANSWERS)]
+
+
+async def _answer(http: httpx.AsyncClient, path: str, raw: bytes) -> tuple[int, int]:
+    headers = {"content-type": "application/json"}
+    response = await http.post(path, content=raw, headers=headers)
+    if response.status_code != 200:
+        raise RuntimeError(f"{path}: {response.status_code} {response.text[:500]}")
+    used = USAGE.findall(response.content)
+    return int(used[-1]), max(1, response.content.count(b"\ndata: "))
+
+
+if __name__ == "__main__":
+    begun_s = time.monotonic()
+    print(served().markdown())
+    print(f"{time.monotonic() - begun_s:.0f} s", file=sys.stderr)
