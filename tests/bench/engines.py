@@ -13,6 +13,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -21,9 +22,12 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from tests.bench.apart import apart
 from tests.bench.beside_batch import beside_batch
+from tests.bench.stock_server import stock_server
+from tests.bench.stream.gateway import MISSING, gateway, is_installed
+from tests.bench.stream.mock_engine import HOST
 from tests.support.serving import start_cluster
 from tests.support.tiny_models import tiny_model
 
@@ -51,7 +55,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "conv_dim": 512,
     },
 }
-POLICIES = ("kvroute", "round-robin", "power-of-two")
+OURS = ("kvroute", "round-robin", "power-of-two")
+SGLANG = "sglang"  # its gateway's cache-aware policy, before two of vLLM's own servers
+POLICIES = (*OURS, SGLANG)
 SYSTEM_PROMPTS = 3
 SYSTEM_WORDS = 220
 CHATS = 40
@@ -84,10 +90,16 @@ class Chat:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.engines")
     parser.add_argument("--model", choices=MODELS, default=BUILTIN_MODEL)
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    default = POLICIES if is_installed() else OURS
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=default)
+    parser.add_argument("--chats", type=int, default=CHATS)
+    parser.add_argument("--system-prompts", type=int, default=SYSTEM_PROMPTS)
     options = parser.parse_args()
+    asked = chats(options.chats, options.system_prompts)
     with tempfile.TemporaryDirectory() as folder:
-        compare(model_of(options.model, Path(folder)), options.policies)
+        compare(model_of(options.model, Path(folder)), options.policies, asked)
+    if default != POLICIES:
+        print(MISSING)
     print("\n" + apart(beside_batch).markdown())
 
 
@@ -96,11 +108,14 @@ def model_of(name: str, folder: Path) -> str:
     return str(tiny_model(name, folder, **MODELS[name])) if MODELS[name] else name
 
 
-def compare(model: str, policies: Sequence[str]) -> None:
+def compare(model: str, policies: Sequence[str], asked: Sequence[Chat]) -> None:
     logs = {}
     print("| policy | hit share | TTFT p50 s | TTFT p90 s |\n|---|---|---|---|", flush=True)
     for policy in policies:
-        answers, logs[policy] = serve(model, policy)
+        if policy == SGLANG:
+            answers = behind_sglang(model, asked)
+        else:
+            answers, logs[policy] = serve(model, policy, asked)
         ttft_s = quantiles([answer.ttft_s for answer in answers])
         print(f"| {policy} | {hit_share(answers):.3f} | {ttft_s} |", flush=True)
     print("\n| TTFT observed / predicted | requests | p50 | p90 |\n|---|---|---|---|")
@@ -111,7 +126,29 @@ def compare(model: str, policies: Sequence[str]) -> None:
         print(f"| {policy}, after the first {LEARNING} | {len(later)} | {quantiles(later)} |")
 
 
-def serve(model: str, policy: str) -> tuple[list[Answer], list[dict[str, Any]]]:
+def behind_sglang(model: str, asked: Sequence[Chat]) -> list[Answer]:
+    """The chats before SGLang's gateway. Each engine has a core, as our replicas have on two."""
+    dtype = "float32" if model == BUILTIN_MODEL else "auto"
+    args = (resolve(model), "--max-model-len", "2048", "--dtype", dtype)
+    with ExitStack() as stack:
+        ports = [
+            stack.enter_context(
+                stock_server(
+                    *args,
+                    name=SERVED,
+                    cache_mb=CACHE_MB,
+                    env={"VLLM_CPU_OMP_THREADS_BIND": core, "OMP_NUM_THREADS": "1"},
+                )
+            )[0]
+            for core in ("0", "1")
+        ]
+        port, _ = stack.enter_context(gateway(ports, policy="cache_aware"))
+        return asyncio.run(talk(f"http://{HOST}:{port}/v1", asked))
+
+
+def serve(
+    model: str, policy: str, asked: Sequence[Chat]
+) -> tuple[list[Answer], list[dict[str, Any]]]:
     """The chats on a cluster of that policy: what clients saw, and what the router logged."""
     with tempfile.TemporaryDirectory() as folder:
         with start_cluster(
@@ -120,13 +157,13 @@ def serve(model: str, policy: str) -> tuple[list[Answer], list[dict[str, Any]]]:
             *("--max-model-len", "2048", "--kv-cache-memory-mb", str(CACHE_MB)),
             deadline_s=600,
         ) as cluster:
-            answers = asyncio.run(talk(f"{cluster.url}/v1", chats()))
+            answers = asyncio.run(talk(f"{cluster.url}/v1", asked))
         text = "".join(file.read_text() for file in Path(folder).iterdir())
     lines = [json.loads(line) for line in text.splitlines()]
     return answers, sorted(lines, key=lambda line: float(line["timestamp"]))
 
 
-def chats() -> list[Chat]:
+def chats(count: int, system_prompts: int) -> list[Chat]:
     rng = random.Random(SEED)
     words = " ".join(topics[name] for name in sorted(topics)).split()  # Python's own manual
 
@@ -134,8 +171,8 @@ def chats() -> list[Chat]:
         start = rng.randrange(len(words) - length)
         return " ".join(words[start : start + length])
 
-    systems = [f"Answer from this text. {passage(SYSTEM_WORDS)}" for _ in range(SYSTEM_PROMPTS)]
-    begins_s = np.cumsum([rng.expovariate(CHATS_PER_S) for _ in range(CHATS)])
+    systems = [f"Answer from this text. {passage(SYSTEM_WORDS)}" for _ in range(system_prompts)]
+    begins_s = np.cumsum([rng.expovariate(CHATS_PER_S) for _ in range(count)])
     return [
         Chat(
             system=rng.choice(systems),

@@ -1,4 +1,4 @@
-"""SGLang's gateway, in Rust, before OpenAI servers without a model."""
+"""SGLang's gateway, in Rust, and OpenAI servers without a model."""
 
 import contextlib
 import importlib.util
@@ -42,13 +42,15 @@ def mock_engines(count: int, *, step_s: float) -> Iterator[dict[int, int]]:
 
 
 @contextmanager
-def gateway(engine_ports: Sequence[int]) -> Iterator[tuple[int, int]]:
+def gateway(
+    engine_ports: Sequence[int], *, policy: str = "round_robin"
+) -> Iterator[tuple[int, int]]:
     """Its port and its process id."""
     port = free_port()
     command = [
         *("nice", "-n", str(NICENESS), sys.executable, "-m", "sglang_router.launch_router"),
         *("--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())),
-        *("--policy", "round_robin", "--log-level", "error"),
+        *("--policy", policy, "--log-level", "error"),
         *("--worker-urls", *(f"http://{HOST}:{each}" for each in engine_ports)),
     ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -6,9 +6,7 @@ and engines are processes of their own, on the same cores.
 
 import asyncio
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +19,9 @@ from typing import Any
 
 import httpx
 
-from kvroute.local.ports import free_port
 from tests.bench.report import Row, Section
+from tests.bench.stock_server import stock_server
 from tests.bench.stream.cluster import Serving
-from tests.bench.stream.gateway import wait_for
 from tests.bench.stream.load import Processes, cpu_so_far, idle_cpu_s
 from tests.support.bodies import ASK, CHATS, COMPLETIONS, MESSAGES, RESPONSES, TOOL
 from tests.support.engines import TOOL_PARSER, shallow_model
@@ -111,28 +108,10 @@ def cluster(model: str) -> Iterator[Server]:
 
 @contextmanager
 def stock(model: str) -> Iterator[Server]:
-    """vLLM's own server. Its engine is a process of its own, and not counted."""
-    port = free_port()
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
-            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
-            *("--kv-cache-memory-bytes", str(CACHE_MB << 20), "--enable-prompt-tokens-details"),
-            *("--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER),
-            *("--enforce-eager", "--distributed-executor-backend", "uni"),  # as our replicas have
-            "--disable-uvicorn-access-log",
-        ],
-        env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", lambda: process.poll() is None, within_s=240)
-        yield _server(port, {STOCK: [process.pid]})
-    finally:
-        process.terminate()
-        process.wait()
+    """vLLM's own server."""
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER)
+    with stock_server(model, *tools, name=MODEL, cache_mb=CACHE_MB) as (port, pid):
+        yield _server(port, {STOCK: [pid]})
 
 
 def _server(port: int, processes: Processes) -> Server:

@@ -1,0 +1,41 @@
+"""vLLM's own server, as `vllm serve` starts it. Its engine is a process of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from kvroute.local.ports import free_port
+from tests.bench.stream.gateway import wait_for
+from tests.bench.stream.mock_engine import HOST
+
+READY_S = 240.0
+
+
+@contextmanager
+def stock_server(
+    model: str, *args: str, name: str, cache_mb: int, env: Mapping[str, str] = {}
+) -> Iterator[tuple[int, int]]:
+    """Its port and its process id. name: the model's, for clients."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+        *("--host", HOST, "--port", str(port), "--served-model-name", name),
+        *("--kv-cache-memory-bytes", str(cache_mb << 20), "--enable-prompt-tokens-details"),
+        *("--enforce-eager", "--distributed-executor-backend", "uni"),  # as our replicas have
+        *("--disable-uvicorn-access-log", *args),
+    ]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(f"http://{HOST}:{port}/health", lambda: process.poll() is None, within_s=READY_S)
+        yield port, process.pid
+    finally:
+        process.terminate()
+        process.wait()
