@@ -23,6 +23,7 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.settings.options import CPU_BLOCK_SIZE
 from tests.bench.apart import apart
 from tests.bench.beside_batch import beside_batch
 from tests.bench.stock_server import stock_server
@@ -129,12 +130,13 @@ def compare(model: str, policies: Sequence[str], asked: Sequence[Chat]) -> None:
 def behind_sglang(model: str, asked: Sequence[Chat]) -> list[Answer]:
     """The chats before SGLang's gateway. Each engine has a core, as our replicas have on two."""
     dtype = "float32" if model == BUILTIN_MODEL else "auto"
-    args = (resolve(model), "--max-model-len", "2048", "--dtype", dtype)
+    block = str(CPU_BLOCK_SIZE)  # as in our replicas
+    alike = ("--max-model-len", "2048", "--block-size", block, "--dtype", dtype)
     with ExitStack() as stack:
         ports = [
             stack.enter_context(
                 stock_server(
-                    *args,
+                    *(resolve(model), *alike),
                     name=SERVED,
                     cache_mb=CACHE_MB,
                     env={"VLLM_CPU_OMP_THREADS_BIND": core, "OMP_NUM_THREADS": "1"},
