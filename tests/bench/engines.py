@@ -1,9 +1,10 @@
 """Policies on real engines: `python -m tests.bench.engines` (some minutes, about 7 GB of memory).
 
 Two vLLM replicas with the built-in model, or with another one of MODELS, serve the same chats under
-each policy, one cluster after another. Chats share a few long system prompts; their histories are
-more than the caches can hold. They begin at random times, and each goes on a while after its last
-answer: all by a fixed seed. Then one engine serves chats beside a batch job (beside_batch.py).
+each policy, one cluster after another; SGLang's gateway has two of vLLM's own servers. Chats share
+a few long system prompts; their histories are more than the caches can hold. They begin at random
+times, and each goes on a while after its last answer: all by a fixed seed. Then one engine serves
+chats beside a batch job (beside_batch.py).
 """
 
 import argparse

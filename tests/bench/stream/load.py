@@ -49,7 +49,7 @@ def idle_cpu_s(processes: Processes, *, seconds: float) -> dict[str, float]:
     """CPU seconds in each second, of each role, while nobody asks."""
     before = cpu_so_far(processes)
     time.sleep(seconds)
-    return {role: (after - before[role]) / seconds for role, after in cpu_so_far(processes).items()}
+    return {role: cpu_s / seconds for role, cpu_s in cpu_since(before, processes).items()}
 
 
 def cost(tally: Tally, seconds: float, cpu_s: Mapping[str, float]) -> Cost:
@@ -82,7 +82,7 @@ async def _amid(port: int, load: Load, processes: Processes) -> Cost:
         caller.tally = tally
     before, begun_s = cpu_so_far(processes), time.perf_counter()
     await _unless(failed, load.window_s)
-    spent_s = {role: after - before[role] for role, after in cpu_so_far(processes).items()}
+    spent_s = cpu_since(before, processes)
     found = cost(tally, time.perf_counter() - begun_s, spent_s)
     failed.cancel()
     for caller in callers:
@@ -115,6 +115,11 @@ def cpu_so_far(processes: Processes) -> dict[str, float]:
         role: sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
         for role, pids in processes.items()
     }
+
+
+def cpu_since(before: Mapping[str, float], processes: Processes) -> dict[str, float]:
+    """What each role has taken since cpu_so_far() said that."""
+    return {role: after - before[role] for role, after in cpu_so_far(processes).items()}
 
 
 def _quantiles_ms(times_s: Sequence[float]) -> tuple[float | None, float | None]:

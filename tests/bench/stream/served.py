@@ -7,7 +7,6 @@ and engines are processes of their own, on the same cores.
 import asyncio
 import json
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +21,13 @@ import httpx
 from tests.bench.report import Row, Section
 from tests.bench.stock_server import stock_server
 from tests.bench.stream.cluster import Serving
-from tests.bench.stream.load import Processes, cpu_so_far, idle_cpu_s
+from tests.bench.stream.load import Processes, cpu_since, cpu_so_far, idle_cpu_s
+from tests.bench.stream.mock_engine import HOST
 from tests.support.bodies import ASK, CHATS, COMPLETIONS, MESSAGES, RESPONSES, TOOL
 from tests.support.engines import TOOL_PARSER, shallow_model
 from tests.support.serving import start_cluster
 
 AT_ONCE = 8
-ANSWERS = 1  # of each client in a round
 ROUNDS = 3  # each server in turn; the median counts
 CACHE_MB = 64
 MODEL = "m"
@@ -126,7 +125,7 @@ async def _row(ours: Server, theirs: Server, name: str, kind: tuple[str, dict[st
     replica, server = _us(mine, "replica"), _us(others, STOCK)
     return {
         "kind": name,
-        "tokens": median(each.tokens for each in mine) / (AT_ONCE * ANSWERS),
+        "tokens": median(each.tokens for each in mine) / AT_ONCE,
         "router": _us(mine, "router"),
         "replica": replica,
         "HAProxy": _us(mine, "HAProxy"),
@@ -146,25 +145,18 @@ def _events(rounds: Sequence[Spent]) -> float:
 
 
 async def _round(server: Server, path: str, body: dict[str, Any]) -> Spent:
+    raw = json.dumps({"model": MODEL, **body}).encode()
     before, begun_s = cpu_so_far(server.processes), time.perf_counter()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=120) as http:
-        clients = [_client(http, path, {"model": MODEL, **body}) for _ in range(AT_ONCE)]
-        counts = [count for counts in await asyncio.gather(*clients) for count in counts]
-    after, took_s = cpu_so_far(server.processes), time.perf_counter() - begun_s
-    spent = {
-        role: after[role] - before[role] - took_s * idle for role, idle in server.idle_cpu_s.items()
-    }
-    return Spent(spent, sum(tokens for tokens, _ in counts), sum(events for _, events in counts))
-
-
-async def _client(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> list[tuple[int, int]]:
-    """Tokens and events of each answer."""
-    return [await _answer(http, path, json.dumps(body).encode()) for _ in range(ANSWERS)]
+    async with httpx.AsyncClient(base_url=f"http://{HOST}:{server.port}", timeout=120) as http:
+        counts = await asyncio.gather(*(_answer(http, path, raw) for _ in range(AT_ONCE)))
+    spent, took_s = cpu_since(before, server.processes), time.perf_counter() - begun_s
+    beyond = {role: cpu_s - took_s * server.idle_cpu_s[role] for role, cpu_s in spent.items()}
+    tokens, events = map(sum, zip(*counts, strict=True))
+    return Spent(beyond, tokens, events)
 
 
 async def _answer(http: httpx.AsyncClient, path: str, raw: bytes) -> tuple[int, int]:
+    """Its tokens and events."""
     headers = {"content-type": "application/json"}
     response = await http.post(path, content=raw, headers=headers)
     if response.status_code != 200:
@@ -174,6 +166,4 @@ async def _answer(http: httpx.AsyncClient, path: str, raw: bytes) -> tuple[int, 
 
 
 if __name__ == "__main__":
-    begun_s = time.monotonic()
     print(served().markdown())
-    print(f"{time.monotonic() - begun_s:.0f} s", file=sys.stderr)
