@@ -1,0 +1,58 @@
+"""Nobody is given a port that another was given and has not bound yet."""
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from kvroute.local import ports
+
+ASK = "from kvroute.local import ports; ports.QUIET = range({first}, {last}); {then}"
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
+    """The only ports to choose from; nobody else chooses among them."""
+    monkeypatch.setattr(ports, "_claims", deque())
+    firsts = range(7000, 8000, 3)
+    first = next(each for each in firsts if not any(taken(each + i) for i in range(3)))
+    monkeypatch.setattr(ports, "QUIET", range(first, first + 3))
+    yield ports.QUIET
+    for claim in ports._claims:
+        os.close(claim)
+
+
+def taken(port: int) -> bool:
+    return ports.why_not("", port) is not None
+
+
+def test_one_process_is_given_each_port_once(three: range) -> None:
+    assert sorted(ports.free_port() for _ in three) == list(three)
+
+
+def test_another_process_is_given_another_port(three: range) -> None:
+    mine = {ports.free_port(), ports.free_port()}
+    others = int(elsewhere(three, "print(ports.free_port())"))
+    assert mine | {others} == set(three)
+
+
+def test_a_claim_ends_with_its_process(three: range) -> None:
+    elsewhere(three, "[ports.free_port() for _ in range(3)]")
+    assert sorted(ports.free_port() for _ in three) == list(three)
+
+
+def test_claims_have_a_bound(three: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "MOST_CLAIMS", 2)
+    given = [ports.free_port() for _ in three]
+    assert sorted(given) == list(three)
+    assert ports.free_port() == given[0]  # the oldest claim has made room
+
+
+def elsewhere(choice: range, then: str) -> str:
+    code = ASK.format(first=choice[0], last=choice[-1] + 1, then=then)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+    ).stdout
