@@ -1,7 +1,7 @@
 """A request and the chunks of its response."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,6 +67,10 @@ class Chunk(Struct, frozen=True, array_like=True):
     cached_tokens: int  # prompt tokens served from the KV cache; the same in all chunks
     is_last: bool = False
     http: HttpPart | None = None  # of a request with a `call`
+
+
+Emit = Callable[[Chunk], None]  # takes a request's next chunk
+Generate = Callable[[GenerateRequest, Emit], Awaitable[None]]
 
 
 def dispatch_id(client_id: str) -> str:

@@ -9,8 +9,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from dataclasses import replace
 
 from opentelemetry.context import Context
@@ -20,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvroute.contract.generation import Chunk, GenerateRequest, TraceContext
+from kvroute.contract.generation import Chunk, Emit, Generate, GenerateRequest, TraceContext
 
 log = logging.getLogger("kvroute.tracing")
 
@@ -30,8 +28,6 @@ PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE = "OTEL_SERVICE_NAME"
 FLUSH_S = 2.0  # how long a process waits at its end to send its last spans
-
-Generate = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
 
 _w3c = TraceContextTextMapPropagator()
 
@@ -96,17 +92,19 @@ class Tracing:
     def traced(self, generate: Generate) -> Generate:
         """Adds a span to each request; it is the parent of the engine's own spans."""
 
-        async def generate_traced(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async def generate_traced(request: GenerateRequest, emit: Emit) -> None:
             span = self._begin(request)
             began_s, output_tokens = time.monotonic(), 0
+
+            def count(chunk: Chunk) -> None:
+                nonlocal output_tokens
+                if not output_tokens:
+                    _note_first(span, chunk, time.monotonic() - began_s)
+                output_tokens += len(chunk.token_ids)
+                emit(chunk)
+
             try:
-                chunks = generate(replace(request, trace=headers_of(span)))
-                async with aclosing(chunks):
-                    async for chunk in chunks:
-                        if not output_tokens:
-                            _note_first(span, chunk, time.monotonic() - began_s)
-                        output_tokens += len(chunk.token_ids)
-                        yield chunk
+                await generate(replace(request, trace=headers_of(span)), count)
             except Exception as error:
                 span.set_status(Status(StatusCode.ERROR, str(error)))
                 raise

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import ray
 from ray import serve
 
 from kvroute.contract.audit_report import encode_audit
-from kvroute.contract.generation import NO_TOKENS, Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import NO_TOKENS, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import call_in, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
 from kvroute.contract.ranks import rank_ids
@@ -91,15 +91,13 @@ class Replica:
         server = self._server
         return Address(self._host, server.port, server.secret, len(self._ranks)).as_stats()
 
-    def _generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        return self._ranks[request.rank].generate(request)
+    async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
+        await self._ranks[request.rank].generate(request, emit)
 
     async def _canary(self, begin: bytes, rank: int) -> bytes:
         """Runs the request without counting it in metrics: no client sent it."""
         request = replace(request_in(begin), rank=rank)
-        async with contextlib.aclosing(self._ranks[rank].engine.generate(request)) as chunks:
-            async for _ in chunks:
-                pass
+        await self._ranks[rank].engine.generate(request, lambda _: None)
         return b""
 
     async def _render(self, call: bytes, rank: int) -> bytes:
@@ -112,8 +110,9 @@ class Replica:
         request = GenerateRequest(
             f"{http.request_id}-0", NO_TOKENS, http.namespace, call=http, rank=rank
         )
-        async with contextlib.aclosing(self._ranks[rank].engine.generate(request)) as chunks:
-            return encode_part(joined_parts([chunk.http async for chunk in chunks if chunk.http]))
+        chunks: list[Chunk] = []
+        await self._ranks[rank].engine.generate(request, chunks.append)
+        return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:
         """session: its number, 8 bytes little endian; a ValueError if it is not 8 bytes."""

@@ -1,15 +1,14 @@
 """A data parallel rank of a replica: an engine, and all that is done for its cache."""
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 from msgspec import structs
 
-from kvroute.contract.generation import Chunk, GenerateRequest, client_id
+from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.records import Description, Load
 from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
@@ -88,22 +87,25 @@ class Rank:
         speed = self._copies.bytes_per_s(time.monotonic())
         return structs.replace(load, host_bytes_per_s=speed)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """The engine's chunks; closing the generator aborts the request."""
+    async def generate(self, request: GenerateRequest, emit: Emit) -> None:
+        """Emits the engine's chunks. Cancelling it aborts the request."""
         is_first, tokens, began_s = True, 0, time.monotonic()
         new_tokens = len(request.token_ids) - request.expected_tokens
         self.backlog.arrived(request.request_id, new_tokens, began_s, request.waited_s)
+
+        def count(chunk: Chunk) -> None:
+            nonlocal is_first, tokens
+            if chunk.token_ids:
+                if is_first:
+                    self._begun(request)
+                    self.missed.computed(len(request.token_ids) - chunk.cached_tokens)
+                self._metrics.received(request, chunk, is_first=is_first)
+                is_first = False
+                tokens += len(chunk.token_ids)
+            emit(chunk)
+
         try:
-            async with contextlib.aclosing(self._run(request)) as chunks:
-                async for chunk in chunks:
-                    if chunk.token_ids:
-                        if is_first:
-                            self._begun(request)
-                            self.missed.computed(len(request.token_ids) - chunk.cached_tokens)
-                        self._metrics.received(request, chunk, is_first=is_first)
-                        is_first = False
-                    tokens += len(chunk.token_ids)
-                    yield chunk
+            await self._run(request, count)
         finally:
             now_s = time.monotonic()
             self.backlog.gone(request.request_id, now_s)

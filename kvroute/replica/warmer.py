@@ -250,8 +250,7 @@ class Warmer:
             shared_tokens=self._shared_tokens(prefix),
             keep=None if is_pinned else _promise(prefix, time.time()),
         )
-        async for _ in self._engine.generate(request):
-            pass
+        await self._engine.generate(request, lambda _: None)
         return time.monotonic() - began_s
 
     def _shared_tokens(self, prefix: Prefix) -> int:

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, weight
+from kvroute.contract.generation import Chunk, EngineDeadError, Generate, weight
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import LARGEST_MESSAGE, Kind
@@ -24,7 +24,6 @@ TOLD_NOTHING = 4  # times; then routers know it
 MOST_UNPROVEN = 256  # connections of such
 MOST_UNSENT = 4_000_000  # tokens and alternatives for a router that does not read
 
-Generate = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
 Method = Callable[[bytes, int], Awaitable[bytes]]  # the body, and which rank is asked
 
 
@@ -226,9 +225,7 @@ class Peer(Connection):
         stream = begin.stream
         try:
             request = structs.request_of(begin)
-            async with aclosing(self._server.generate(request)) as chunks:
-                async for chunk in chunks:
-                    self._push(stream, chunk)
+            await self._server.generate(request, partial(self._push, stream))
         except Exception as error:  # any of the engine's
             self._fail(stream, error)
         else:

@@ -23,6 +23,7 @@ from kvroute.replica.engines import prepare_vllm
 from kvroute.replica.vllm_engine.cpu_affinity import Cores, claim_cores
 from kvroute.settings.replica import ReplicaSettings
 from tests.bench.report import Row, Section
+from tests.support.chunks import streamed
 
 DTYPES = ("bfloat16", "float32")
 PROMPTS = (200, 1_000, 2_000)  # tokens
@@ -141,7 +142,7 @@ async def _stream(running: Running, prompt: int, answer: int) -> list[Moment]:
     number = next(_numbers)
     ids = np.random.default_rng(number).integers(1_000, 40_000, prompt).astype(np.uint32)
     request = GenerateRequest(str(number), ids, max_tokens=answer)
-    return [running.now() async for _ in running.engine.generate(request)]
+    return [running.now() async for _ in streamed(running.engine.generate, request)]
 
 
 if __name__ == "__main__":

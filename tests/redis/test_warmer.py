@@ -22,6 +22,7 @@ from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngin
 from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefix, Prefixes, assigned
+from tests.support.chunks import collected
 from tests.support.waiting import until
 
 SIZE = 32  # tokens in a block
@@ -97,7 +98,7 @@ class Replica:
         if scope:
             shared = scope.shared_tokens
             request = replace(request, namespace=scope.namespace, shared_tokens=shared)
-        chunks = [chunk async for chunk in self.engine.generate(request)]
+        chunks = await collected(self.engine.generate, request)
         return chunks[0].cached_tokens
 
 

@@ -10,6 +10,7 @@ from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest, Token
 from kvroute.contract.http_call import HttpCall
 from tests.support.answers import data_of, status_of
 from tests.support.bodies import Body
+from tests.support.chunks import streamed
 from tests.support.engines import Running, rest_of
 
 CREATED = 1_700_000_000.25
@@ -31,7 +32,7 @@ async def prompt_of(running: Running, path: str, body: Body) -> TokenIds:
 
 async def chunks_of(running: Running, request: GenerateRequest, most: int = 1000) -> list[Chunk]:
     chunks = []
-    async with aclosing(running.engine.generate(request)) as stream:
+    async with aclosing(streamed(running.engine.generate, request)) as stream:
         async for chunk in stream:
             chunks.append(chunk)
             if len(chunks) == most:

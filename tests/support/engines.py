@@ -23,6 +23,7 @@ from kvroute.replica.engines import start_engines
 from kvroute.replica.ghosts import Ghosts, ghosts_of
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
+from tests.support.chunks import collected
 from tests.support.waiting import until
 
 BLOCK = 32
@@ -71,7 +72,7 @@ class Running:
     async def run(self, request: GenerateRequest) -> list[Chunk]:
         self.requests += 1
         request = replace(request, request_id=f"r{self.requests}", rank=self.rank)
-        return [chunk async for chunk in self.engine.generate(request)]
+        return await collected(self.engine.generate, request)
 
     async def pump(self) -> None:
         async for events in self.engine.events():

@@ -65,8 +65,7 @@ class Side:
         return await self.publisher.audit(self.engine)
 
     async def generate(self, request: GenerateRequest) -> None:
-        async for _ in self.engine.generate(request):
-            pass
+        await self.engine.generate(request, lambda _: None)
 
     async def work(self, requests: int) -> None:
         for seed in np.random.default_rng(0).integers(0, 20, requests):

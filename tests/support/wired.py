@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
+from kvroute.contract.generation import Generate
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.holding import Holding, Wake
 from kvroute.router.dispatch.links import Links
@@ -11,7 +12,7 @@ from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.queue import Queue
 from kvroute.wire.address import Address
-from kvroute.wire.server import Generate, Method, Server
+from kvroute.wire.server import Method, Server
 from tests.support.waiting import until
 
 LOOPBACK = "127.0.0.1"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.fingerprint import Feature
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest, TokenIds
+from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest, TokenIds
 from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.errors import ApiError, response
@@ -31,7 +31,6 @@ from kvroute.router.dispatch.start import begin_all, placement_headers
 from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.waits import Refusal, Urgency
-from kvroute.wire.server import Generate
 from tests.support.answers import (
     COMPLETIONS,
     completion,
@@ -42,6 +41,7 @@ from tests.support.answers import (
     status_of,
     text_of,
 )
+from tests.support.chunks import emitting, streamed
 from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of
 
@@ -62,15 +62,15 @@ class Engines:
         self._lives = lives
 
     def generates(self) -> dict[str, Generate]:
-        return {id_: partial(self._generate, id_) for id_ in self.all}
+        return {id_: emitting(partial(self._chunks, id_)) for id_ in self.all}
 
-    async def _generate(self, id_: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, id_: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         life = self._lives[len(self.requests) - 1]
         if life == GONE and self.wired:
             for peer in self.wired.servers[id_].peers:
                 peer.abort("as planned")
-        async with aclosing(self.all[id_].generate(request)) as chunks:
+        async with aclosing(streamed(self.all[id_].generate, request)) as chunks:
             async for chunk in chunks:
                 if life == 0:
                     break

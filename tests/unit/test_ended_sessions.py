@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.keep import KEEP, Keep, SessionTurn
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
@@ -46,8 +46,8 @@ class Replicas:
         self.wired = Wired(dict.fromkeys(ids, self._generate), methods, ranks=ranks)
         self.hang = False
 
-    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        yield Chunk((1,), 0, is_last=True)
+    async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
+        emit(Chunk((1,), 0, is_last=True))
 
     async def _end(self, session: bytes, rank: int) -> bytes:
         if self.hang:

@@ -3,13 +3,13 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import Chunk, Emit, EngineDeadError, Generate, GenerateRequest
 from kvroute.contract.ranks import rank_ids, replica_of, replicas_of, split
 from kvroute.router.dispatch.dispatcher import TRIES
 from kvroute.router.dispatch.links import Links, UnansweredError
@@ -17,7 +17,6 @@ from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.routing.attempts import RequestContext
 from kvroute.router.routing.fleet import Fleet
 from kvroute.wire.address import Address, address_in
-from kvroute.wire.server import Generate
 from tests.support.answers import completion
 from tests.support.records import record
 from tests.support.wired import ToldLinks, Wired, dispatcher_of
@@ -36,11 +35,11 @@ class Engines:
         return {id_: self._of(id_) for id_ in replica_ids}
 
     def _of(self, replica_id: str) -> Generate:
-        async def generate(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async def generate(request: GenerateRequest, emit: Emit) -> None:
             self.asked.append((replica_id, request.rank))
             if replica_id in self._dead:
                 raise EngineDeadError("as planned")
-            yield Chunk((1,), 0, is_last=True)
+            emit(Chunk((1,), 0, is_last=True))
 
         return generate
 

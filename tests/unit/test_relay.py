@@ -3,7 +3,6 @@
 import json
 import random
 import time
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message
 
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, event
 from kvroute.router.dispatch.batch import batched, one_body
@@ -46,7 +45,7 @@ class Applications:
         self._status = status
         self._death = death
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         self.requests.append(request)
         call, life = request.call, self._lives[len(self.requests) - 1]
         assert call is not None
@@ -55,7 +54,7 @@ class Applications:
         kind = "text/event-stream" if stream else "application/json"
         if status != 200:
             part = HttpPart(b'{"error": "no"}', status, "application/json")
-            yield Chunk((), 0, is_last=True, http=part)
+            emit(Chunk((), 0, is_last=True, http=part))
             return
         for number in range(request.answered, TOKENS):
             if life == 0:
@@ -73,7 +72,7 @@ class Applications:
                 (1,),
                 can_continue=self._can_continue,
             )
-            yield Chunk((number,), 7, is_last, part)
+            emit(Chunk((number,), 7, is_last, part))
 
 
 def event_of(number: int, index: int = 0) -> bytes:

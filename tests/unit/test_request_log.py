@@ -31,6 +31,7 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.returns import NOTHING_SAID, Said
 from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Urgency, Wait
 from tests.support.answers import completion
+from tests.support.chunks import streamed
 from tests.support.json_lines import read_lines
 from tests.support.records import FACTS, LOAD
 
@@ -77,7 +78,7 @@ class Router:
         )
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
-            async with aclosing(self.engine.generate(request)) as chunks:
+            async with aclosing(streamed(self.engine.generate, request)) as chunks:
                 heard = 0
                 async for chunk in chunks:
                     attempt.receive(chunk, time.monotonic())

@@ -11,6 +11,7 @@ from kvroute.contract.keep import Keep
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.sessions import session_number
 from tests.support.answers import completion
+from tests.support.chunks import streamed
 
 BLOCK = 32
 INSTANT = SimulatedConfig(
@@ -26,7 +27,7 @@ async def ask(engine: SimulatedEngine, ids: TokenIds, tenant: str, keep: Keep | 
     """How many tokens were cached."""
     request = GenerateRequest(f"{tenant}-{ids[0]}", ids, tenant, call=completion(), keep=keep)
     cached = 0
-    async with aclosing(engine.generate(request)) as chunks:
+    async with aclosing(streamed(engine.generate, request)) as chunks:
         async for chunk in chunks:
             cached = chunk.cached_tokens
     return cached
@@ -51,7 +52,7 @@ async def test_a_session_that_ends_during_a_turn_is_over_for_what_that_leaves() 
     for session in (1, 2):
         call, keep = completion(max_tokens=9), Keep(session=session)
         request = GenerateRequest(f"{session}", prompt(session, 10), call=call, keep=keep)
-        async with aclosing(engine.generate(request)) as chunks:
+        async with aclosing(streamed(engine.generate, request)) as chunks:
             await anext(chunks)
             if session == 2:
                 await engine.end_session(2)

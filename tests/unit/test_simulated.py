@@ -28,6 +28,7 @@ from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngin
 from tests.support.answers import completion, end_of, logprobs_of
 from tests.support.answers import ids_of as said
 from tests.support.answers import text_of as text
+from tests.support.chunks import collected, streamed
 
 SIZE = 32  # tokens in a block
 
@@ -58,7 +59,7 @@ def request(prompt: int | list[int], namespace: str = "", **fields: Any) -> Gene
 
 
 async def run(engine: SimulatedEngine, request: GenerateRequest) -> list[Chunk]:
-    return [chunk async for chunk in engine.generate(request)]
+    return await collected(engine.generate, request)
 
 
 async def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> int:
@@ -168,7 +169,7 @@ async def test_a_request_that_is_cancelled_says_how_long_its_blocks_are_kept_onc
 ) -> None:
     engine = make(capacity_blocks=10, max_batched_tokens=SIZE, decode_step_s=0.001)
     asked = replace(request(8 * SIZE, max_tokens=SIZE), keep=Keep(chance=0.0, session=1))
-    async with aclosing(engine.generate(asked)) as chunks:
+    async with aclosing(streamed(engine.generate, asked)) as chunks:
         if answered:
             await anext(chunks)
         else:
@@ -184,7 +185,7 @@ async def test_a_request_that_is_cancelled_says_how_long_its_blocks_are_kept_onc
 
 async def test_closing_a_stream_frees_its_blocks_at_once(make: MakeEngine) -> None:
     engine = make(decode_step_s=0.001)
-    stream = engine.generate(request(100, max_tokens=5000))
+    stream = streamed(engine.generate, request(100, max_tokens=5000))
     await anext(stream)
     assert engine.load() == Load(running=1, waiting=0, used_blocks=4)
     await stream.aclose()
@@ -276,7 +277,7 @@ async def test_a_reset_forgets_everything_and_says_so_at_once(make: MakeEngine) 
 
 async def test_a_reset_is_refused_while_blocks_are_held(make: MakeEngine) -> None:
     engine = make(decode_step_s=0.001)
-    stream = engine.generate(request(100, max_tokens=5000))
+    stream = streamed(engine.generate, request(100, max_tokens=5000))
     await anext(stream)
     assert not await engine.reset_prefix_cache()
     await stream.aclose()
@@ -332,7 +333,7 @@ async def test_time_passes_as_modelled(
 
 async def test_a_closed_engine_ends_its_streams_and_takes_no_more(make: MakeEngine) -> None:
     engine = make(decode_step_s=0.001)
-    stream = engine.generate(request(10, max_tokens=5000))
+    stream = streamed(engine.generate, request(10, max_tokens=5000))
     await anext(stream)
     await engine.check()
     await engine.close()

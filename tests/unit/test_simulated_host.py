@@ -24,6 +24,7 @@ from kvroute.replica.engine.kv_events import (
 from kvroute.replica.engines import start_engines
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.settings.replica import ReplicaSettings
+from tests.support.chunks import streamed
 
 SIZE = 32  # tokens in a block
 BYTES = 1000  # of a block
@@ -69,7 +70,7 @@ def of(number: int, blocks: int = 6) -> list[int]:
 
 
 async def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> int:
-    return [chunk.cached_tokens async for chunk in engine.generate(request)][-1]
+    return [chunk.cached_tokens async for chunk in streamed(engine.generate, request)][-1]
 
 
 async def waits_for_a_copy(engine: SimulatedEngine) -> asyncio.Task[int]:

@@ -16,6 +16,7 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Load
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from tests.support.answers import completion, end_of, ids_of
+from tests.support.chunks import collected, streamed
 
 ORDERS = st.lists(st.integers(-3, 3).map(lambda order: 100.0 * order), min_size=1, max_size=12)
 
@@ -44,7 +45,7 @@ async def run(engine: SimulatedEngine, requests: Sequence[GenerateRequest]) -> l
     ended: list[int] = []
 
     async def ask(each: GenerateRequest) -> None:
-        async for _ in engine.generate(each):
+        async for _ in streamed(engine.generate, each):
             pass
         ended.append(int(each.request_id))
 
@@ -92,7 +93,7 @@ def test_whatever_the_order_preempted_choices_lose_no_token(
 ) -> None:
     async def answers(number: int, order_s: float, engine: SimulatedEngine) -> list[int]:
         asked = request(number, order_s, tokens=64, max_tokens=128, n=choices)
-        chunks = [chunk async for chunk in engine.generate(asked)]
+        chunks = await collected(engine.generate, asked)
         assert all(end_of(chunks, index) == "length" for index in range(choices))
         return sorted(ids_of(chunks))
 
@@ -157,7 +158,7 @@ async def test_the_choices_of_a_request_share_its_turn() -> None:
 async def test_a_request_that_leaves_takes_its_waiting_choices_along() -> None:
     async with started(max_running=1) as engine:
         other = asyncio.create_task(run(engine, [request(0, 5.0)]))
-        async with aclosing(engine.generate(request(1, n=4, max_tokens=500))) as chunks:
+        async with aclosing(streamed(engine.generate, request(1, n=4, max_tokens=500))) as chunks:
             await anext(chunks)
             assert engine.load() == Load(running=1, waiting=4, used_blocks=1, lora_load_s=LOAD_S)
         assert await other == [0]

@@ -17,6 +17,7 @@ from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngin
 from kvroute.router.observability.request_spans import Dispatches
 from kvroute.router.routing.attempts import Attempt
 from kvroute.router.routing.fleet import Fleet
+from tests.support.chunks import streamed
 from tests.support.records import FACTS, LOAD, record
 
 HERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://here:4318/"}
@@ -84,7 +85,7 @@ async def test_an_answer_that_nobody_waits_for_ends_its_span(
 ) -> None:
     engine = SimulatedEngine(SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0))
     request = GenerateRequest("r", PROMPT, max_tokens=50)
-    chunks = traces.traced(engine.generate)(request)
+    chunks = streamed(traces.traced(engine.generate), request)
     await anext(chunks)
     await chunks.aclose()
     (span,) = spans(traces, kept)

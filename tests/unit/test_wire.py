@@ -5,7 +5,7 @@ import contextlib
 import math
 import random
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpPart
 from kvroute.wire import server as replicas_end
 from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, Kind, Reader, frames
@@ -76,7 +76,7 @@ class Engine:
             for _ in range(10):
                 await asyncio.sleep(0)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         self.requests.append(request)
         self.running += 1
         try:
@@ -84,7 +84,7 @@ class Engine:
                 await self._step.wait()
                 if self.error:
                     raise self.error
-                yield chunk(number, is_last=number == self.tokens)
+                emit(chunk(number, is_last=number == self.tokens))
         finally:
             self.running -= 1
 

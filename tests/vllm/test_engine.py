@@ -10,6 +10,7 @@ from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.replica.vllm_engine import subscription
 from tests.support.answers import data_of, end_of, ids_of, logprobs_of, status_of, text_of
+from tests.support.chunks import streamed
 from tests.support.engines import BLOCK, Running, prompt_of, request_of, rest_of
 from tests.support.waiting import until
 
@@ -202,7 +203,7 @@ async def test_a_pin_beyond_the_budget_is_refused_and_the_others_stay(running: R
 async def test_a_pin_whose_caller_leaves_is_none(running: Running) -> None:
     prompt = np.array(prompt_of(100, seed=37), np.uint32)
     request = GenerateRequest("leaver", prompt, pin="a", max_tokens=900)
-    async with contextlib.aclosing(running.engine.generate(request)) as chunks:
+    async with contextlib.aclosing(streamed(running.engine.generate, request)) as chunks:
         await anext(chunks)
     await running.ask(prompt_of(40, seed=38))  # a step for the statistics
     assert running.engine.pins == {}
@@ -213,7 +214,7 @@ async def test_pins_go_with_the_cache_but_not_when_it_has_to_stay(running: Runni
     prompt = prompt_of(4 * BLOCK, seed=39)
     await running.pin("a", prompt)
     request = request_of(prompt_of(40, seed=40), max_tokens=900)
-    async with contextlib.aclosing(running.engine.generate(request)) as chunks:
+    async with contextlib.aclosing(streamed(running.engine.generate, request)) as chunks:
         await anext(chunks)
         assert not await running.engine.reset_prefix_cache()
         assert running.engine.pins == {"a": 4}
@@ -246,7 +247,7 @@ async def test_an_answer_is_the_same_whether_its_beginning_is_pinned_or_not(
 
 async def test_a_caller_that_leaves_frees_the_engine(running: Running) -> None:
     request = request_of(prompt_of(100, seed=10), max_tokens=900)
-    async with contextlib.aclosing(running.engine.generate(request)) as chunks:
+    async with contextlib.aclosing(streamed(running.engine.generate, request)) as chunks:
         await anext(chunks)
     await running.ask(prompt_of(40, seed=11))  # a step for the statistics
     await until(lambda: running.engine.load().running == 0)

@@ -13,6 +13,7 @@ import pytest_asyncio
 from kvroute.contract.keep import Keep
 from kvroute.replica.engine.kv_events import Transfers
 from tests.support.answers import ids_of
+from tests.support.chunks import streamed
 from tests.support.engines import (
     BLOCK,
     SHALLOW_CACHE_MB,
@@ -125,7 +126,7 @@ async def test_the_table_is_what_the_engine_holds(cache: Running, seed: int) -> 
         request = request_of(prompt_of(blocks * BLOCK, session), max_tokens=random_.randint(1, 40))
         request = replace(request, request_id=f"s{seed}-{number}", keep=keep)
         most = random_.choice((1, 100))
-        chunks = cache.engine.generate(request)
+        chunks = streamed(cache.engine.generate, request)
         async for _ in chunks:
             most -= 1
             if not most:

@@ -40,6 +40,7 @@ from tests.support.bodies import (
     Body,
     comparable,
 )
+from tests.support.chunks import collected
 from tests.support.engines import TOOL_PARSER, Running, rest_of
 from tests.support.waiting import until
 
@@ -327,7 +328,7 @@ async def test_tools_without_a_parser_are_refused_by_the_options_name(
     for choice in choices:
         chosen = {"tool_choice": choice} if choice else {}
         request = request_of(path, {"model": "m", "max_tokens": 4, **own, **chosen}, ids)
-        chunks = [chunk async for chunk in bare.chunks(request)]
+        chunks = await collected(bare.respond, request)
         assert status_of(chunks) == 400
         error = json.loads(data_of(chunks))["error"]
         assert re.search("tool.call.parser", error["message"])
@@ -349,7 +350,7 @@ async def test_tools_that_are_not_to_be_called_need_no_parser(bare: Any, path: s
     body = {"model": "m", **most, **CHOICES[path][0], "tool_choice": none}
     without = {name: value for name, value in body.items() if "tool" not in name}
     for each in (body, without):
-        chunks = [chunk async for chunk in bare.chunks(request_of(path, each))]
+        chunks = await collected(bare.respond, request_of(path, each))
         assert status_of(chunks) == 200, data_of(chunks)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvroute.contract.generation import NO_TOKENS, GenerateRequest
+from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest
 from kvroute.contract.http_call import HttpCall
 from kvroute.contract.keep import Keep
 from kvroute.replica.engine.kv_events import Evictions
@@ -156,10 +156,13 @@ async def test_each_route_says_in_its_own_way_that_a_tool_is_called(
                 await send({"type": "http.response.body", "body": each, "more_body": True})
 
         call = HttpCall(path, b"{}", 1.0)
-        run = Run(GenerateRequest("r", NO_TOKENS, call=call), call)
-        (chunk,) = [chunk async for chunk in run.chunks(app)]
+        chunks: list[Chunk] = []
+        run = Run(GenerateRequest("r", NO_TOKENS, call=call), call, chunks.append)
+        await run.respond(app)
+        (chunk,) = chunks
         assert chunk.http
-        return chunk.http.is_tool_call
+        assert chunk.http.is_tool_call == run.is_tool_call
+        return run.is_tool_call
 
     assert [other for other in ENDS if await is_tool_call(ENDS[other])] == [path]
     texts = [json.dumps({"text": data.decode()}).encode() for data in ENDS[path]]
@@ -176,19 +179,20 @@ async def test_a_chat_whose_tool_was_named_ends_with_stop(
 ) -> None:
     from kvroute.replica.vllm_engine.http_run import Run
 
-    call = HttpCall(CHATS, b"{}", 1.0)
-    run = Run(GenerateRequest("r", NO_TOKENS, call=call), call)
+    call, chunks = HttpCall(CHATS, b"{}", 1.0), list[Chunk]()
+    run = Run(GenerateRequest("r", NO_TOKENS, call=call), call, chunks.append)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         start = b'{"delta":{"%s":[{"index":0}]},"finish_reason":null}' % delta.encode()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": start, "more_body": True})
-        await run._put()  # the engine has an output
+        run._put()  # the engine has an output
         end = b'{"finish_reason":"%s"}' % reason.encode()
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    parts = [chunk.http async for chunk in run.chunks(app)]
-    assert [part and part.is_tool_call for part in parts] == [False, is_tool_call]
+    await run.respond(app)
+    said = [chunk.http and chunk.http.is_tool_call for chunk in chunks]
+    assert said == [False, run.is_tool_call] == [False, is_tool_call]
 
 
 @pytest.mark.parametrize("running", ["vllm"], indirect=True)

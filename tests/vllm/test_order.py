@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from kvroute.contract.generation import GenerateRequest
+from tests.support.chunks import streamed
 from tests.support.engines import SHALLOW_CACHE_MB, Running, prompt_of, request_of, shallow_model
 from tests.support.engines import started as started_engine
 from tests.support.waiting import until
@@ -53,7 +54,7 @@ async def order_of(running: Running, waiting: Mapping[str, GenerateRequest]) -> 
 
     busy = replace(request_of(prompt_of(40, seed=1), max_tokens=900), request_id="busy")
     engine = running.engine
-    async with asyncio.TaskGroup() as tasks, aclosing(engine.generate(busy)) as chunks:
+    async with asyncio.TaskGroup() as tasks, aclosing(streamed(engine.generate, busy)) as chunks:
         await anext(chunks)
         for number, (name, request) in enumerate(waiting.items(), start=1):
             tasks.create_task(ask(name, request))

@@ -5,7 +5,6 @@ import base64
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from kvroute.contract.generation import NO_TOKENS, Chunk, EngineDeadError, Gener
 from kvroute.contract.http_call import HttpCall
 from tests.support.answers import data_of, status_of
 from tests.support.bodies import ASK, CHATS, Body, comparable
+from tests.support.chunks import collected, streamed
 from tests.support.engines import SHALLOW_CACHE_MB, shallow_model, started
 from tests.support.waiting import until
 
@@ -95,8 +95,7 @@ class Pooling:
     async def chunks(self, path: str, body: Body) -> list[Chunk]:
         call = HttpCall(path, json.dumps(body).encode(), 1.0, is_rendered=False)
         request = GenerateRequest("id-1", NO_TOKENS, call=call)
-        async with aclosing(self.engine.generate(request)) as chunks:
-            return [chunk async for chunk in chunks]
+        return await collected(self.engine.generate, request)
 
     async def embedding(self, text: str) -> Any:
         answer = await self.chunks(EMBEDDINGS, {"model": "m", "input": text})
@@ -206,5 +205,5 @@ async def test_tokens_that_nobody_reads_are_refused(pooling: Pooling) -> None:
     """Those of a named prefix and of a canary; the replica goes on."""
     ids = np.arange(64, dtype=np.uint32)
     with pytest.raises(ValueError, match="does not support generation"):
-        async for _ in pooling.engine.generate(GenerateRequest("r-1", ids)):
+        async for _ in streamed(pooling.engine.generate, GenerateRequest("r-1", ids)):
             pass

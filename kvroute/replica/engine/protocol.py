@@ -1,9 +1,9 @@
 """The interface of every engine."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
-from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import KVEvent
@@ -25,8 +25,8 @@ class Engine(Protocol):
         """The same for host memory."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Yields chunks as they are generated. Closing the generator aborts the request.
+    async def generate(self, request: GenerateRequest, emit: Emit) -> None:
+        """Emits chunks as they are generated. Cancelling it aborts the request.
 
         A response that another engine began continues as if this engine had generated all of it:
         the text after the `answered` tokens, the stop strings, the limits on its length.

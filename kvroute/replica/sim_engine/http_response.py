@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from kvroute.contract.generation import Chunk, GenerateRequest, client_id
+from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.replica.sim_engine.output import Output
 from kvroute.replica.sim_engine.sampling import (
@@ -26,23 +26,29 @@ ROUTES: dict[str, tuple[type[Body], type[Reply]]] = {
 
 ANTHROPIC = "/v1/messages"  # errors of this route, and of those below it, have Anthropic's shape
 
-Generate = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
+Outputs = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
 
 
-async def chunks(
-    request: GenerateRequest, call: HttpCall, generate: Generate, *, model: str, max_model_len: int
-) -> AsyncGenerator[Chunk, None]:
-    """The response to a call, one chunk for each output.
+async def respond(
+    request: GenerateRequest,
+    call: HttpCall,
+    outputs_of: Outputs,
+    emit: Emit,
+    *,
+    model: str,
+    max_model_len: int,
+) -> None:
+    """Emits the response to a call, one chunk for each output.
 
-    generate: yields what another engine has generated of the response, one output for each delta of
-    the call, then what is new.
+    outputs_of: yields what another engine has generated of the response, one output for each delta
+    of the call, then what is new.
     """
     try:
         kind, shape = _route(call)
         prompt_tokens = len(request.prompt_ids)
         sampling = read(kind, call.body, prompt_tokens=prompt_tokens, max_model_len=max_model_len)
     except RefusedError as error:
-        yield Chunk((), 0, is_last=True, http=_part(error, call.path))
+        emit(Chunk((), 0, is_last=True, http=_part(error, call.path)))
         return
     reply = shape(
         sampling,
@@ -54,7 +60,7 @@ async def chunks(
     )
     repeated = len(call.deltas)
     needs_head = not (repeated and sampling.is_stream)  # else the client has it
-    async with aclosing(generate(request, sampling)) as outputs:
+    async with aclosing(outputs_of(request, sampling)) as outputs:
         async for output in outputs:
             data = reply.add(output)
             if repeated:
@@ -71,7 +77,7 @@ async def chunks(
                 (len(output.token_ids),),
                 can_continue=sampling.can_continue,
             )
-            yield Chunk(output.token_ids, output.cached_tokens, reply.is_complete, part)
+            emit(Chunk(output.token_ids, output.cached_tokens, reply.is_complete, part))
 
 
 def rendered(call: HttpCall) -> Rendered:

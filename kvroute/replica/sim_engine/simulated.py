@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from kvroute.contract.adapters import LOAD_S, Residents
 from kvroute.contract.cache_groups import HOST_GROUPS
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.contract.records import EngineFacts, HostTier, Load
@@ -179,27 +179,23 @@ class SimulatedEngine(Engine):
     def host_pins(self) -> Mapping[str, int]:
         return self._host_pins
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        async with aclosing(self._chunks(request)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         if request.call is None:
-            return self._unread(request)
-        return http_response.chunks(
-            *(request, request.call, self._outputs),
+            await self._unread(request, emit)
+            return
+        await http_response.respond(
+            *(request, request.call, self._outputs, emit),
             model=self.config.model,
             max_model_len=self.config.max_model_len,
         )
 
-    async def _unread(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def _unread(self, request: GenerateRequest, emit: Emit) -> None:
         """Tokens that nobody reads."""
         sampling = Sampling(max_tokens=request.max_tokens, temperature=0.0)
         async with aclosing(self._outputs(request, sampling)) as outputs:
             async for output in outputs:
                 is_last = output.finish_reason is not None
-                yield Chunk(output.token_ids, output.cached_tokens, is_last)
+                emit(Chunk(output.token_ids, output.cached_tokens, is_last))
 
     async def _outputs(
         self, request: GenerateRequest, sampling: Sampling

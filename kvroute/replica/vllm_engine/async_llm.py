@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from kvroute.contract.adapters import room_for_rank
 from kvroute.contract.generation import (
     CannotRunError,
     Chunk,
+    Emit,
     EngineDeadError,
     GenerateRequest,
     PinRefusedError,
@@ -132,15 +132,13 @@ class VllmEngine:
             for core, division in zip(each, divisions, strict=True)
         ]
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        chunks = self._unread(request) if request.call is None else self._http.chunks(request)
+    async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         self._unfinished += 1
         try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    if chunk.http is not None and chunk.http.is_tool_call:
-                        self._label_again(request)
-                    yield chunk
+            if request.call is None:
+                await self._unread(request, emit)
+            elif await self._http.respond(request, emit):
+                self._label_again(request)
         except (EngineDeadError, VllmDeadError) as error:
             raise self._dead(error) from error
         finally:
@@ -167,7 +165,7 @@ class VllmEngine:
     async def render(self, call: HttpCall) -> Rendered:
         return await self._http.render(call)
 
-    async def _unread(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def _unread(self, request: GenerateRequest, emit: Emit) -> None:
         """Tokens that nobody reads."""
         if request.pin:
             admit_pin(request, self)
@@ -192,7 +190,7 @@ class VllmEngine:
                 data_parallel_rank=self._core.rank,
             ):
                 ids = tuple(output.outputs[0].token_ids)
-                yield Chunk(ids, output.num_cached_tokens or 0, output.finished)
+                emit(Chunk(ids, output.num_cached_tokens or 0, output.finished))
             if request.pin:
                 await self._count_pin(request)
         except VLLMValidationError as error:

@@ -28,7 +28,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from kvroute.contract.generation import Chunk, GenerateRequest
+from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.replica.vllm_engine import fail_fast, media, missing_parser, repeatable
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
@@ -81,14 +81,14 @@ class HttpApp:
             models.lora_requests[f"{args.served_model_name[0]}:{name}"] = adapter
         return cls(app, client.renderer, adapters, _content_format(llm, args))
 
-    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """The response to a request with a `call`, in chunks. ValueError for an unknown adapter.
-        EngineDeadError."""
+    async def respond(self, request: GenerateRequest, emit: Emit) -> bool:
+        """Emits the response to a request with a `call`; returns whether it ends with a tool call.
+        ValueError for an unknown adapter. EngineDeadError."""
         assert request.call is not None
         lora = await self._adapters[request.rank].ready(request.lora)
-        async with aclosing(Run(request, request.call, lora).chunks(self._app)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        run = Run(request, request.call, emit, lora)
+        await run.respond(self._app)
+        return run.is_tool_call
 
     def rendering_differences(self, rank: int) -> int:
         """Prompts that a router has rendered in another way, of requests to that rank."""

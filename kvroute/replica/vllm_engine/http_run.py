@@ -3,7 +3,7 @@
 The application runs over ASGI in a task of its own and reads the engine through `outputs`. A chunk
 is one output of the engine with all bytes that the application sends until it asks for the next
 one. So the tokens and the bytes that a router has always belong together, and another replica can
-go on behind them.
+go on behind them. The application's task itself hands each chunk on.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import (
     NO_TOKENS,
     Chunk,
+    Emit,
     EngineDeadError,
     GenerateRequest,
     client_id,
@@ -35,7 +36,6 @@ from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
 from kvroute.replica.vllm_engine.keeping import keep_args
 from kvroute.replica.vllm_engine.priority import priority_of
 
-AHEAD = 2  # chunks that may wait to be sent; beyond them vLLM joins its outputs
 WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
 END_S = 5.0  # for the application to end once the client has left
 OURS = "kvroute_"  # how names in extra_args begin that clients may not set
@@ -55,15 +55,19 @@ Message = Mapping[str, Any]  # ASGI's
 class Run:
     """One request. lora: vLLM's argument for its adapter."""
 
-    def __init__(self, request: GenerateRequest, call: HttpCall, lora: Any = None) -> None:
+    def __init__(
+        self, request: GenerateRequest, call: HttpCall, emit: Emit, lora: Any = None
+    ) -> None:
         self.call = call
+        self.is_tool_call = False  # the end of the response
         self.random = random.Random(request.request_id)  # the same numbers on every replica
         self.request = request
         self.priority = priority_of(request)  # whatever the body says
         self._lora = lora
         self._body: bytes | None = call.body  # until it was read
         self._has_left = asyncio.Event()  # the client
-        self._chunks: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(AHEAD)
+        self._emit = emit
+        self._failure: Exception | None = None
         self._token_ids: list[int] = []  # generated since the last chunk
         self._data: list[bytes] = []  # sent since the last chunk
         self._has_calls = False  # sent at any time
@@ -75,16 +79,15 @@ class Run:
         if call.deltas:
             self._counts = call.cached_tokens, call.written_tokens
 
-    async def chunks(self, app: Any) -> AsyncGenerator[Chunk, None]:
-        """Runs the application. Closing the generator aborts the request at the engine."""
+    async def respond(self, app: Any) -> None:
+        """Runs the application. Cancelling it aborts the request at the engine."""
         task = asyncio.create_task(self._run(app))
         try:
-            while (chunk := await self._chunks.get()) is not None:
-                if isinstance(chunk, Exception):
-                    raise chunk
-                yield chunk
+            await asyncio.wait([task])
         finally:
             await self._leave(task)
+        if self._failure is not None:
+            raise self._failure
 
     # ASGI.
 
@@ -109,24 +112,24 @@ class Run:
             headers = {"x-request-id": client_id(self.request.request_id)}
             headers |= self.request.trace or {}
             await app(scope(self.call.path, headers), self.receive, self.send)
-            await self._put(is_last=True)
-            await self._chunks.put(None)
-        except Exception as error:  # any of the application's; the reader raises it
-            await self._chunks.put(error)
+            self._put(is_last=True)
+        except Exception as error:  # any of the application's
+            self._failure = self._failure or error
 
     async def _leave(self, task: "asyncio.Task[None]") -> None:
         """vLLM's handlers notice that the client has left, and abort the request."""
         self._has_left.set()
         while not task.done():
-            while not self._chunks.empty():
-                self._chunks.get_nowait()  # it may wait for room
             await asyncio.wait([task], timeout=END_S)
             task.cancel()
 
-    async def _put(self, *, is_last: bool = False) -> None:
-        """All that came since the last chunk."""
+    def _put(self, *, is_last: bool = False) -> None:
+        """Emits all that came since the last chunk, while somebody reads it."""
+        if self._failure is not None or self._has_left.is_set():
+            return
         tokens, data = tuple(self._token_ids), b"".join(self._data)
         cached_tokens, written_tokens = self._counts or (0, 0)
+        self.is_tool_call = is_last and self._ends_with_call(data)
         part = HttpPart(
             data,
             self._status,
@@ -134,12 +137,12 @@ class Run:
             (len(tokens),) if tokens else (),
             written_tokens,
             self._can_continue,
-            is_last and self._is_tool_call(data),
+            self.is_tool_call,
         )
         self._token_ids, self._data, self._status = [], [], 0
-        await self._chunks.put(Chunk(tokens, cached_tokens, is_last, part))
+        self._emit(Chunk(tokens, cached_tokens, is_last, part))
 
-    def _is_tool_call(self, end: bytes) -> bool:
+    def _ends_with_call(self, end: bytes) -> bool:
         is_named = self._has_calls and STOP in end
         return is_named or TOOL_CALL.get(self.call.path, NEVER) in end
 
@@ -192,7 +195,7 @@ class Run:
                     self._token_ids += choice.token_ids
                 yield self._counted(output)
                 if not output.finished:  # the last tokens go with the response's end
-                    await self._put()
+                    self._put()
                 output = await anext(outputs, None)
 
     @asynccontextmanager
@@ -201,7 +204,7 @@ class Run:
         try:
             yield
         except VllmDeadError as error:
-            await self._chunks.put(EngineDeadError(str(error)))
+            self._failure = EngineDeadError(str(error))
             raise
 
     def _counted(self, output: RequestOutput) -> RequestOutput:
@@ -217,23 +220,16 @@ class Rendering(Run):
     engine."""
 
     def __init__(self, call: HttpCall) -> None:
-        request = GenerateRequest("render-0", NO_TOKENS)
-        super().__init__(request, msgspec.structs.replace(call, is_rendered=False))
+        request, self._chunks = GenerateRequest("render-0", NO_TOKENS), list[Chunk]()
+        call = msgspec.structs.replace(call, is_rendered=False)
+        super().__init__(request, call, self._chunks.append)
         self._prompt: Any = None
 
     async def rendered(self, app: Any) -> Rendered:
-        task = asyncio.create_task(self._run(app))
-        try:
-            await asyncio.wait([task])
-        finally:
-            await self._leave(task)
+        await self.respond(app)
         if self._prompt is not None:
             return rendered_of(self._prompt)
-        end = self._chunks.get_nowait()
-        if isinstance(end, Exception):
-            raise end
-        assert end is not None
-        return Rendered(refusal=end.http)
+        return Rendered(refusal=self._chunks[-1].http)
 
     async def outputs(
         self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]

@@ -16,6 +16,7 @@ from kvroute.settings.replica import ReplicaSettings
 from tests.bench.stream.caller import Tally
 from tests.bench.stream.load import RAMP_S, SETTLE_S, Cost, Load, cost, first_tokens
 from tests.support.answers import completion
+from tests.support.chunks import streamed
 
 PROMPT_TOKENS = 50  # about as many as a chat of the load has
 ENGINE = "replica"  # the role whose cost is its own
@@ -61,7 +62,7 @@ async def _read(engine: Engine, shown: list[Tally], first: int, tokens: int) -> 
     while True:
         request = GenerateRequest(uuid4().hex, _prompt(), call=call)
         before_s, got = time.perf_counter(), 0
-        async with aclosing(engine.generate(request)) as chunks:
+        async with aclosing(streamed(engine.generate, request)) as chunks:
             async for chunk in chunks:
                 now_s, tally = time.perf_counter(), shown[0]
                 (tally.gaps_s if got else tally.ttft_s).append(now_s - before_s)
