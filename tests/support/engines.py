@@ -33,6 +33,7 @@ INTERVAL = 4  # tokens in a chunk of the engine that tests share
 NAMES = ("sql", "law", "poems")  # of its adapters
 BROKEN = "broken"  # one that cannot be loaded
 LAYERS = 2  # of the shallow model, which says nothing sensible and computes a prompt at once
+UNLIKELY = "fal"  # a token that this model never writes by itself
 SHALLOW_CACHE_MB = 8  # as many blocks as the whole model has in 128 MB
 
 
@@ -154,6 +155,26 @@ def shallow_model(folder: Path) -> Path:
             if not name.startswith(left_out)
         }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def terse_model(folder: Path) -> Path:
+    """A shallow model that writes no spaces and calls no further tool where it may write anything
+    else, so structured answers end soon."""
+    from safetensors.torch import load, save_file
+    from tokenizers import Tokenizer
+
+    file = shallow_model(folder) / "model.safetensors"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [tokenizer.decode([n]) for n in range(tokenizer.get_vocab_size())]
+    longer = [n for n, text in enumerate(texts) if text.isspace() or text.startswith("<")]
+    weights = load(file.read_bytes())
+    embeddings = weights["model.embed_tokens.weight"]
+    head = embeddings.clone()
+    head[longer] = 4 * embeddings[tokenizer.token_to_id(UNLIKELY)]
+    save_file({**weights, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     return folder
 
 

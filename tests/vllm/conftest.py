@@ -6,6 +6,7 @@ import pytest
 import pytest_asyncio
 
 from kvroute.contract.adapters import WEIGHTS_FILES, Adapter
+from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.adapters import write_adapter
 from tests.support.engines import (
     BROKEN,
@@ -17,6 +18,7 @@ from tests.support.engines import (
     Running,
     shallow_model,
     started,
+    terse_model,
 )
 from tests.support.serving import COMMAND, Cluster, start_cluster
 from tests.support.shared import pytest_runtest_teardown, stacks
@@ -60,12 +62,15 @@ async def running(
 
 
 @pytest.fixture(scope="session")
-def exact() -> Iterator[Cluster]:
-    """The built-in model behind two routers. Streamed and whole answers are compared: in float32
-    they are equal."""
-    numbers = ("--dtype", "float32", "--kv-cache-memory-mb", "1024", "--max-model-len", "4096")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A shallow model behind two routers, for tests of what answers look like. Streamed and whole
+    ones are compared: in float32 they are equal."""
+    model = str(terse_model(tmp_path_factory.mktemp("exact") / "model"))
+    named = ("--model", model, "--served-model-name", BUILTIN_MODEL)
+    numbers = ("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", "4096")
     options = ("--routers", "2", "--response-store-mb", "16", *numbers)
     tools = ("--engine-arg", f"tool_call_parser={TOOL_PARSER}")
     command = ("nice", "-n", "10", *COMMAND)
     with stacks["exact"] as stack:
-        yield stack.enter_context(start_cluster(*options, *tools, deadline_s=400, command=command))
+        cluster = start_cluster(*named, *options, *tools, deadline_s=400, command=command)
+        yield stack.enter_context(cluster)

@@ -105,9 +105,10 @@ def test_instructions_are_not_carried_over(client: OpenAI) -> None:
 
 
 def test_a_tool_is_called_and_its_answer_taken(client: OpenAI) -> None:
-    tools: Any = {"tools": [WEATHER], "max_output_tokens": 120}
+    tools: Any = {"tools": [WEATHER]}
+    enough: Any = {"tool_choice": "required", "max_output_tokens": 120}
     for ask in (whole, ended):
-        first = ask(client, input="Rain?", tool_choice="required", **tools)
+        first = ask(client, input="Rain?", **enough, **tools)
         (call,) = first.output
         answer = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
         second = ask(client, input=[answer], previous_response_id=first.id, **tools)
