@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvroute.contract.fingerprint import Feature, Fingerprint, fingerprints, namespaced, root
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(Struct, frozen=True):
     """Requests of equal scopes share cached blocks."""
 
     lora: str = ""  # name of the LoRA adapter; empty: the model itself

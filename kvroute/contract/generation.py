@@ -2,10 +2,10 @@
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvroute.contract.chain import Scope
@@ -20,8 +20,7 @@ NO_TOKENS: TokenIds = np.array([], np.uint32)
 BYTES_A_TOKEN = 64  # of an HTTP response, when what waits for a client is weighed
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(Struct, frozen=True):
     request_id: str
     token_ids: TokenIds  # shape (n,): the prompt, then the tokens that another engine generated
     namespace: str = ""  # cache salt: prefixes are shared within one namespace only

@@ -9,8 +9,8 @@ import logging
 import os
 import threading
 import time
-from dataclasses import replace
 
+from msgspec.structs import replace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider

@@ -6,11 +6,11 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import psutil
 import ray
+from msgspec.structs import replace
 from ray import serve
 
 from kvroute.contract.audit_report import encode_audit

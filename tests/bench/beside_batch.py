@@ -7,9 +7,9 @@ recently used blocks.
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import Keep

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 from fastapi import FastAPI
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from starlette.responses import Response
 

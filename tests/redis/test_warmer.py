@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from kvroute.contract.chain import Scope

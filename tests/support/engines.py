@@ -6,12 +6,13 @@ import gc
 import json
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvroute.contract.audit_report import Comparison
 from kvroute.contract.generation import Chunk, GenerateRequest

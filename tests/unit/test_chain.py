@@ -1,10 +1,9 @@
 """Prompts share blocks as far as their scopes and their tokens allow, and no further."""
 
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvroute.contract.chain import Scope, Space
 from kvroute.contract.fingerprint import Feature, Fingerprint

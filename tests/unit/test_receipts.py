@@ -2,10 +2,10 @@
 
 import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvroute.command.explain import _summary
 from kvroute.contract.fingerprint import Fingerprint

@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -13,6 +12,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from starlette.datastructures import Headers
 
 from kvroute.keys.keyring import Caller

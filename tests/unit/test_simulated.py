@@ -3,12 +3,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvroute.contract.fingerprint import fingerprints, root

@@ -3,12 +3,12 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from kvroute.contract.keep import Keep
 from kvroute.replica.engine.kv_events import Transfers

@@ -4,13 +4,13 @@ another replica has begun."""
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from kvroute.contract.generation import NO_TOKENS, Chunk
 from kvroute.contract.http_call import HttpCall

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest
 from kvroute.contract.http_call import HttpCall

@@ -1,10 +1,10 @@
 """Requests under LoRA adapters: asked of the simulated engine and of vLLM with real adapters."""
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest

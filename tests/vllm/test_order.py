@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
 from tests.support.chunks import streamed

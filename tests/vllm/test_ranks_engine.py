@@ -4,12 +4,12 @@ import asyncio
 import multiprocessing
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import EngineDeadError

@@ -5,9 +5,11 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
+
+from msgspec.structs import replace
 
 from kvroute.contract.adapters import LOAD_S, Residents
 from kvroute.contract.cache_groups import HOST_GROUPS

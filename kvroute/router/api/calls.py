@@ -5,11 +5,12 @@ and refuses what would hold up others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from pydantic import TypeAdapter, ValidationError
 
 from kvroute.contract.generation import TokenIds
@@ -63,8 +64,7 @@ PREFIX_NAME = "the name of a declared prefix: a number, or up to 128 characters 
 _PREFIX_ID = TypeAdapter[str](PrefixId)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """raw: as the client sent it."""
 
     path: str

@@ -5,9 +5,9 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import (
@@ -167,7 +167,7 @@ class Generation:
         if not self._parts_can_continue:
             self._emitted, self._deltas, self._parts_can_continue = [], [], True
             return self._request
-        call = msgspec.structs.replace(
+        call = replace(
             self._call,
             deltas=tuple(self._deltas),
             cached_tokens=self.cached_tokens,

@@ -8,7 +8,8 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvroute.router.api.errors import ApiError
 from kvroute.router.routing.attempts import (
@@ -42,8 +43,7 @@ MOST_RETRY_S = 3600.0  # after which a client is told to come again
 Answer = asyncio.Future[Refusal | None]  # None: it is its turn
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """A request may go to a replica. at_s: its place in the engines' order, on the clock here.
     among: the replicas that it may go to; empty: all."""
 

@@ -1,7 +1,7 @@
 """All prompts of one call start, or none of them."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -15,10 +15,12 @@ SHOWN_REPLICAS = 32  # in a header
 
 async def begin_all(
     dispatcher: Dispatcher,
-    prompts: Iterable[tuple[TokenIds, HttpCall]],
+    prompts: Sequence[tuple[TokenIds, HttpCall]],
     context: RequestContext,
 ) -> list[Generation]:
     """Returns when each has its first chunk. ApiError when one cannot run."""
+    if len(prompts) == 1:
+        return [await dispatcher.begin(*prompts[0], context)]
     tasks: list[asyncio.Task[Generation]] = []
     try:
         for prompt, call in prompts:

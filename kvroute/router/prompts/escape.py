@@ -5,10 +5,10 @@ The body is changed once, before anything renders it: routers and replicas then 
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from pydantic_core import from_json
 
 from kvroute.contract.unreadable import DECODE_ERRORS

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
+from msgspec import Struct
+
 from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.keep import Keep, SessionTurn
@@ -22,8 +24,7 @@ from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wai
 MUCH = 0.25  # of a prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """A prompt's replicas, best first, and what the router expects of each."""
 
     ranking: tuple[Candidate, ...]
@@ -81,8 +82,7 @@ class Placement:
         return self.at(replica_id).ttft_s
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(Struct, frozen=True):
     """What a client's call asks for; the same for each of its prompts."""
 
     at_s: float  # when its prompts were ready to be dispatched, on the clock of the attempts
@@ -104,8 +104,7 @@ class RequestContext:
     retention: Retention | None = None  # of this prompt, once it was placed
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(Struct, frozen=True):
     """A request sent to a replica: the part that other requests need to know."""
 
     request_id: str

@@ -2,10 +2,10 @@
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from msgspec import structs
+from msgspec.structs import replace
 
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.cache_groups import UNTOLD

@@ -1,8 +1,10 @@
 """What a request says about its wait in the router, and how that wait ends."""
 
 import math
-from dataclasses import dataclass, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvroute.contract.priority import Priority
 
@@ -16,8 +18,7 @@ Refusal = Literal["forecast", "deadline", "full", "no_replica"]
 INTERACTIVE_S = -30.0  # by which the turn of an interactive request is later
 
 
-@dataclass(frozen=True, slots=True)
-class Urgency:
+class Urgency(Struct, frozen=True):
     """When a request wants its turn."""
 
     priority: Priority = "default"
@@ -42,8 +43,7 @@ class Urgency:
 AT_EASE = Urgency()
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """One request's wait in the router."""
 
     priority: Priority = "default"

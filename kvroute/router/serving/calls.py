@@ -4,12 +4,12 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import Response
+from msgspec import Struct
 
 from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
@@ -44,8 +44,7 @@ ONLY_REPLICAS = ("add_special_tokens", "prompt_embeds", "suffix", "truncate_prom
 encode = msgspec.json.encode
 
 
-@dataclass(frozen=True, slots=True)
-class Prompted:
+class Prompted(Struct, frozen=True):
     """A call's prompts. is_rendered: replicas take them as they are; else they know better."""
 
     token_ids: Sequence[TokenIds]

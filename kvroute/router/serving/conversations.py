@@ -7,11 +7,13 @@ response that it writes gets the id of the one before it here.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import DECODE_ERRORS
@@ -40,8 +42,7 @@ class Input:
 NO_INPUT = Input(b"[]")
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """A call, and what is to become of its response."""
 
     call: Call  # with all of the conversation
