@@ -31,7 +31,8 @@ def test_vllms_last_words_are_the_commands(
     head_dim: int, options: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     model = tiny_llama(tmp_path / "model", head_dim=head_dim)
-    with launched("--model", str(model), "--max-model-len", "1024", *options) as cluster:
+    needed = ("--replicas", "1", "--max-model-len", "1024")
+    with launched("--model", str(model), *needed, *options) as cluster:
         assert cluster.process.wait(250) == 1
         assert f"vLLM cannot run this model as it is configured: {words}" in cluster.output()
         assert ("kvroute's options for that: --max-model-len" in cluster.output()) == bool(options)

@@ -158,8 +158,11 @@ async def test_a_model_with_linear_attention_finds_its_states_there_too(tmp_path
         placement = routed.fleet.place(np.array(prompt, np.uint32), [REPLICA], 0.0)
         again = await running.ask(prompt, max_tokens=1)
         await until(lambda: total(running.transfers).reloaded_tokens > 0)
-        assert again[0].cached_tokens == placement.expected_tokens(REPLICA) == 480
-        assert total(running.transfers).reloaded_tokens == 480
+        layout = running.engine.facts.layout
+        assert layout
+        cached = 619 // layout.hit_tokens * layout.hit_tokens  # 480 or 576: as kernels want it
+        assert again[0].cached_tokens == placement.expected_tokens(REPLICA) == cached
+        assert total(running.transfers).reloaded_tokens == cached
         assert (await running.compare()).drift == 0
         vars(routed).clear()
 
