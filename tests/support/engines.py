@@ -172,6 +172,7 @@ def terse_model(folder: Path) -> Path:
     weights = load(file.read_bytes())
     embeddings = weights["model.embed_tokens.weight"]
     head = embeddings.clone()
+    # Four times as unlikely as that token: then the end of an answer is likelier.
     head[longer] = 4 * embeddings[tokenizer.token_to_id(UNLIKELY)]
     save_file({**weights, "lm_head.weight": head}, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())

@@ -1,7 +1,7 @@
 """Client libraries call a cluster as they call OpenAI and Anthropic.
 
-The built-in model is too small to choose a tool or to write JSON by itself: these requests leave it
-no other answer. The tests look at shapes, not at what the model says.
+The model is too small to choose a tool or to write JSON by itself: these requests leave it no other
+answer. The tests look at shapes, not at what the model says.
 """
 
 import json
