@@ -7,7 +7,6 @@ machine's cores.
 
 import asyncio
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
@@ -26,11 +25,12 @@ from kvroute.local.progress import Progress
 from kvroute.local.ray_cluster import deploy, local_ray
 from kvroute.local.signals import StopSignals
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.router.dispatch.replicas import replicas
 from kvroute.settings.serve import ServeSettings
-from kvroute.wire.address import address_in
 from kvroute.wire.link import Stream, connect
 from tests.bench.report import Row, Section
 from tests.support.answers import completion
+from tests.support.waiting import until
 
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 16
@@ -66,8 +66,10 @@ def path() -> Section:
 async def compare(url: str) -> list[Row]:
     from ray import serve
 
-    handle = serve.get_deployment_handle("Replica", "kvroute")
-    address = address_in(await handle.record_routing_stats.remote())
+    serve.get_deployment_handle("Replica", "kvroute").options()  # as a router does
+    await until(lambda: replicas("Replica").ids())
+    (replica_id,) = replicas("Replica").ids()
+    address = await replicas("Replica").address(replica_id)
     link = await connect("replica", address.host, address.port, address.secret, within_s=10)
 
     async def direct(prompt: list[int]) -> float:
@@ -85,7 +87,8 @@ async def compare(url: str) -> list[Row]:
                 "stream": True,
             }
             begun = time.perf_counter()
-            async with session.post(url, data=json.dumps(body)) as response:
+            async with session.post(url, json=body) as response:
+                assert response.status == 200, await response.text()
                 return await first_of(response.content, begun)
 
         return [
