@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from fastapi import FastAPI
 from msgspec.structs import replace
@@ -81,7 +80,7 @@ async def test_a_salted_one_is_found_with_its_salt(empty_redis: Redis) -> None:
 
 async def test_one_of_a_tenant_is_found_with_its_key_only(empty_redis: Redis) -> None:
     keys, entries = zip(*(new_key(tenant, ["use"], "") for tenant in "ab"), strict=True)
-    keyring = Keyring(msgspec.structs.replace(new_file(), keys=entries))
+    keyring = Keyring(replace(new_file(), keys=entries))
     model = conversations(empty_redis, "m")
     call = parse_call(RESPONSES, b'{"input": "Hi", "cache_salt": "own"}')
     call = replace(call, caller=keyring.caller(keys[0]))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -146,9 +145,8 @@ def shallow_model(folder: Path) -> Path:
 
     whole = Path(resolve(BUILTIN_MODEL))
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((whole / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
-    left_out = tuple(f"model.layers.{n}." for n in range(LAYERS, config["num_hidden_layers"]))
+    before = _configured(folder, num_hidden_layers=LAYERS)
+    left_out = tuple(f"model.layers.{n}." for n in range(LAYERS, before["num_hidden_layers"]))
     with safe_open(whole / "model.safetensors", framework="pt") as weights:
         kept = {
             name: weights.get_tensor(name)
@@ -175,9 +173,16 @@ def terse_model(folder: Path) -> Path:
     # Four times as unlikely as that token: then the end of an answer is likelier.
     head[longer] = 4 * embeddings[tokenizer.token_to_id(UNLIKELY)]
     save_file({**weights, "lm_head.weight": head}, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    _configured(folder, tie_word_embeddings=False)
     return folder
+
+
+def _configured(folder: Path, **values: Any) -> dict[str, Any]:
+    """Changes the model's configuration; returns what it was."""
+    file = folder / "config.json"
+    before: dict[str, Any] = json.loads(file.read_text())
+    file.write_text(json.dumps(before | values))
+    return before
 
 
 def thinking_model(folder: Path) -> Path:
@@ -207,7 +212,7 @@ def rest_of(request: GenerateRequest, begun: list[Chunk]) -> GenerateRequest:
     """What another engine gets once these chunks have come."""
     assert request.call
     parts = [chunk.http for chunk in begun if chunk.http]
-    call = msgspec.structs.replace(
+    call = replace(
         request.call,
         deltas=tuple(tokens for part in parts for tokens in part.deltas),
         cached_tokens=begun[0].cached_tokens,

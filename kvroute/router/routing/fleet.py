@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
-from msgspec import structs
 from msgspec.structs import replace
 
 from kvroute.contract.adapters import LOAD_S
@@ -600,9 +599,7 @@ def _boundaries(
 def _host_tiers(records: Iterable[ReplicaRecord]) -> dict[str, HostTier]:
     """Of the replicas that have one, by id; with the speed that they have shown."""
     return {
-        record.id: structs.replace(
-            tier, bytes_per_s=record.load.host_bytes_per_s or tier.bytes_per_s
-        )
+        record.id: replace(tier, bytes_per_s=record.load.host_bytes_per_s or tier.bytes_per_s)
         for record in records
         if (tier := record.facts.host) and record.facts.prefix_caching
     }
