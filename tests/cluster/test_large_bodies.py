@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from httpx import Response
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.serving import Cluster
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 SENT_AT_ONCE = 8
 LONGEST_WAIT_S = 1.0  # far above what a busy computer causes, and far below what they once took
 BUSY_WAIT_S = 3.0  # beside thousands of prompts that are all answered
+TRIES = 3
 GROWTH = 12  # bytes of a router for each byte of the bodies that are sent at once
 HELD_BYTES = 100e6  # that a router may take whatever the size
 
@@ -74,16 +76,25 @@ async def pulse(url: str) -> AsyncIterator[list[float]]:
         over.set()
 
 
-@pytest.mark.parametrize("name", BODIES)
-async def test_no_body_holds_up_others(cluster: Cluster, name: str) -> None:
-    path, content = BODIES[name]
-    before = cluster.routers()[0].memory_full_info().uss
+async def held_up_s(cluster: Cluster, path: str, content: bytes) -> tuple[float, list[Response]]:
+    """The longest wait of somebody else while many such bodies are sent, and their answers."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         async with pulse(cluster.url) as waits:
             sending = [client.post(f"/v1/{path}", content=content) for _ in range(SENT_AT_ONCE)]
             answers = await asyncio.gather(*sending)
-        longest_s = BUSY_WAIT_S if name == ANSWERED else LONGEST_WAIT_S
-        assert max(waits) < longest_s, sorted(waits)[-5:]
+    return max(waits), answers
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_no_body_holds_up_others(cluster: Cluster, name: str) -> None:
+    path, content = BODIES[name]
+    before = cluster.routers()[0].memory_full_info().uss
+    longest_s = BUSY_WAIT_S if name == ANSWERED else LONGEST_WAIT_S
+    waits: list[float] = []
+    while not waits or min(waits) >= longest_s:  # a busy computer does so once, a fault always
+        assert len(waits) < TRIES, waits
+        waited_s, answers = await held_up_s(cluster, path, content)
+        waits.append(waited_s)
     statuses = {answer.status_code for answer in answers}
     assert statuses <= {200, 400, 404, 413}, [answer.text[:300] for answer in answers]
     assert all(answer.json().get("error", {"message": ""})["message"] < "~" for answer in answers)

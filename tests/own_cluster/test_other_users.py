@@ -40,19 +40,19 @@ def cluster(certified: tuple[Path, Path]) -> Iterator[Cluster]:
         yield replace(cluster, url=cluster.url.replace("http:", "https:"))
 
 
-def of_the_only(cluster: Cluster, name: str, read: Callable[[psutil.Process], T]) -> T:
-    """What is read of the only process of that name: after the start one HAProxy takes over from
-    another, which ends."""
+def of_each(cluster: Cluster, name: str, read: Callable[[psutil.Process], list[T]]) -> list[T]:
+    """What is read of the processes of that name, once there is something. Of HAProxy there may be
+    two: one takes over from another, which finishes its requests."""
     found: list[T] = []
 
-    def is_alone() -> bool:
-        with suppress(psutil.NoSuchProcess):
-            found[:] = [read(process) for process in cluster.named(name)]
-            return len(found) == 1
-        return False
+    def is_read() -> bool:
+        for process in cluster.named(name):
+            with suppress(psutil.NoSuchProcess):
+                found.extend(read(process))
+        return bool(found)
 
-    wait_until(is_alone)
-    return found[0]
+    wait_until(is_read)
+    return found
 
 
 def listens_at(process: psutil.Process) -> list[Any]:
@@ -95,7 +95,7 @@ def test_what_it_serves_is_reached_from_this_computer_only(
         targets = client.get(f"{cluster.url}/v1/metrics/targets").json()
     assert {target["targets"][0].rpartition(":")[0] for target in targets} == {LOOPBACK}
     for name in ("haproxy", "redis-server"):
-        addresses = of_the_only(cluster, name, listens_at)
+        addresses = of_each(cluster, name, listens_at)
         assert {address.ip for address in addresses} == {LOOPBACK}
     (router,) = cluster.routers()
     http = [address for address in listens_at(router) if is_http(address.port)]
@@ -107,8 +107,8 @@ def test_what_it_serves_is_reached_from_this_computer_only(
 def test_another_user_reads_none_of_its_files_and_asks_nothing_of_its_redis(
     cluster: Cluster,
 ) -> None:
-    command = of_the_only(cluster, "haproxy", psutil.Process.cmdline)
-    (config,) = (each for each in command if each.endswith(".cfg"))
+    arguments = of_each(cluster, "haproxy", psutil.Process.cmdline)
+    (config,) = {each for each in arguments if each.endswith(".cfg")}
     opened = {file.path for each in cluster.processes() for file in each.open_files()}
     paths = {path for path in opened if path.startswith(str(Path(config).parents[2]))}
     assert len(paths) > 5
@@ -117,7 +117,7 @@ def test_another_user_reads_none_of_its_files_and_asks_nothing_of_its_redis(
     command = ["sh", "-c", PROBE, "sh", *sorted(paths)]
     probed = subprocess.run(command, user=NOBODY, capture_output=True, text=True)
     assert (probed.stdout, probed.returncode) == ("", 0), probed.stderr
-    (address,) = of_the_only(cluster, "redis-server", listens_at)
+    (address,) = of_each(cluster, "redis-server", listens_at)
     stranger = Redis(host=address.ip, port=address.port)
     with stranger, pytest.raises(AuthenticationError):
         stranger.ping()
