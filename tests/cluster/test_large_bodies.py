@@ -78,10 +78,10 @@ async def pulse(url: str) -> AsyncIterator[list[float]]:
 
 async def held_up_s(cluster: Cluster, path: str, content: bytes) -> tuple[float, list[Response]]:
     """The longest wait of somebody else while many such bodies are sent, and their answers."""
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
-        async with pulse(cluster.url) as waits:
-            sending = [client.post(f"/v1/{path}", content=content) for _ in range(SENT_AT_ONCE)]
-            answers = await asyncio.gather(*sending)
+    client = httpx.AsyncClient(base_url=cluster.url, timeout=120)
+    async with client, pulse(cluster.url) as waits:
+        sending = [client.post(f"/v1/{path}", content=content) for _ in range(SENT_AT_ONCE)]
+        answers = await asyncio.gather(*sending)
     return max(waits), answers
 
 
