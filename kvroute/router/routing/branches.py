@@ -25,7 +25,9 @@ class Branches:
 
     def shares(self, prefix: Sequence[Fingerprint], fleet: Sequence[str]) -> list[float]:
         """Branches that each replica took of the prefix, over their mean; 1 if there are none."""
-        taken = self._taken.get(_key(prefix), {})
+        taken = self._taken.get(_key(prefix))
+        if not taken:
+            return [1.0] * len(fleet)
         return relative([taken.get(replica_id, 0.0) for replica_id in fleet])
 
     def take(self, prefix: Sequence[Fingerprint], replica_id: str, fleet: Collection[str]) -> None:
@@ -41,8 +43,10 @@ class Branches:
 
 def relative(amounts: Sequence[float]) -> list[float]:
     """Each amount over the mean of all; 1 when all are zero."""
-    total = sum(amounts)
-    return [len(amounts) * amount / total if total else 1.0 for amount in amounts]
+    total, count = sum(amounts), len(amounts)
+    if not total:
+        return [1.0] * count
+    return [count * amount / total for amount in amounts]
 
 
 def _key(prefix: Sequence[Fingerprint]) -> Fingerprint:

@@ -286,7 +286,7 @@ class Fleet:
         reloads = self._reloads(chain, hits, now_s) if self._host_tiers else {}
         for replica_id, (host_blocks, _) in reloads.items():
             hits[replica_id] = hits.get(replica_id, 0) + host_blocks
-        best = max((hits.get(replica_id, 0) for replica_id in running), default=0)
+        best = max([hits.get(replica_id, 0) for replica_id in running], default=0)
         prefix = chain[:best]
         prompt = Prompt(prompt_tokens, best, self._block_size)
         candidates = self._candidates(running, prompt, hits, prefix, now_s)
@@ -416,7 +416,8 @@ class Fleet:
         now_s: float,
     ) -> list[Candidate]:
         """Most of a decision's time is spent here, once for each replica; so without keywords."""
-        loads = [self._load(replica_id) for replica_id in running]
+        known, free_blocks = self._loads, self._free_blocks
+        loads = [known.get(replica_id) or self._load(replica_id) for replica_id in running]
         replicas = zip(
             running,
             loads,
@@ -441,7 +442,7 @@ class Fleet:
                     recent_share,
                     branch_share,
                     load.decode_step_s,
-                    self._free_blocks.get(replica_id, 0),
+                    free_blocks.get(replica_id, 0),
                     load.unanswered,
                 )
             )

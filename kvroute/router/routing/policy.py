@@ -160,4 +160,6 @@ def rank(
     if not candidates:
         return []
     common = prices(candidates, forks, pressure)
-    return sorted(candidates, key=lambda c: (cost_s(c, common), -c.free_blocks, rng.random()))
+    draw = rng.random
+    ranked = sorted([(cost_s(c, common), -c.free_blocks, draw(), c) for c in candidates])
+    return [each[-1] for each in ranked]
