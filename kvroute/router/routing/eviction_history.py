@@ -1,6 +1,6 @@
 """Remembers blocks that no replica holds any more, so an evicted prefix differs from a new one."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from kvroute.contract.fingerprint import Fingerprint
 
@@ -20,8 +20,11 @@ class EvictionHistory:
     def __contains__(self, fingerprint: Fingerprint) -> bool:
         return fingerprint in self._recent or fingerprint in self._old
 
-    def add(self, fingerprints: Iterable[Fingerprint]) -> None:
-        for fingerprint in fingerprints:
+    def add(self, fingerprints: Sequence[Fingerprint]) -> None:
+        begin = 0
+        while begin < len(fingerprints):
             if len(self._recent) >= GENERATION:
                 self._old, self._recent = self._recent, set()
-            self._recent.add(fingerprint)
+            end = begin + GENERATION - len(self._recent)
+            self._recent.update(fingerprints[begin:end])
+            begin = end

@@ -239,7 +239,7 @@ class Mirror:
         """Some replica holds it, or once held it."""
         return bool(self._held.get(member)) or member in self._history
 
-    def _remember(self, gone: Iterable[Fingerprint]) -> None:
+    def _remember(self, gone: Sequence[Fingerprint]) -> None:
         """Blocks that no replica has any more in this memory. One that is still in the other is not
         gone: it comes here again, so each block takes one place of the history."""
         if self._has_known_tiers:
