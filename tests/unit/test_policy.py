@@ -85,8 +85,8 @@ def test_long_prompts_queue_behind_long_prompts_and_leave_the_emptiest_replica_t
     assert names(10.0) == "second"
 
 
-def test_while_half_the_fleet_is_idle_long_prompts_take_an_idle_replica() -> None:
-    busy = [replica("a", backlog_s=2.0, own_s=10.0), replica("b", backlog_s=2.0, own_s=10.0)]
+def test_beside_a_short_wait_long_prompts_take_an_idle_replica() -> None:
+    busy = [replica("a", backlog_s=1.9, own_s=10.0), replica("b", backlog_s=1.9, own_s=10.0)]
     assert best(*busy, replica("c", own_s=10.0), replica("d", own_s=10.0)) in "cd"
 
 
