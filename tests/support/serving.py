@@ -78,7 +78,7 @@ class Cluster:
 def start_cluster(
     *args: str,
     env: Mapping[str, str] | None = None,
-    deadline_s: float = 120.0,
+    deadline_s: float = 200.0,
     command: Sequence[str] = COMMAND,
 ) -> Iterator[Cluster]:
     """`kvroute serve` with these options on a free port, ready; stopped by a Ctrl-C at the end."""
