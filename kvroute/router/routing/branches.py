@@ -25,9 +25,7 @@ class Branches:
 
     def shares(self, prefix: Sequence[Fingerprint], fleet: Sequence[str]) -> list[float]:
         """Branches that each replica took of the prefix, over their mean; 1 if there are none."""
-        taken = self._taken.get(_key(prefix))
-        if not taken:
-            return [1.0] * len(fleet)
+        taken = self._taken.get(_key(prefix), {})
         return relative([taken.get(replica_id, 0.0) for replica_id in fleet])
 
     def take(self, prefix: Sequence[Fingerprint], replica_id: str, fleet: Collection[str]) -> None:
