@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import httpx
-import pytest
 from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
@@ -17,7 +16,6 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-@pytest.mark.timeout(240)
 def test_a_cluster_of_known_speed_is_measured_and_replayed(slow: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     result = run("calibrate", "--url", slow.url, "--output", path)
@@ -37,7 +35,6 @@ def test_a_cluster_of_known_speed_is_measured_and_replayed(slow: Cluster, tmp_pa
     assert run("replay", trace, "--speed", 1, "--engine", path).exit_code == 0
 
 
-@pytest.mark.timeout(240)
 def test_requests_of_others_are_noticed(slow: Cluster) -> None:
     over = threading.Event()
 
@@ -57,7 +54,6 @@ def test_requests_of_others_are_noticed(slow: Cluster) -> None:
     assert list(json.loads(result.stdout)) == list(Profile.model_fields)
 
 
-@pytest.mark.timeout(240)
 def test_a_model_that_is_not_served_is_named(slow: Cluster) -> None:
     result = run("calibrate", "--url", slow.url, "--model", "gpt-5")
     assert result.exit_code == 1

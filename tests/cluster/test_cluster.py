@@ -34,8 +34,6 @@ from tests.support.workloads import (
     user,
 )
 
-pytestmark = pytest.mark.timeout(240)
-
 CHAT: dict[str, Any] = {"model": BUILTIN_MODEL, "messages": user("Hello there"), "max_tokens": 8}
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.clients import async_openai_client
 from tests.support.model_files import change_template
@@ -18,7 +17,6 @@ from tests.support.serving import KVROUTE, Cluster, doctor
 from tests.support.waiting import until
 
 
-@pytest.mark.timeout(180)
 async def test_a_replica_that_read_another_template_is_degraded_until_it_is_restarted(
     slow: Cluster, slow_model: Path
 ) -> None:

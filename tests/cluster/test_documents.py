@@ -249,7 +249,6 @@ def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
     return {**os.environ, "PATH": path, "CURL_HOME": str(folder), "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if runnable(path)], ids=name)
 def test_every_command_works(
     document: Path, folder: Path, environment: dict[str, str], simulated_cluster: Cluster

@@ -17,8 +17,6 @@ from tests.support.clients import async_openai_client
 from tests.support.serving import Cluster
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
-
 BRIEF, LENGTHY = 1, 3000  # words in a prompt; the lengthy ones queue for their first token
 
 

@@ -23,7 +23,6 @@ def port(wired: Wired) -> int:
     return wired.port
 
 
-@pytest.mark.timeout(240)
 def test_a_cluster_that_is_well_has_exit_code_0_and_nothing_to_do(cluster: Cluster) -> None:
     examined = doctor(cluster, "--json", "--audit")
     found = findings(examined)
@@ -37,14 +36,12 @@ def test_a_cluster_that_is_well_has_exit_code_0_and_nothing_to_do(cluster: Clust
     assert "answered by 3 replicas" in canary.finding
 
 
-@pytest.mark.timeout(240)
 def test_the_table_has_lines_of_80_columns_and_no_colours_in_a_pipe(cluster: Cluster) -> None:
     shown = doctor(cluster).stdout
     assert max(map(len, shown.splitlines())) <= 80
     assert "\x1b" not in shown
 
 
-@pytest.mark.timeout(240)
 def test_a_redis_that_evicts_is_found_and_named(cluster: Cluster, port: int) -> None:
     with redis.Redis(port=port) as store:
         store.config_set("maxmemory-policy", "allkeys-lru")
@@ -69,7 +66,6 @@ def counted(cluster: Cluster) -> set[str]:
     }
 
 
-@pytest.mark.timeout(240)
 def test_canaries_count_as_nobodys_requests(cluster: Cluster) -> None:
     before = counted(cluster)
     assert any("kvroute_engine_requests_total" in line for line in before)

@@ -14,8 +14,6 @@ from httpx import Response
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.serving import Cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 SENT_AT_ONCE = 8
 LONGEST_WAIT_S = 1.0  # far above what a busy computer causes, and far below what they once took
 BUSY_WAIT_S = 3.0  # beside thousands of prompts that are all answered

@@ -64,7 +64,6 @@ def cluster(pair: Cluster) -> Cluster:
     return pair
 
 
-@pytest.mark.timeout(240)
 def test_requests_are_seen_with_receipts_and_a_ledger_by_all_who_listen(cluster: Cluster) -> None:
     with follow(cluster) as one, follow(cluster) as other, openai_client(cluster) as client:
         for follower in (one, other):
@@ -97,7 +96,6 @@ def test_requests_are_seen_with_receipts_and_a_ledger_by_all_who_listen(cluster:
         assert one.things["router"]["routers"] == 1
 
 
-@pytest.mark.timeout(240)
 def test_a_page_that_is_closed_makes_room_for_another(cluster: Cluster) -> None:
     with ExitStack() as pages:
         followers = [pages.enter_context(follow(cluster)) for _ in range(LISTENERS)]

@@ -27,8 +27,6 @@ from tests.support.load_balancers import LoadBalancer, haproxy, nginx, with_tls
 from tests.support.serving import Cluster, kill_at_once
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
-
 Start = Callable[..., AbstractContextManager[LoadBalancer]]
 
 BOTH = [haproxy, nginx]

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from kvroute.cli import app
@@ -20,7 +19,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return read_lines(files)
 
 
-@pytest.mark.timeout(240)
 def test_what_a_cluster_logs_can_be_replayed_under_any_policy(
     node: Cluster, node_log: Path, tmp_path: Path
 ) -> None:

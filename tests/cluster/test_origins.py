@@ -10,8 +10,6 @@ from tests.support.browser import page
 from tests.support.serving import Cluster
 from tests.support.untested import obstacle
 
-pytestmark = pytest.mark.timeout(240)
-
 CANARY = "/v1/cluster/canary"
 FOREIGN = {"origin": "https://elsewhere.example"}
 REBOUND = {"host": "elsewhere.example", "origin": "http://elsewhere.example"}

@@ -20,8 +20,6 @@ from tests.support.serving import KVROUTE, Cluster, redis_of
 from tests.support.waiting import until
 from tests.support.workloads import ENGLISH
 
-pytestmark = pytest.mark.timeout(240)
-
 SYSTEM = [{"role": "system", "content": ENGLISH}]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Set
 from typing import Any
 
 import httpx
-import pytest
 import requests
 from openai import OpenAI
 
@@ -22,8 +21,6 @@ from tests.support.scraping import targets
 from tests.support.serving import Cluster
 from tests.support.waiting import until
 from tests.support.workloads import ask, people_table, user
-
-pytestmark = pytest.mark.timeout(240)
 
 CHATS = 6
 STEADY_S = 4.0

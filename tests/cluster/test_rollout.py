@@ -8,15 +8,12 @@ from typing import Any
 
 import httpx
 import psutil
-import pytest
 from openai import AsyncOpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
 from tests.support.serving import KVROUTE, Cluster
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.timeout(240)
 
 CLIENTS = 20
 STAGGER_S = 0.3  # between two clients' first answers: they do not end all at once

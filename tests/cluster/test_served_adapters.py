@@ -15,8 +15,6 @@ from tests.support.serving import Cluster
 from tests.support.waiting import until
 from tests.support.workloads import ADAPTERS, people_table
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture
 def cluster(named: Cluster) -> Cluster:

@@ -16,8 +16,6 @@ from tests.support.scraping import wait_until
 from tests.support.serving import Cluster
 from tests.support.workloads import user
 
-pytestmark = pytest.mark.timeout(240)
-
 MARKED = [
     {
         "role": "user",

@@ -9,8 +9,6 @@ from kvroute.cli import app
 from tests.support.serving import Cluster
 from tests.support.workloads import ask, people_table, user
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture
 def cluster(plain: Cluster) -> Cluster:

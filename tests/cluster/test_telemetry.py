@@ -17,8 +17,6 @@ from tests.support.json_lines import read_lines
 from tests.support.serving import Cluster
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
-
 REQUEST = "POST /v1/chat/completions"
 WHOLE = [REQUEST, "tokenise", "place", "dispatch", "generate"]
 

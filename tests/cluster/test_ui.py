@@ -17,8 +17,6 @@ from tests.support.serving import Cluster
 from tests.support.untested import obstacle
 from tests.support.workloads import ask, people_table, user
 
-pytestmark = pytest.mark.timeout(240)
-
 AT_ONCE = 8
 UI = Path(__file__).parents[2] / "kvroute" / "router" / "ui"
 MARKUP = "<img src=x onerror=document.title='hacked'>"

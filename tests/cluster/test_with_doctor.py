@@ -50,7 +50,6 @@ def audit(cluster: Cluster) -> list[dict[str, Any]]:
     return list(answer.json()["replicas"])
 
 
-@pytest.mark.timeout(240)
 def test_a_cluster_under_load_and_evictions_has_no_drift(cluster: Cluster, client: OpenAI) -> None:
     with ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(ask, client, user(f"{i} " * 400)) for i in range(150)]
@@ -63,7 +62,6 @@ def test_a_cluster_under_load_and_evictions_has_no_drift(cluster: Cluster, clien
         assert blocks["engine"] == blocks["replica"] == blocks["redis"] == blocks["mirror"] > 100
 
 
-@pytest.mark.timeout(240)
 def test_a_wrong_set_in_redis_is_found_until_it_has_healed(
     cluster: Cluster, client: OpenAI, port: int
 ) -> None:
@@ -83,7 +81,6 @@ def test_a_wrong_set_in_redis_is_found_until_it_has_healed(
         assert time.monotonic() < deadline
 
 
-@pytest.mark.timeout(240)
 def test_rubbish_in_redis_stops_no_request_and_is_named(
     cluster: Cluster, client: OpenAI, port: int
 ) -> None:
@@ -108,7 +105,6 @@ def test_rubbish_in_redis_stops_no_request_and_is_named(
     assert [check for check in found if check.grade == "wrong"] == []
 
 
-@pytest.mark.timeout(240)
 def test_replicas_that_hash_otherwise_are_named_and_a_cluster_without_haproxy_too() -> None:
     with start_cluster(
         "--engine", "simulated", command=(sys.executable, "-c", ODD, "serve")
@@ -125,7 +121,6 @@ def test_replicas_that_hash_otherwise_are_named_and_a_cluster_without_haproxy_to
     assert all(check.finding.startswith("other fingerprints; of 3 blocks 0") for check in lost)
 
 
-@pytest.mark.timeout(240)
 def test_a_redis_that_is_away_is_said_and_the_rest_is_examined(
     cluster: Cluster, wired: Wired
 ) -> None:

@@ -19,7 +19,7 @@ from tests.support.untested import needs
 from tests.support.waiting import until
 from tests.support.workloads import ask, user
 
-pytestmark = [*ON_NODES, pytest.mark.timeout(600)]
+pytestmark = [*ON_NODES]
 
 WORDS = 100  # in a prompt
 REPLICAS = 3  # more than fit on one worker, fewer than on two

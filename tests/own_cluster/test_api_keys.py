@@ -32,8 +32,6 @@ from tests.support.scraping import wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.untested import obstacle
 
-pytestmark = pytest.mark.timeout(240)
-
 MODEL = "SmolLM2-135M-Instruct"
 ALLOWED = "https://chat.example"
 ROUTES = (

@@ -5,7 +5,6 @@ import subprocess
 from typing import Any
 
 import httpx
-import pytest
 from openai import AsyncOpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
@@ -22,7 +21,6 @@ SERVE = (
 RULES = "You are a careful lawyer. Answer in one sentence and name the law. " * 20
 
 
-@pytest.mark.timeout(300)
 async def test_a_cluster_grows_under_load_with_its_prefixes_warm_and_shrinks_after() -> None:
     with start_cluster(*SERVE) as cluster:
         declare(cluster, "rules", RULES)

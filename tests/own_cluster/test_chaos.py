@@ -1,10 +1,6 @@
 """Some of what `make chaos` does to a cluster, and no answer is lost."""
 
-import pytest
-
 from tests.chaos.__main__ import torment
-
-pytestmark = pytest.mark.timeout(300)
 
 SCHEDULE = (("Redis holds rubbish",), ("clients leave amid their bodies", "idle connections"))
 HELD_S = 3.0

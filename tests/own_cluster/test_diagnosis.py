@@ -31,7 +31,6 @@ from tests.support.serving import Cluster, doctor, start_cluster
 from tests.support.untested import needs
 
 pytestmark = [
-    pytest.mark.timeout(300),
     needs("prometheus"),
 ]
 

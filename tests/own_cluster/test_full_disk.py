@@ -12,7 +12,6 @@ from tests.support.serving import Cluster, doctor, findings, start_cluster
 from tests.support.untested import needs
 
 pytestmark = [
-    pytest.mark.timeout(240),
     needs("unshare"),
     pytest.mark.skipif(not CAN_MOUNT, reason="only root can mount a disk, and not over itself"),
 ]

@@ -3,7 +3,6 @@
 import asyncio
 
 import httpx
-import pytest
 from openai import AsyncOpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
@@ -18,7 +17,6 @@ HISTORY = 2000  # tokens
 COMPUTED, TOKENS = "kvroute_handed_over_prompts_total{computed}", "kvroute_handed_over_tokens_total"
 
 
-@pytest.mark.timeout(300)
 async def test_chats_of_a_replica_that_was_taken_away_find_their_history_cached() -> None:
     with start_cluster(*SERVE) as cluster:
         async with async_openai_client(cluster.url) as client:

@@ -14,8 +14,6 @@ from tests.support.records import NO_DRIFT
 from tests.support.scraping import total, wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 BLOCKS = 160  # of a replica's own cache
 BLOCK = 32  # tokens
 PROMPT = 50 * BLOCK

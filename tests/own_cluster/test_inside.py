@@ -17,8 +17,6 @@ from tests.support.redis_server import redis_with_tls
 from tests.support.scraping import wait_until
 from tests.support.serving import Cluster, doctor, findings, start_cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 TOKEN = "se-cret"
 PASSWORD = "0123456789abcdef" * 2
 PORTS = 1  # for a router and two replicas

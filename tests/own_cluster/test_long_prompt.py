@@ -1,12 +1,9 @@
 """Whatever the model takes reaches a replica: nothing between has a smaller limit."""
 
 import httpx
-import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.serving import start_cluster
-
-pytestmark = pytest.mark.timeout(240)
 
 TOKENS = 1_000_000
 OPTIONS = (

@@ -22,8 +22,6 @@ from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.waiting import until
 from tests.support.workloads import ask, people_table, user
 
-pytestmark = pytest.mark.timeout(240)
-
 LARGE, SMALL = "lab/large", "small"
 MODELS = [
     {"served_model_name": LARGE, "replicas": 2},

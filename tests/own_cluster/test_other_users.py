@@ -17,8 +17,6 @@ from tests.support.certificates import certificate
 from tests.support.scraping import wait_until
 from tests.support.serving import Cluster, start_cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"

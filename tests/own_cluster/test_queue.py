@@ -12,8 +12,6 @@ from tests.support.scraping import total
 from tests.support.serving import Cluster, start_cluster
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
-
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 QUEUED_S, QUEUED_FOR = "x-kvroute-queued-s", "x-kvroute-queued-for"

@@ -13,8 +13,6 @@ from tests.support.scraping import total, wait_until
 from tests.support.serving import Cluster, doctor, findings, start_cluster
 from tests.support.untested import needs
 
-pytestmark = pytest.mark.timeout(240)
-
 LONG = 3000  # tokens; the replica computes 2,000 a second
 REQUESTS = 12
 HELD_BACK = (

@@ -17,8 +17,6 @@ from tests.support.serving import Cluster, doctor, findings, start_cluster
 from tests.support.waiting import until
 from tests.support.workloads import BLOCK, ENGLISH, ask, people_table, user
 
-pytestmark = pytest.mark.timeout(240)
-
 RANKS = 4  # in all
 SLOW = {"redis", "leases"}  # late, on a computer with too much to do
 

@@ -14,8 +14,6 @@ import pytest
 from tests.support.scraping import wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 MODEL = "SmolLM2-135M-Instruct"
 CHATS = "/v1/chat/completions"
 MINUTE = 600  # uncached tokens; a prompt below has more than half of them

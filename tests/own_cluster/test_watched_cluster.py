@@ -58,7 +58,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
 
 
 @needs_prometheus
-@pytest.mark.timeout(300)
 def test_every_panel_of_a_cluster_at_work_shows_something(
     watched: tuple[Prometheus, OpenAI],
 ) -> None:
@@ -78,7 +77,6 @@ def test_every_panel_of_a_cluster_at_work_shows_something(
 
 
 @needs_prometheus
-@pytest.mark.timeout(300)
 def test_every_alert_of_a_cluster_at_work_is_judged_and_none_fires(
     watched: tuple[Prometheus, OpenAI],
 ) -> None:
@@ -98,7 +96,6 @@ def test_every_alert_of_a_cluster_at_work_is_judged_and_none_fires(
 
 
 @needs_prometheus
-@pytest.mark.timeout(300)
 def test_a_picture_has_all_panels_and_a_waterfall_from_all_tokens_to_none(
     watched: tuple[Prometheus, OpenAI],
 ) -> None:

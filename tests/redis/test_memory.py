@@ -25,8 +25,6 @@ from kvroute.store.index import Index
 from tests.support.records import DESCRIPTION, LOAD
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
-
 MODEL = "soaked"
 BLOCK = 4  # tokens
 CAPACITY = 1000  # blocks of one replica

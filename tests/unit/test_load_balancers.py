@@ -8,8 +8,6 @@ import pytest
 from kvroute.settings.router import RouterSettings
 from tests.support.load_balancers import shipped
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.mark.parametrize(
     ("name", "silence"),

@@ -8,8 +8,6 @@ import pytest
 from kvroute.command.scale import Deployed, ScaleError, describe, refuse_no_room
 from tests.support.serving import KVROUTE, Cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 
 async def scale(cluster: Cluster, replicas: int) -> None:
     """Fails with what the command printed when it fails."""

@@ -8,8 +8,6 @@ import pytest
 from tests.support.model_files import tiny_llama
 from tests.support.serving import assert_gone, launched
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def is_on_cpus() -> bool:
     try:

@@ -45,8 +45,6 @@ from tests.support.clients import async_openai_client
 from tests.support.documents import ADDRESS, CLIENTS, Block, steps
 from tests.support.serving import Cluster
 
-pytestmark = pytest.mark.timeout(300)
-
 TIMEOUT_S = 120.0
 QUESTION = "What is the weather in Oslo?"
 City = Literal["Oslo", "Lima"]

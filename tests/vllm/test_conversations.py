@@ -13,8 +13,6 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.scraping import scrape, targets
 from tests.support.serving import Cluster
 
-pytestmark = pytest.mark.timeout(600)
-
 BLOCK = 32  # tokens
 TURNS = 8
 LONG = "You plan journeys for people who like trains. Answer in one sentence. " * 40

@@ -17,7 +17,6 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(240),
 ]
 
 

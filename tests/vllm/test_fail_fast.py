@@ -13,7 +13,6 @@ from tests.support.bodies import ASK, CHATS, COMPLETIONS, MESSAGES, RESPONSES, B
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(120),
 ]
 
 MANY = 3000

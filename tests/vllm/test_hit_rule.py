@@ -20,7 +20,6 @@ from tests.support.records import record
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(240),
 ]
 
 UNIT = 16

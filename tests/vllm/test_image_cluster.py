@@ -16,8 +16,6 @@ from tests.support.serving import Cluster, start_cluster
 from tests.support.tiny_vision import image, picture, seeing_model
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(400)
-
 OPTIONS = (
     "--routers",
     "1",

@@ -25,7 +25,6 @@ from tests.support.tiny_vision import TEXTS, blank, image, picture, seeing_model
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(240),
 ]
 
 CACHE_MB = 4  # for seven prompts of 600 tokens

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(240),
 ]
 
 UNIT = 16

@@ -15,7 +15,6 @@ from tests.support.tiny_models import tiny_model
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(240),
 ]
 
 CACHE_MB: Mapping[str, int] = {  # for less than ten prompts of 600 tokens

@@ -21,7 +21,6 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(240),
 ]
 
 

@@ -10,8 +10,6 @@ from tests.support.bodies import CHATS
 from tests.support.engines import shallow_model
 from tests.support.serving import Cluster, start_cluster
 
-pytestmark = pytest.mark.timeout(300)
-
 ARGS = ("--engine-arg", "runner=pooling", "--engine-arg", "convert=embed")
 
 

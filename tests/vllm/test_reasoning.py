@@ -21,7 +21,6 @@ from tests.support.engines import SHALLOW_CACHE_MB, TOOL_PARSER, Running, starte
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(240),
     pytest.mark.usefixtures("unmerged"),
 ]
 

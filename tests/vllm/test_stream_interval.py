@@ -9,7 +9,6 @@ from tests.support.engines import INTERVAL, Running, prompt_of, request_of, rest
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
-    pytest.mark.timeout(240),
 ]
 
 

@@ -48,9 +48,6 @@ from tests.support.workloads import (
     user,
 )
 
-pytestmark = pytest.mark.timeout(600)
-
-
 TASKS = {
     "law": "You are a careful lawyer. Answer in one sentence and name the law. " * 40,
     "法律": "你是一名细心的律师。请用一句话回答，并说出法律的名称。" * 15,  # noqa: RUF001
