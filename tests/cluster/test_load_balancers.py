@@ -276,10 +276,10 @@ async def test_a_node_that_ray_drains_or_that_is_marked_down_leaves_in_peace(
     audiences, over, there = audiences_of(clients), asyncio.Event(), replicas(trio)
     listening = asyncio.gather(*(each.listen_until(over) for each in audiences))
     for audience, take_away, balancer in zip(audiences, (drain, mark_down), balancers, strict=True):
-        await until(lambda: min(audience.pieces) >= 5, within_s=30)  # noqa: B023
+        await until(lambda: min(audience.pieces) >= 5)  # noqa: B023
         assert set(audience.replicas) & replicas(leaver)
         await asyncio.to_thread(take_away, leaver, balancer)
-        await until(lambda: set(audience.replicas) <= there, within_s=30)  # noqa: B023
+        await until(lambda: set(audience.replicas) <= there)  # noqa: B023
     await asyncio.to_thread(leaver.stop)
     over.set()
     for heard, wholes in zip(await listening, undisturbed, strict=True):
@@ -311,7 +311,7 @@ async def test_a_node_that_is_killed_breaks_its_own_streams_and_no_later_request
     audiences, lost = audiences_of(clients, tokens=LONG), replicas(leaver)
     doomed = leaver.processes()  # found before: that takes time, and an answer little
     listening = asyncio.gather(*(each.listen_to_what_comes() for each in audiences))
-    await until(lambda: all(min(each.pieces) >= 5 for each in audiences), within_s=30)
+    await until(lambda: all(min(each.pieces) >= 5 for each in audiences))
     kill_at_once(doomed)
     await asyncio.to_thread(
         psutil.wait_procs, doomed, timeout=10

@@ -167,10 +167,10 @@ async def test_an_update_under_twenty_streams_fails_and_mixes_nothing(
     streams = [asyncio.create_task(stream_on()) for _ in range(20)]
     for version in range(2, 4):
         heard = len(seen)
-        await until(lambda: len(seen) > heard, within_s=30)  # noqa: B023
+        await until(lambda: len(seen) > heard)  # noqa: B023
         sizes.add(declare(cluster, "law", prompt=f"{'more ' * version}{ENGLISH}")["tokens"])
         newest = max(sizes)
-        await until(lambda: seen[-1] == newest, within_s=30)  # noqa: B023
+        await until(lambda: seen[-1] == newest)  # noqa: B023
         await until(lambda: shown(cluster, "law")["version_in_use"] == version)  # noqa: B023
     done.set()
     await asyncio.gather(*streams)

@@ -25,7 +25,7 @@ async def test_a_cluster_grows_under_load_with_its_prefixes_warm_and_shrinks_aft
     with start_cluster(*SERVE) as cluster:
         declare(cluster, "rules", RULES)
         (old,) = replicas(cluster)
-        await until(lambda: warm_on(cluster, "rules") == [old], within_s=30)
+        await until(lambda: warm_on(cluster, "rules") == [old])
         answered_by, cached = set[str](), set[int]()
         async with async_openai_client(cluster.url) as client, asyncio.TaskGroup() as burst:
             for number in range(12):  # a second of prefill each

@@ -92,7 +92,7 @@ async def test_a_prefix_is_pinned_at_the_ranks_that_it_is_assigned_to(
 ) -> None:
     system = [{"role": "system", "content": ENGLISH}]
     declare(cluster, {"id": "law", "messages": system, "replicas": 3})
-    await until(lambda: len(get(cluster, "/v1/prefixes/law")["warm_on"]) == 3, within_s=30)
+    await until(lambda: len(get(cluster, "/v1/prefixes/law")["warm_on"]) == 3)
     shown = get(cluster, "/v1/prefixes/law")
     assert set(shown["warm_on"]) < listed(cluster).keys()
     answers = [ask(client, [*system, *user("Why?")]) for _ in range(6)]

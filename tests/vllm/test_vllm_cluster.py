@@ -453,7 +453,7 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
         assert await reciting == undisturbed
         assert await working == undisturbed_agents
     await until(lambda: pieces[0] not in replicas(cluster), within_s=180)
-    await until(lambda: not is_alive(replica) and not is_alive(engine), within_s=30)
+    await until(lambda: not is_alive(replica) and not is_alive(engine))
 
 
 def engine_of(replica: psutil.Process) -> psutil.Process:
