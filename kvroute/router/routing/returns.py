@@ -38,7 +38,7 @@ SHARPNESS = 0.75  # of chances; 1 is right where returns become as rare as 1 / t
 WRONG = 0.1  # the share of told ends that may be wrong; beyond it they are one more kind of turn
 UNLIKELY = 0.5  # a chance below it
 GAPS_S = tuple(0.5 * 2.0**i for i in range(14))  # upper bounds; the last one is above an hour
-SOON = 0.85  # the share of tool calls' results that come within the time for which they are kept
+SOON = 0.65  # the share of tool calls' results that come within the time for which they are kept
 SURE = 0.5  # of such turns; if fewer come back, a tool call says nothing
 
 Count = Annotated[float, Meta(ge=0, le=1e12)]
