@@ -241,7 +241,10 @@ async def test_another_replica_goes_on_behind_an_image(seeing: Seeing, is_stream
 
 
 @pytest.mark.parametrize("kind", NO_IMAGES)
-async def test_what_is_no_image_is_refused(seeing: Seeing, kind: str) -> None:
+async def test_what_is_no_image_is_refused(
+    seeing: Seeing, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
     statuses = await seeing.refusal([text(9), image(NO_IMAGES[kind]())])
     assert all(400 <= status < 500 for status in statuses), statuses
     await seeing.ask([text(9), image(picture(1))])
