@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvroute.router.routing.feed import POLL_S
 from tests.support.clients import async_openai_client, openai_client
 from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster
+from tests.support.waiting import wait_until
 from tests.support.workloads import (
     BLOCK,
     Answer,
@@ -33,6 +35,8 @@ from tests.support.workloads import (
     table_questions,
     user,
 )
+
+until = partial(wait_until, within_s=20.0)
 
 CHAT: dict[str, Any] = {"model": BUILTIN_MODEL, "messages": user("Hello there"), "max_tokens": 8}
 
@@ -45,13 +49,6 @@ def pairs_client(pair: Cluster) -> Iterator[OpenAI]:
 
 def post(cluster: Cluster, path: str, body: Any) -> requests.Response:
     return requests.post(cluster.url + path, json=body, timeout=60)
-
-
-def until(is_true: Any, within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.1)
 
 
 def test_a_client_that_knows_only_http_is_answered(simulated_cluster: Cluster) -> None:

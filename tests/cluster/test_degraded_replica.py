@@ -49,7 +49,7 @@ async def test_a_replica_that_read_another_template_is_degraded_until_it_is_rest
     (model / "chat_template.jinja").write_text(original)
     (pid,) = (each["pid"] for each in replicas(cluster.url) if each["id"] == stranger)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: len(replicas(cluster.url)) == 2 and not degraded(), within_s=60)
+    await until(lambda: len(replicas(cluster.url)) == 2 and not degraded())
 
 
 def examined(cluster: Cluster) -> list[dict[str, Any]]:

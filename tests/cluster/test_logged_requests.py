@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from kvroute.cli import app
 from tests.support.clients import openai_client
 from tests.support.json_lines import read_lines
-from tests.support.scraping import wait_until
 from tests.support.serving import Cluster
+from tests.support.waiting import wait_until
 from tests.support.workloads import ask, people_table, table_questions, user
 
 

@@ -12,8 +12,9 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.observability.metrics import REFUSALS
 from kvroute.router.routing.ledger import CAUSES
 from tests.support.clients import openai_client
-from tests.support.scraping import scrape, targets, total, wait_until
+from tests.support.scraping import scrape, targets, total
 from tests.support.serving import Cluster
+from tests.support.waiting import wait_until
 from tests.support.workloads import BLOCK
 
 PROMPTS = np.random.default_rng(7).integers(1000, 9000, (10, 100)).tolist()  # 3 blocks and 4 tokens

@@ -146,7 +146,7 @@ async def test_of_two_routers_one_is_killed(wired: Wired) -> None:
             before, chats.turns = chats.turns, []
             known = targets(cluster, "router").keys()
             cluster.routers()[0].kill()
-            await until(lambda: has_successor(cluster, known), within_s=60)
+            await until(lambda: has_successor(cluster, known))
             await asyncio.sleep(STEADY_S)  # in which it takes its share
     assert len(chats.failures) <= CHATS  # those that were in their midst
     assert hit_share(chats.turns) > 0.9 * hit_share(before)

@@ -12,8 +12,8 @@ from kvroute.router.api.sessions import session_number
 from kvroute.router.observability.request_log import ID_BITS
 from tests.support.clients import openai_client
 from tests.support.json_lines import read_lines
-from tests.support.scraping import wait_until
 from tests.support.serving import Cluster
+from tests.support.waiting import wait_until
 from tests.support.workloads import user
 
 MARKED = [

@@ -42,7 +42,7 @@ async def fifty_streams(nodes: Nodes) -> AsyncIterator[None]:
         audience, over = Audience(client, WORDS), asyncio.Event()
         listening = asyncio.create_task(audience.listen_until(over))
         try:
-            await until(lambda: min(audience.pieces) >= 5, within_s=60)
+            await until(lambda: min(audience.pieces) >= 5)
             yield
         finally:
             over.set()
@@ -99,7 +99,7 @@ async def test_prometheus_reads_from_every_process_on_every_node(nodes: Nodes) -
             is_whole = all(each["health"] == "up" for each in targets) and len(found) > REPLICAS
             return {labels["node"] for labels in found} if is_whole else set()
 
-        await until(lambda: read() == {host.address for host in nodes.hosts}, within_s=60)
+        await until(lambda: read() == {host.address for host in nodes.hosts})
 
 
 async def test_a_node_that_is_cut_off_for_a_while_is_used_again(nodes: Nodes) -> None:

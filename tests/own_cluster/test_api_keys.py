@@ -28,9 +28,9 @@ from kvroute.keys.key_file import Role, read
 from tests.support.browser import page
 from tests.support.fuzzing import BASES, PATHS, bodies, changed, check, fuzzing, texts
 from tests.support.prometheus_server import prometheus
-from tests.support.scraping import wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.untested import obstacle
+from tests.support.waiting import wait_until
 
 MODEL = "SmolLM2-135M-Instruct"
 ALLOWED = "https://chat.example"

@@ -26,13 +26,12 @@ from tests.support.chats import Chats
 from tests.support.clearing import cache_clearer
 from tests.support.clients import async_openai_client, openai_client
 from tests.support.prometheus_server import CONFIG, Prometheus, prometheus
-from tests.support.scraping import ledger, wait_until
+from tests.support.scraping import ledger
 from tests.support.serving import Cluster, doctor, start_cluster
 from tests.support.untested import needs
+from tests.support.waiting import wait_until
 
-pytestmark = [
-    needs("prometheus"),
-]
+pytestmark = needs("prometheus")
 
 DOCUMENT_TOKENS = 128 * 32
 LONG_TOKENS = 2000  # of a question about one

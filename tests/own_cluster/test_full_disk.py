@@ -7,9 +7,10 @@ import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.own_disk import CAN_MOUNT, ON_OWN_DISK, full_disk, own_disk
-from tests.support.scraping import total, wait_until
+from tests.support.scraping import total
 from tests.support.serving import Cluster, doctor, findings, start_cluster
 from tests.support.untested import needs
+from tests.support.waiting import wait_until
 
 pytestmark = [
     needs("unshare"),

@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.clearing import cache_clearer
 from tests.support.records import NO_DRIFT
-from tests.support.scraping import total, wait_until
+from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster, start_cluster
+from tests.support.waiting import wait_until
 
 BLOCKS = 160  # of a replica's own cache
 BLOCK = 32  # tokens

@@ -14,8 +14,8 @@ from kvroute.local.ports import free_port, why_not
 from tests.support.certificates import certificate
 from tests.support.documents import SECURITY, blocks
 from tests.support.redis_server import redis_with_tls
-from tests.support.scraping import wait_until
 from tests.support.serving import Cluster, doctor, findings, start_cluster
+from tests.support.waiting import wait_until
 
 TOKEN = "se-cret"
 PASSWORD = "0123456789abcdef" * 2

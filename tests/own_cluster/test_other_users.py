@@ -14,8 +14,8 @@ import pytest
 from redis import AuthenticationError, Redis
 
 from tests.support.certificates import certificate
-from tests.support.scraping import wait_until
 from tests.support.serving import Cluster, start_cluster
+from tests.support.waiting import wait_until
 
 T = TypeVar("T")
 

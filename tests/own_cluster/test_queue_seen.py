@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from tests.support.browser import page
-from tests.support.scraping import total, wait_until
+from tests.support.scraping import total
 from tests.support.serving import Cluster, doctor, findings, start_cluster
 from tests.support.untested import needs
+from tests.support.waiting import wait_until
 
 LONG = 3000  # tokens; the replica computes 2,000 a second
 REQUESTS = 12

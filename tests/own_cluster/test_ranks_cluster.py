@@ -126,4 +126,4 @@ async def test_answers_of_both_ranks_of_a_killed_replica_go_on_elsewhere(cluster
         ranks = listed(cluster)
         return victim not in replicas_of(ranks) and len(ranks) == RANKS
 
-    await until(is_replaced, within_s=60)
+    await until(is_replaced)

@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.scraping import wait_until
 from tests.support.serving import KVROUTE, Cluster, start_cluster
+from tests.support.waiting import wait_until
 
 MODEL = "SmolLM2-135M-Instruct"
 CHATS = "/v1/chat/completions"

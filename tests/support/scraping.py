@@ -1,8 +1,6 @@
 """What the processes of a cluster tell about themselves, without a Prometheus."""
 
-import time
 from collections import Counter
-from collections.abc import Callable
 
 import requests
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,13 +35,6 @@ def scrape(address: str) -> Counter[str]:
 def total(cluster: Cluster, role: str) -> Counter[str]:
     """The sums over all processes of that role."""
     return sum((scrape(address) for address in targets(cluster, role).values()), Counter[str]())
-
-
-def wait_until(is_true: Callable[[], object], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.1)
 
 
 def ledger(cluster: Cluster) -> Counter[str]:

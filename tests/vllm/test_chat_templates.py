@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.support.renderings import Pair, Sides
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 TEMPLATES = Path(__file__).parents[1] / "templates"  # its README.md says where they are from
 OWN = "smollm2"  # the built-in model's, in its tokenizer

@@ -8,7 +8,7 @@ from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.contract.keep import KEEP, Keep
 from tests.support.schedulers import BLOCK, request_of, scheduler_of, step
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 PROMPT, ANSWER = 100, 80  # tokens; the answer is longer than the windows
 BLOCKS = 60

@@ -15,7 +15,7 @@ from kvroute.settings.owned_engine_args import FIXED, OWNED
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.serve import load
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 GIVEN = {
     "gpu_memory_utilization": 0.85,

@@ -11,9 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from tests.support import bodies
 from tests.support.bodies import ASK, CHATS, COMPLETIONS, MESSAGES, RESPONSES, Body
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 MANY = 3000
 PART = {"type": "nothing"}

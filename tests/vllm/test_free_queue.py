@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvroute.contract.keep import KEEP, Keep
 from kvroute.replica.engine.kv_events import Evictions
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 BLOCKS = 12
 

@@ -18,9 +18,7 @@ from kvroute.router.routing.fleet import Fleet
 from tests.support.kv_shapes import SHAPES, cache_of
 from tests.support.records import record
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 UNIT = 16
 EVERYBODY = Scope()

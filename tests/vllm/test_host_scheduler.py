@@ -23,7 +23,7 @@ from tests.support.schedulers import BLOCK
 if TYPE_CHECKING:
     from tests.support.host_tiers import Tiered
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 PROMPT = 10 * BLOCK + 1  # tokens
 

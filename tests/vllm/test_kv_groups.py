@@ -21,9 +21,7 @@ from tests.support.kv_shapes import SHAPES, cache_of
 if TYPE_CHECKING:
     from tests.support.kv_managers import Cache
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 UNIT = 16
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support import schedulers
 from tests.support.schedulers import BLOCK, request_of, step
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 STEP = 4 * BLOCK  # tokens of one prompt that a step computes
 

@@ -36,9 +36,8 @@ from tests.support.bodies import (
 )
 from tests.support.clients import async_openai_client
 from tests.support.collector import Collector, Span, collecting
-from tests.support.scraping import wait_until
 from tests.support.serving import COMMAND, Cluster, doctor, start_cluster
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 from tests.support.workloads import (
     BLOCK,
     ask,
@@ -446,7 +445,7 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
         pieces: list[str] = []  # the replica that made each
         reciting = asyncio.gather(*(recite(client, series, pieces) for series in SERIES))
         working = asyncio.gather(*(agents_call(cluster, *call) for call in AGENTS))
-        await until(lambda: len(pieces) >= 5 * len(SERIES), within_s=60)
+        await until(lambda: len(pieces) >= 5 * len(SERIES))
         replica = psutil.Process(replicas(cluster)[pieces[0]]["pid"])
         engine = engine_of(replica)
         (engine if is_engine else replica).send_signal(blow)
