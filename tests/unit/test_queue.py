@@ -11,6 +11,7 @@ from kvroute.contract.records import VERSION
 from kvroute.router.routing.forecast import DELAYS_S, LEAST, MOST, Arrivals, Correction, waiting_s
 from kvroute.router.routing.queue import (
     BATCH_S,
+    BLINK_S,
     DIVIDE_S,
     FILL_S,
     HOLD_S,
@@ -238,20 +239,45 @@ def test_with_room_for_one_only_the_earliest_turn_of_all_routers_goes() -> None:
     assert sent(queue, IDLE, IDLE) == ["mine", "mine too"]
 
 
+LATER_S = PATIENCE_S + 0.01
+
+
+def behind(*requests: Held[str]) -> Requests:
+    """Another router has earlier ones."""
+    queue = queue_of(*requests)
+    queue.hear("other", told(held("theirs", 1.0), held("theirs", 1.0)), 0.0)
+    return queue
+
+
 def test_a_router_that_sends_nothing_is_not_waited_for() -> None:
-    queue = queue_of(held("mine", 5.0))
-    queue.hear("other", told(held("theirs", 1.0)), 0.0)
+    queue = behind(held("mine", 5.0), held("mine too", 6.0))
+    assert sent(queue, IDLE) == []
+    assert sent(queue, IDLE, now_s=PATIENCE_S) == []
+    assert sent(queue, IDLE, now_s=LATER_S) == ["mine", "mine too"]
+
+
+def test_others_get_their_time_whenever_a_replica_has_room_again() -> None:
+    queue = behind(held("mine", 5.0), held("mine too", 6.0))
     assert sent(queue, IDLE) == []
     assert sent(queue, BUSY, now_s=PATIENCE_S) == []
-    assert sent(queue, IDLE, now_s=PATIENCE_S + 0.01) == []
-    queue.add(held("mine too", 6.0))
-    queue.add(held("and mine", 7.0))
-    later_s = 2 * PATIENCE_S + 0.02
-    assert sent(queue, IDLE, now_s=later_s) == ["mine"]
-    assert sent(queue, IDLE, now_s=later_s) == []
-    assert sent(queue, IDLE, now_s=later_s + 0.6 * PATIENCE_S) == ["mine too"]
-    assert sent(queue, IDLE, now_s=later_s + 0.6 * PATIENCE_S) == []
-    assert sent(queue, IDLE, now_s=later_s + 0.9 * PATIENCE_S) == ["and mine"]
+    assert sent(queue, IDLE, now_s=LATER_S) == []
+    assert queue.due([IDLE], 2 * LATER_S)
+    assert sent(queue, BUSY, now_s=2 * LATER_S) == []
+    assert sent(queue, IDLE, now_s=3 * LATER_S) == []
+    assert sent(queue, IDLE, now_s=4 * LATER_S) == ["mine too"]
+
+
+def test_a_router_that_sends_in_its_turn_is_waited_for() -> None:
+    queue = behind(held("mine", 5.0))
+    for step in range(10):
+        assert sent(queue, IDLE, now_s=step * PATIENCE_S) == []
+        queue.taken(IDLE.replica_id)
+
+
+def test_who_did_not_look_does_not_know_what_others_sent() -> None:
+    queue = behind(held("mine", 5.0))
+    assert sent(queue, IDLE) == []
+    assert sent(queue, IDLE, now_s=1.1 * BLINK_S) == []
 
 
 @pytest.mark.parametrize("ends", ["forgotten", "empty"])

@@ -315,6 +315,19 @@ def test_routers_that_hear_nothing_of_each_other_go_by_reports(policy: str) -> N
     assert outcome.finished_s[1] - 3.0 < 0.1
 
 
+def test_routers_that_hear_late_of_each_other_keep_one_order() -> None:
+    """All short prompts come to one router, all long ones to the other."""
+    long = [request(2 * i, [], rest=30_000, at_s=0.01 * i) for i in range(60)]
+    short = [request(2 * i + 1, [], rest=8000, at_s=1.0 + 0.01 * i) for i in range(60)]
+    requests = sorted(long + short, key=lambda each: each.index)
+
+    def last_short_s(share_delay_s: float) -> float:
+        cluster = Cluster(2, 400_000, routers=2, share_delay_s=share_delay_s)
+        return max(simulate(requests, cluster, "kvroute").first_token_s[1::2])
+
+    assert last_short_s(0.1) < 1.1 * last_short_s(0.005)
+
+
 def test_a_slow_replica_takes_longer_and_routers_notice() -> None:
     assert Cluster(4, 80_000, slow_share=0.5, slow_speed=0.5).speeds == [1.0, 0.5, 1.0, 0.5]
     requests = [request(i, [], rest=8000, at_s=0.2 * i) for i in range(60)]

@@ -205,6 +205,8 @@ class PeerSubscriber:
                     if again := attempts.pop(event.request_id, None):
                         again.end()
                     attempts[event.request_id] = self._fleet.begin(_dispatch(event), self._clock())
+                    if self._queue is not None:
+                        self._queue.taken(event.replica_id)
                 case FirstToken():
                     if attempt := attempts.get(event.request_id):
                         attempt.first_token(self._clock())

@@ -12,8 +12,9 @@ more than its share of the fleet's time lately. They go to replicas that are nea
 memory to spare, while nothing else waits. After BATCH_S they are like all others.
 
 Each router tells the others the turns of its first requests. It sends one only if fewer requests
-with an earlier turn wait elsewhere than replicas have room. Routers that disagree about the
-replicas do not wait for each other longer than PATIENCE_S, and less each time.
+with an earlier turn wait elsewhere than replicas have room. Routers may disagree about the
+replicas. So a replica that has had room for PATIENCE_S, and got nothing from the others, takes
+requests of any turn until it is full.
 """
 
 import math
@@ -41,7 +42,8 @@ LEEWAY = 1.5  # equal shares that a tenant can have before it only fills
 MOST_TENANTS = 4096  # that are counted; further ones have their share
 FORGOTTEN_S = 1e-3  # of prefill: so little of a tenant's is forgotten
 AGAIN_S = 0.9  # the others are told again, as one may be new
-PATIENCE_S = 0.1  # for another router to send the request whose turn it is
+PATIENCE_S = 0.4  # for another router to send the request whose turn it is
+BLINK_S = 1.0  # a router that has not looked for so long knows nothing of the time between
 WAKE_S = 0.02  # between two looks at the replicas while requests wait
 TOLD = (*range(1, 17), *(2**k for k in range(5, 15)))  # which of the first requests others are told
 
@@ -120,8 +122,8 @@ class Queue(Generic[R]):
         self._has_changed = False  # since the others were told
         self._told_s = -math.inf
         self._divided_s = -math.inf  # when it was last looked at who is above its share
-        self._since_s = math.inf  # when replicas had room first while another router's turn it was
-        self._patience_s = PATIENCE_S
+        self._looked_s = -math.inf  # when it was last looked whose turn it is
+        self._open_s: dict[str, float] = {}  # by replica with room: since when others sent nothing
 
     def __len__(self) -> int:
         return len(self._line.held) + self.filling
@@ -214,20 +216,16 @@ class Queue(Generic[R]):
                 self._put(held)
 
     def _is_turn(self, rooms: Sequence[Room], now_s: float) -> bool:
-        """Whether the first request goes now. Routers that do not send when it is their turn are
-        waited for half as long each time, until it is ours."""
-        room = sum(each.backlog_s < HOLD_S for each in rooms)
-        if not room:
-            self._since_s = math.inf
-            return False
-        if self._before(self._line.held[0].turn_s) < room:
-            self._since_s, self._patience_s = math.inf, PATIENCE_S
+        """Whether the first request goes now."""
+        replicas = [each.replica_id for each in rooms if each.backlog_s < HOLD_S]
+        is_first = self._before(self._line.held[0].turn_s) < len(replicas)
+        if is_first or now_s - self._looked_s > BLINK_S:
+            self._open_s.clear()
+        self._looked_s = now_s
+        if is_first:
             return True
-        self._since_s = min(self._since_s, now_s)
-        if now_s - self._since_s <= self._patience_s:
-            return False
-        self._since_s, self._patience_s = math.inf, self._patience_s / 2
-        return True
+        self._open_s = {each: self._open_s.get(each, now_s) for each in replicas}
+        return now_s - min(self._open_s.values(), default=now_s) > PATIENCE_S
 
     def _filler(self, rooms: Sequence[Room]) -> Held[R] | None:
         """The first request that fills, and whose prompt is cached on an idle replica or on none;
@@ -306,6 +304,10 @@ class Queue(Generic[R]):
             return
         turns_s = [now_s + turn_s for turn_s in waiting.turns_s]
         self._others[router] = Waiting(waiting.places, turns_s, waiting.work_s)
+
+    def taken(self, replica_id: str) -> None:
+        """Another router sent it a request just now."""
+        self._open_s.pop(replica_id, None)
 
     def forget(self, router: str) -> None:
         """It is gone, or has nothing that waits."""
