@@ -163,7 +163,7 @@ async def test_a_request_is_refused_that_would_wait_too_long() -> None:
     router.send(LONG, "a")
     waiting = [await router.asks(LONG) for _ in range(5)]
     with pytest.raises(
-        ApiError, match=r"would wait 56.5 s until .*, and --max-wait-s is 30 s"
+        ApiError, match=r"would wait up to 56.5 s until .*, and --max-wait-s is 30 s"
     ) as error:
         await router.turn(LONG, Urgency(most_s=30))
     assert (error.value.status, error.value.type) == (429, "rate_limit_error")
@@ -315,6 +315,18 @@ async def test_the_wait_of_a_batch_request_teaches_nothing_about_others() -> Non
         sent.end()
         assert (await task).wait.waited_s == pytest.approx(200)
     assert router.holding.correction == 1.0
+
+
+@pytest.mark.parametrize("own_s", [None, 0.2])
+async def test_who_waits_in_vain_teaches_a_margin_but_for_deadlines_of_its_own(
+    own_s: float | None,
+) -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(10_000, "a")  # 0.15 s more than HOLD_S
+        with pytest.raises(ApiError, match="has waited"):
+            await router.turn(SHORT, Urgency(most_s=0.2, own_s=own_s))
+    assert (router.holding.margin > 1.0) == (own_s is None)
 
 
 async def test_replicas_are_told_that_requests_were_refused_for_want_of_them() -> None:

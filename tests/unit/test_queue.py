@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 
 from kvroute.contract.messages import FEW, Message, Waiting, decode, encode
 from kvroute.contract.records import VERSION
-from kvroute.router.routing.forecast import DELAYS_S, LEAST, MOST, Arrivals, Correction, waiting_s
+from kvroute.router.routing.forecast import (
+    DELAYS_S,
+    LATE,
+    LEAST,
+    MOST,
+    MOST_MARGIN,
+    NEAR,
+    Arrivals,
+    Correction,
+    Margin,
+    waiting_s,
+)
 from kvroute.router.routing.queue import (
     BATCH_S,
     BLINK_S,
@@ -378,3 +389,30 @@ def test_forecasts_learn_from_their_errors() -> None:
     for _ in range(100):
         correction.learn(1.0, 2.0)
     assert correction.factor == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3])
+def test_a_margin_leaves_few_that_wait_in_vain(spread: float) -> None:
+    margin, rng = Margin(), random.Random(0)
+    late = []
+    for _ in range(20_000):
+        share = rng.uniform(0.0, 1.0)
+        if margin.factor * share < 1.0:
+            is_late = share * rng.lognormvariate(0.0, spread) > 1.0
+            margin.learn(share, is_late=is_late)
+            late.append(is_late)
+    assert sum(late[-10_000:]) < 1.5 * LATE * 10_000
+    assert 1.0 < margin.factor < MOST_MARGIN
+
+
+def test_a_margin_is_bounded_and_learns_near_limits_only() -> None:
+    margin = Margin()
+    for _ in range(1000):
+        margin.learn(0.99 * NEAR, is_late=True)
+    assert margin.factor == 1.0
+    for _ in range(1000):
+        margin.learn(1.0, is_late=True)
+    assert margin.factor == MOST_MARGIN
+    for _ in range(10_000):
+        margin.learn(1.0, is_late=False)
+    assert margin.factor == 1.0

@@ -19,7 +19,7 @@ from kvroute.router.routing.attempts import (
     RequestObserver,
 )
 from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.forecast import Arrivals, Correction
+from kvroute.router.routing.forecast import Arrivals, Correction, Margin
 from kvroute.router.routing.queue import (
     BATCH_S,
     HOLD_S,
@@ -108,6 +108,7 @@ class Holding:
         self._refused = (0.0, -math.inf)  # the last forecast of those that were refused, and when
         self._arrivals = Arrivals()
         self._correction = Correction()
+        self._margin = Margin()
         # By priority, batch and sharer; of empty prompts, as of _forecast_s.
         self._forecasts: dict[tuple[float, bool, str], float] = {}
         self._forecast_s = -math.inf
@@ -120,6 +121,11 @@ class Holding:
     def correction(self) -> float:
         """By which forecasts are multiplied, since earlier ones were wrong."""
         return self._correction.factor
+
+    @property
+    def margin(self) -> float:
+        """By which forecasts must stay below a request's limit."""
+        return self._margin.factor
 
     # Entering.
 
@@ -147,6 +153,8 @@ class Holding:
         waited_s = later_s - now_s
         if refusal != "no_replica" and not held.has_filled:  # what fills waits for more
             self._correction.learn(raw_s, waited_s * (OVERDUE if refusal else 1.0))
+            if urgency.own_s is None:
+                self._margin.learn(forecast_s / urgency.most_s, is_late=refusal is not None)
         if refusal is not None:
             raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
         self._queue.sent(held, later_s)
@@ -264,8 +272,9 @@ class Holding:
         return wait_s if now_s - at_s < REFUSED_S else 0.0
 
     def _check(self, urgency: Urgency, forecast_s: float) -> None:
-        if forecast_s > urgency.most_s:
-            raise self._refusal(urgency, "forecast", forecast_s)
+        most_s = self._margin.factor * forecast_s
+        if most_s > urgency.most_s:
+            raise self._refusal(urgency, "forecast", most_s)
 
     def _refusal(
         self, urgency: Urgency, refusal: Refusal, wait_s: float, then_s: float = 0.0
@@ -282,7 +291,7 @@ class Holding:
             )
         if refusal == "deadline":
             return too_long(urgency, f"has waited {wait_s:.3g} s", then_s)
-        return too_long(urgency, f"would wait {wait_s:.3g} s", wait_s)
+        return too_long(urgency, f"would wait up to {wait_s:.3g} s", wait_s)
 
 
 def no_replica() -> ApiError:

@@ -12,6 +12,10 @@ DELAYS_S = (*(2.0**k for k in range(-2, 8)), math.inf)  # upper bounds of classe
 KEEP = 0.95  # of the earlier waits' weight, at each further one
 PRIOR_S = 5.0  # of waits as forecast, before any was seen
 LEAST, MOST = 0.25, 4.0  # bounds of a correction
+LATE = 0.02  # of the requests near their limit: so many may wait longer than it
+LATER = 0.1  # by which a margin grows with each of them
+NEAR = 0.5  # of its limit: a forecast above it tells how good forecasts are there
+MOST_MARGIN = 2.0
 
 
 class Arrivals:
@@ -71,3 +75,17 @@ class Correction:
         """forecast_s: without a correction."""
         self._waited_s = KEEP * self._waited_s + waited_s
         self._forecast_s = KEEP * self._forecast_s + forecast_s
+
+
+class Margin:
+    """By which forecasts must stay below a request's limit, so that few wait in vain until then."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0  # of a forecast, at least 1
+
+    def learn(self, forecast_share: float, *, is_late: bool) -> None:
+        """forecast_share: of the request's limit. is_late: it was refused after all."""
+        if self.factor * forecast_share < NEAR:
+            return
+        by = LATER if is_late else -LATER * LATE / (1.0 - LATE)
+        self.factor = min(MOST_MARGIN, max(1.0, self.factor * (1.0 + by)))

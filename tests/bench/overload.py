@@ -1,0 +1,113 @@
+"""More load than a fleet can serve: `python -m tests.bench.overload` (about 3 minutes, 2 GB).
+
+Four simulated replicas, two routers, prompts that nobody has sent before; requests come at random
+times, whether earlier ones are answered or not. A late refusal is one of a request that had waited.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+
+from tests.bench.report import Row, Section
+from tests.support.serving import start_cluster
+
+REPLICAS = 4
+PREFILL_TOKENS_PER_S = 4000  # of a replica
+MEAN_TOKENS, MOST_TOKENS = 1000, 12_000  # of a prompt
+LATE_S = 0.5  # a refusal before is one at once, whatever the machine had to do
+LOADS = (0.9, 3.0)  # of what the fleet can compute
+CLIENTS = 500
+FLEET = f"--engine simulated --replicas {REPLICAS} --routers 2".split()
+SPEED = f"--simulated-prefill-tokens-per-s {PREFILL_TOKENS_PER_S} --simulated-decode-ms 1".split()
+
+
+class Outcome(NamedTuple):
+    status: int  # 0: no response
+    took_s: float
+
+
+class Load:
+    """One client of a cluster."""
+
+    def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
+        self._client = client
+        self._rng = random.Random(seed)
+        self._outcomes: list[Outcome] = []
+        self._health_s: list[float] = []
+
+    async def run(self, load: float, seconds: float) -> Row:
+        self._outcomes, self._health_s = [], []
+        rate = load * REPLICAS * PREFILL_TOKENS_PER_S / MEAN_TOKENS
+        ends_s = time.monotonic() + seconds
+        looking = asyncio.create_task(self._look())
+        async with asyncio.TaskGroup() as group:
+            while time.monotonic() < ends_s:
+                group.create_task(self._ask())
+                await asyncio.sleep(self._rng.expovariate(rate))
+        looking.cancel()
+        return self._row(load)
+
+    async def _ask(self) -> None:
+        tokens = min(MOST_TOKENS, 1 + round(self._rng.expovariate(1 / MEAN_TOKENS)))
+        prompt = [self._rng.randrange(1000, 40_000) for _ in range(tokens)]
+        body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True}
+        began_s, status = time.monotonic(), 0
+        try:
+            status = (await self._client.post("/v1/completions", json=body)).status_code
+        except httpx.HTTPError as error:
+            print(repr(error))
+        self._outcomes.append(Outcome(status, time.monotonic() - began_s))
+
+    async def _look(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            await self._client.get("/health")
+            self._health_s.append(time.monotonic() - began_s)
+            await asyncio.sleep(0.2)
+
+    def _row(self, load: float) -> Row:
+        answered = [each.took_s for each in self._outcomes if each.status == 200]
+        refused = [each.took_s for each in self._outcomes if each.status == 429]
+        return {
+            "load": f"{load:.0%}",
+            "requests": len(self._outcomes),
+            "answered": len(answered),
+            "p50, p90 s": quantiles(answered, 0.5, 0.9),
+            "refused": len(refused),
+            "refused after p50, p90 ms": quantiles([1000 * each for each in refused], 0.5, 0.9),
+            "refused late": sum(each > LATE_S for each in refused),
+            "other": len(self._outcomes) - len(answered) - len(refused),
+            "/health at most ms": round(1000 * max(self._health_s)),
+        }
+
+
+def quantiles(values: list[float], *of: float) -> str:
+    return ", ".join(f"{np.quantile(values, each):.3g}" for each in of) if values else ""
+
+
+async def measure(url: str, seconds: float, seed: int) -> list[Row]:
+    limits = httpx.Limits(max_connections=CLIENTS)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        load = Load(client, seed)
+        return [await load.run(each, seconds) for each in LOADS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="of each load")
+    parser.add_argument("--max-wait-s", type=float, nargs="+", default=[1, 30])
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    for wait_s in given.max_wait_s:
+        with start_cluster(*FLEET, *SPEED, "--max-wait-s", f"{wait_s}") as cluster:
+            rows = asyncio.run(measure(cluster.url, given.seconds, given.seed))
+        print(Section(f"Overload with --max-wait-s {wait_s:g}", rows).markdown(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
