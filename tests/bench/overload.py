@@ -18,7 +18,7 @@ from tests.support.serving import start_cluster
 
 REPLICAS = 4
 PREFILL_TOKENS_PER_S = 4000  # of a replica
-MEAN_TOKENS, MOST_TOKENS = 1000, 12_000  # of a prompt
+MEAN_TOKENS, MOST_TOKENS = 1000, 8000  # of a prompt
 LATE_S = 0.5  # a refusal before is one at once, whatever the machine had to do
 LOADS = (0.9, 3.0)  # of what the fleet can compute
 CLIENTS = 500

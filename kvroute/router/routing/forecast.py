@@ -15,7 +15,7 @@ LEAST, MOST = 0.25, 4.0  # bounds of a correction
 LATE = 0.02  # of the requests near their limit: so many may wait longer than it
 LATER = 0.1  # by which a margin grows with each of them
 NEAR = 0.5  # of its limit: a forecast above it tells how good forecasts are there
-MOST_MARGIN = 2.0
+MOST_MARGIN = 4.0
 
 
 class Arrivals:
