@@ -94,12 +94,13 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def slow(slow_model: Path) -> Iterator[Cluster]:
-    """One replica of known speed, which serves a model from a folder of its own."""
+    """One replica of known speed, beside which the machine's own hardly counts. It serves a model
+    from a folder of its own."""
     yield from _start(
         "slow",
         *("--model", str(slow_model), "--served-model-name", "m", "--replicas", "1"),
-        *("--max-model-len", "4096"),
-        *("--simulated-prefill-tokens-per-s", "10000", "--simulated-decode-ms", "10"),
+        *("--max-model-len", "2048"),
+        *("--simulated-prefill-tokens-per-s", "2000", "--simulated-decode-ms", "40"),
     )
 
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from openai import OpenAI
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.routing.feed import POLL_S
 from tests.support.clients import async_openai_client, openai_client
+from tests.support.hits import tell_routers
 from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until as until
 from tests.support.workloads import (
     BLOCK,
     Answer,
@@ -35,8 +35,6 @@ from tests.support.workloads import (
     table_questions,
     user,
 )
-
-until = partial(wait_until, within_s=20.0)
 
 CHAT: dict[str, Any] = {"model": BUILTIN_MODEL, "messages": user("Hello there"), "max_tokens": 8}
 
@@ -60,14 +58,9 @@ def test_a_client_that_knows_only_http_is_answered(simulated_cluster: Cluster) -
 
 def ask_and_tell_routers(cluster: Cluster, client: OpenAI, text: str) -> Answer:
     """Returns once both routers have heard of the blocks."""
-
-    def hit_tokens() -> int:
-        body = {"model": BUILTIN_MODEL, "messages": user(text)}
-        return int(post(cluster, "/v1/route", body).json()["receipts"][0]["best_hit_tokens"])
-
     answer = ask(client, user(text))
-    blocks = (answer.prompt_tokens - 1) // BLOCK
-    until(lambda: {hit_tokens() for _ in range(8)} == {blocks * BLOCK})
+    full = (answer.prompt_tokens - 1) // BLOCK * BLOCK
+    tell_routers(cluster, full, model=BUILTIN_MODEL, messages=user(text))
     return answer
 
 
@@ -221,7 +214,7 @@ def test_status_prints_the_replicas(simulated_cluster: Cluster) -> None:
 
 def running(cluster: Cluster) -> int:
     """Requests that engines work on."""
-    replicas = httpx.get(cluster.url + "/v1/cluster").json()["replicas"]
+    replicas = httpx.get(cluster.url + "/v1/cluster", timeout=60).json()["replicas"]
     return sum(replica["running"] for replica in replicas)
 
 
@@ -353,7 +346,7 @@ def ports_of(cluster: Cluster) -> set[int]:
 
 def pids(cluster: Cluster) -> dict[str, int]:
     """By replica id."""
-    replicas = httpx.get(cluster.url + "/v1/cluster").json()["replicas"]
+    replicas = httpx.get(cluster.url + "/v1/cluster", timeout=60).json()["replicas"]
     return {replica["id"]: replica["pid"] for replica in replicas}
 
 
@@ -363,7 +356,7 @@ def test_a_killed_replica_is_left_out_and_replaced(pair: Cluster, pairs_client: 
     os.kill(before[killed], signal.SIGKILL)
     for number in range(20):
         assert ask(pairs_client, user(f"{people_table()} {number}")).replica != killed
-    until(lambda: len(pids(pair)) == 2 and killed not in pids(pair), within_s=60)
+    until(lambda: len(pids(pair)) == 2 and killed not in pids(pair))
 
 
 def test_without_redis_requests_go_on_and_still_find_their_caches(
@@ -376,6 +369,6 @@ def test_without_redis_requests_go_on_and_still_find_their_caches(
     (redis,) = pair.named("redis-server")
     redis.kill()
     answers = [ask(pairs_client, user(f"{people_table()} {number}")) for number in range(10)]
-    assert httpx.get(pair.url + "/health").status_code == 200
+    assert httpx.get(pair.url + "/health", timeout=60).status_code == 200
     assert running.items() <= pids(pair).items()  # one just lost may still be known
     assert all(answer.cached_tokens > 1000 for answer in answers)

@@ -16,7 +16,7 @@ from kvroute.store.connection import ANSWER_S, connect
 from kvroute.store.index import FencedError, Index
 from tests.support.chats import Chats, hit_share, median_ttft_s
 from tests.support.clients import async_openai_client
-from tests.support.redis_server import Wired
+from tests.support.redis_server import Wire, Wired
 from tests.support.scraping import targets
 from tests.support.serving import Cluster
 from tests.support.waiting import until
@@ -24,7 +24,9 @@ from tests.support.workloads import ask, people_table, user
 
 CHATS = 6
 STEADY_S = 4.0
+DELAY_S = 0.5  # of a slow Redis
 AWAY_S = 6.0  # longer than a lease
+TRIES = 3  # a busy machine spoils one, a fault all
 
 
 def index_health(cluster: Cluster) -> Any:
@@ -34,9 +36,12 @@ def index_health(cluster: Cluster) -> Any:
 
 
 def replica_count(cluster: Cluster) -> int:
-    """Fails when the answer takes as long as a call to a Redis that hangs."""
-    answer = httpx.get(cluster.url + "/v1/cluster", timeout=ANSWER_S - 1)
-    return len(answer.json()["replicas"])
+    """Fails when each answer takes as long as a call to a Redis that hangs."""
+    for _ in range(TRIES):
+        with contextlib.suppress(httpx.ReadTimeout):
+            answer = httpx.get(cluster.url + "/v1/cluster", timeout=ANSWER_S - 1)
+            return len(answer.json()["replicas"])
+    raise AssertionError("it waits for Redis")
 
 
 async def blocks_in(url: str) -> dict[str, set[Fingerprint]]:
@@ -99,18 +104,27 @@ async def test_a_slow_redis_delays_the_index_and_no_request(
     wired: Wired,
 ) -> None:
     cluster, wire = wired.cluster, wired.wire
+    later_s = list[float]()
     async with async_openai_client(cluster.url) as client:
-        chats = Chats(client, CHATS)
-        async with chats.going_on():
-            await asyncio.sleep(STEADY_S)
-            before, chats.turns = chats.turns, []
-            wire.delay_s = 0.5
-            await asyncio.sleep(AWAY_S)
-    assert not chats.failures
-    assert median_ttft_s(chats.turns) < median_ttft_s(before) + wire.delay_s
-    assert hit_share(chats.turns) > 0.5
-    wire.delay_s = 0.0
+        while not later_s or later_s[-1] >= DELAY_S:
+            assert len(later_s) < TRIES, later_s
+            chats = Chats(client, CHATS)
+            later_s.append(await delayed_s(wire, chats))
+            assert not chats.failures
+            assert hit_share(chats.turns) > 0.5
     await until(lambda: is_right(cluster))
+
+
+async def delayed_s(wire: Wire, chats: Chats) -> float:
+    """By how much first tokens come later when Redis is slow; it no longer is. The chats have the
+    turns that they had meanwhile."""
+    async with chats.going_on():
+        await asyncio.sleep(STEADY_S)
+        before, chats.turns = chats.turns, []
+        wire.delay_s = DELAY_S
+        await asyncio.sleep(AWAY_S)
+    wire.delay_s = 0.0
+    return median_ttft_s(chats.turns) - median_ttft_s(before)
 
 
 async def test_a_redis_that_hangs_holds_nobody_up(wired: Wired) -> None:

@@ -10,10 +10,11 @@ import pytest
 from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.hits import tell_routers
 from tests.support.json_lines import read_lines
 from tests.support.serving import Cluster
 from tests.support.waiting import until
-from tests.support.workloads import ADAPTERS, people_table
+from tests.support.workloads import ADAPTERS, people_table, user
 
 
 @pytest.fixture
@@ -40,11 +41,12 @@ def test_adapters_are_listed_as_models_with_their_parent(client: OpenAI, adapter
     assert client.models.retrieve("law").id == "law"
 
 
-def test_the_same_text_is_cached_for_each_adapter_apart(client: OpenAI) -> None:
+def test_the_same_text_is_cached_for_each_adapter_apart(client: OpenAI, cluster: Cluster) -> None:
     text = people_table()
     for model in (BUILTIN_MODEL, "sql", "law"):
         replica, cached = ask(client, model, text)
         assert cached == 0
+        tell_routers(cluster, 1000, model=model, messages=user(text))
         again = ask(client, model, text)
         assert again[0] == replica
         assert again[1] > 1000

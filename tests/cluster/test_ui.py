@@ -1,7 +1,6 @@
 """The live page in a browser, before a real cluster."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -15,6 +14,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.browser import Page, page
 from tests.support.serving import Cluster
 from tests.support.untested import obstacle
+from tests.support.waiting import wait_until
 from tests.support.workloads import ask, people_table, user
 
 AT_ONCE = 8
@@ -66,10 +66,8 @@ def replicas(cluster: Cluster) -> list[str]:
 def test_every_replica_has_a_tile_and_the_router_says_that_it_is_one_of_two(
     shown: Page, simulated_cluster: Cluster
 ) -> None:
-    deadline = time.monotonic() + 20  # one may just have been replaced
-    while tiles(shown) != sorted(replicas(simulated_cluster)):
-        assert time.monotonic() < deadline, (tiles(shown), replicas(simulated_cluster))
-        time.sleep(0.5)
+    # One may just have been replaced.
+    wait_until(lambda: tiles(shown) == sorted(replicas(simulated_cluster)))
     shown.wait_for("document.querySelector('#router').textContent.includes('one of 2')")
     assert BUILTIN_MODEL in shown.tell("document.title")
     assert shown.tell("document.querySelector('#connection').textContent") == "live"

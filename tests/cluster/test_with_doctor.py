@@ -14,6 +14,7 @@ from openai import OpenAI
 from tests.support.records import NO_DRIFT
 from tests.support.redis_server import Wired
 from tests.support.serving import Cluster, doctor, findings, start_cluster
+from tests.support.waiting import wait_until
 from tests.support.workloads import ask, user
 
 ODD = """
@@ -50,12 +51,18 @@ def audit(cluster: Cluster) -> list[dict[str, Any]]:
     return list(answer.json()["replicas"])
 
 
+def drifts(cluster: Cluster) -> set[int | None]:
+    """Of all accounts; None where one could not be compared."""
+    return {drift for replica in audit(cluster) for drift in replica["drift"].values()}
+
+
 def test_a_cluster_under_load_and_evictions_has_no_drift(cluster: Cluster, client: OpenAI) -> None:
     with ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(ask, client, user(f"{i} " * 400)) for i in range(150)]
         while not all(each.done() for each in asking):
-            assert [replica["drift"] for replica in audit(cluster)] == [NO_DRIFT] * 3
+            assert drifts(cluster) <= {0, None}, "on a busy machine leases may end for a moment"
         replicas = {each.result().replica for each in asking}
+    wait_until(lambda: [replica["drift"] for replica in audit(cluster)] == [NO_DRIFT] * 3)
     found = {replica["id"]: replica["blocks"] for replica in audit(cluster)}
     assert found.keys() == replicas
     for blocks in found.values():
@@ -76,9 +83,7 @@ def test_a_wrong_set_in_redis_is_found_until_it_has_healed(
     assert found.returncode == 1
     assert replica in wrong.name
     assert re.search("drift of [12] in Redis", wrong.finding), wrong.finding
-    deadline = time.monotonic() + 20
-    while doctor(cluster, "--audit").returncode != 0:
-        assert time.monotonic() < deadline
+    wait_until(lambda: doctor(cluster, "--audit").returncode == 0)
 
 
 def test_rubbish_in_redis_stops_no_request_and_is_named(

@@ -185,12 +185,14 @@ def test_where_a_prompt_would_go_says_nothing_of_others(
     body = chat("Nobody else knows that this was asked here. " * 40)
     with keyed.client(tenants[0]) as a, keyed.client(tenants[1]) as b:
         assert cached(a, body) == 0
-        found = []
-        for client in (a, b):
-            (receipt,) = client.post("/v1/route", json=body).json()["receipts"]
-            found.append(max(each["hit_tokens"] for each in receipt["replicas"]))
-        assert found[0] > 300
-        assert found[1] == 0
+        wait_until(lambda: hits(a, body) > 300)
+        assert hits(b, body) == 0
+
+
+def hits(client: httpx.Client, body: dict[str, Any]) -> int:
+    """Cached tokens, as the router knows."""
+    (receipt,) = client.post("/v1/route", json=body).json()["receipts"]
+    return int(max(each["hit_tokens"] for each in receipt["replicas"]))
 
 
 def test_what_tenants_ask_often_is_shown_as_counts(
@@ -442,7 +444,7 @@ def test_accounts_have_all_that_tenants_asked_also_after_a_router_was_killed(
     wait_until(is_accounted)
     (router,) = keyed.cluster.routers()
     router.kill()
-    wait_until(lambda: _is_up(keyed, operator), within_s=60)
+    wait_until(lambda: _is_up(keyed, operator))
     assert is_accounted()
     ask("payer", "And then there was a router again. " * 40)
     wait_until(is_accounted)

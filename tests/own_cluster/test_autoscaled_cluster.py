@@ -1,6 +1,7 @@
 """A real cluster finds its own size: it grows under load and shrinks after."""
 
 import asyncio
+import itertools
 import subprocess
 from typing import Any
 
@@ -26,10 +27,15 @@ async def test_a_cluster_grows_under_load_with_its_prefixes_warm_and_shrinks_aft
         declare(cluster, "rules", RULES)
         (old,) = replicas(cluster)
         await until(lambda: warm_on(cluster, "rules") == [old])
-        answered_by, cached = set[str](), set[int]()
+        answered_by, cached, numbers = set[str](), set[int](), itertools.count(1000)
         async with async_openai_client(cluster.url) as client, asyncio.TaskGroup() as burst:
-            for number in range(12):  # a second of prefill each
-                burst.create_task(complete(client, [1000 + number] * 1000))
+
+            async def keep_busy() -> None:
+                while answered_by <= {old}:
+                    await complete(client, [next(numbers)] * 1000)  # a second of prefill
+
+            for _ in range(12):
+                burst.create_task(keep_busy())
             while answered_by <= {old}:
                 replica, tokens = await complete(client, "Why?", prefix_id="rules")
                 answered_by.add(replica)

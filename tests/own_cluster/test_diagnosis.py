@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import httpx
 import numpy as np
 import psutil
 import pytest
@@ -25,6 +24,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.chats import Chats
 from tests.support.clearing import cache_clearer
 from tests.support.clients import async_openai_client, openai_client
+from tests.support.hits import hit_tokens
 from tests.support.prometheus_server import CONFIG, Prometheus, prometheus
 from tests.support.scraping import ledger
 from tests.support.serving import Cluster, doctor, start_cluster
@@ -34,7 +34,7 @@ from tests.support.waiting import wait_until
 pytestmark = needs("prometheus")
 
 DOCUMENT_TOKENS = 128 * 32
-LONG_TOKENS = 2000  # of a question about one
+LONG_TOKENS = 8000  # of a question about one
 WINDOW = "10s"  # in place of the minutes that alerts look back
 CHATS = 2
 THINK_S = 2.0
@@ -66,9 +66,7 @@ class Fleet:
 
     def reusable_tokens(self, document: Sequence[int]) -> int:
         """Of the document, on the replica that has most of it, as the router knows."""
-        body = {"model": BUILTIN_MODEL, "prompt": [*document, 1]}
-        answer = httpx.post(f"{self.cluster.url}/v1/route", json=body, timeout=10)
-        return int(answer.json()["receipts"][0]["best_hit_tokens"])
+        return hit_tokens(self.cluster, prompt=[*document, 1])
 
     def gained(self, act: Callable[[], object]) -> Counter[str]:
         """Prompt tokens by cause, of what was asked meanwhile."""
@@ -108,6 +106,7 @@ def fleet() -> Iterator[Fleet]:
         start_cluster(
             *("--engine", "simulated", "--redis-url", url, "--simulated-decode-ms", "1"),
             *("--simulated-prefill-tokens-per-s", "20000", "--replicas", "4"),
+            *("--max-model-len", "16384"),
         ) as cluster,
         prometheus(cluster) as server,
         openai_client(cluster, max_retries=2) as client,  # a server may close what has been idle
@@ -163,13 +162,23 @@ def test_a_cleared_cache_is_stale_until_the_routers_know_and_then_evicted(fleet:
             fleet.ask(lost[0])
 
     quiet, alerts = fleet.firing(), {"KvrouteCacheCleared", "KvrouteHitsEvicted"}
+    fired = set[str]()
+
+    def routers_know() -> bool:
+        fired.update(fleet.firing())
+        return not any(map(fleet.reusable_tokens, lost[1:]))
+
+    def have_fired() -> bool:
+        fired.update(fleet.firing())
+        return alerts <= fired
+
     unaware = fleet.gained(ask_before_routers_know)
-    wait_until(lambda: not any(map(fleet.reusable_tokens, lost[1:])))
+    wait_until(routers_know)
     aware = fleet.gained(lambda: [fleet.ask(each) for each in lost[1:]])
     assert unaware["stale"] >= DOCUMENT_TOKENS
     assert aware["evicted"] >= DOCUMENT_TOKENS * len(lost[1:])
     assert quiet.isdisjoint(alerts)
-    wait_until(lambda: alerts <= fleet.firing())
+    wait_until(have_fired)
     assert "evicted" in fleet.doctor_on_hits()
 
 

@@ -136,6 +136,6 @@ def test_a_replica_that_starts_begins_with_an_empty_tier(
     (victim,) = (each for each in replicas(client) if each["id"] == served_by)
     psutil.Process(victim["pid"]).kill()
     wait_until(lambda: served_by not in {each["id"] for each in replicas(client)})
-    wait_until(lambda: len(replicas(client)) == 2, within_s=60)
+    wait_until(lambda: len(replicas(client)) == 2)
     assert cached(complete(client, ours)) == 0
     wait_until(lambda: has_no_drift(client))

@@ -121,9 +121,11 @@ def ports_checks(cluster: Cluster) -> list[Check]:
 def test_only_who_sends_the_token_reads_them(cluster: Cluster, token_file: Path) -> None:
     for address in targets(cluster):
         url = f"http://{address}/metrics"
-        assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers={"authorization": "Bearer no"}).status_code == 401
-        assert "kvroute_" in httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}).text
+        with httpx.Client(timeout=30) as client:
+            assert client.get(url).status_code == 401
+            assert client.get(url, headers={"authorization": "Bearer no"}).status_code == 401
+            told = client.get(url, headers={"authorization": f"Bearer {TOKEN}"}).text
+        assert "kvroute_" in told
     check, _ = ports_checks(cluster)
     assert check.grade == "warning"
     assert "KVROUTE_METRICS_TOKEN_FILE" in check.remedy

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvroute.app import build
 from kvroute.replay.trace import TraceError, read
 from tests.support.clients import async_openai_client
+from tests.support.hits import tell_routers
 from tests.support.json_lines import read_lines
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.waiting import until
@@ -86,11 +87,15 @@ def test_a_request_goes_to_the_replicas_of_its_model_and_no_other(
         assert {answer.replica for answer in answers} == replicas(cluster, model).keys()
 
 
-def test_what_one_model_has_cached_is_no_hit_for_the_other(client: OpenAI) -> None:
+def test_what_one_model_has_cached_is_no_hit_for_the_other(
+    cluster: Cluster, client: OpenAI
+) -> None:
     prompt = user("apart " + people_table())
     for model, block in ((LARGE, 32), (SMALL, 64)):
-        first, second = (ask(client, prompt, model=model) for _ in range(2))
-        full = (second.prompt_tokens - 1) // block * block
+        first = ask(client, prompt, model=model)
+        full = (first.prompt_tokens - 1) // block * block
+        tell_routers(cluster, full, model=model, messages=prompt)
+        second = ask(client, prompt, model=model)
         assert (first.expected_tokens, first.cached_tokens) == (0, 0)
         assert (second.expected_tokens, second.cached_tokens) == (full, full)
 
@@ -101,7 +106,7 @@ def test_a_request_must_name_a_model_that_is_served(
 ) -> None:
     body = {"model": model, "prompt": "Hello"}
     for path in ("/v1/completions", "/v1/route", "/v1/prefixes"):
-        refusal = httpx.post(cluster.url + path, json={**body, "id": "x"})
+        refusal = httpx.post(cluster.url + path, json={**body, "id": "x"}, timeout=30)
         error = refusal.json()["error"]
         assert (refusal.status_code, error["param"]) == (status, "model")
         assert error["message"].rstrip(".").endswith(f"this server has '{LARGE}' and '{SMALL}'")
@@ -113,7 +118,8 @@ def test_a_named_prefix_belongs_to_one_model(cluster: Cluster, client: OpenAI) -
         done = kvroute(cluster, "prefixes", "add", "people", "--prompt", text, "--model", model)
         assert done.returncode == 0, done.stderr
         body = {"model": model, "prompt": "Who?", "prefix_id": "people"}
-        usage = httpx.post(f"{cluster.url}/v1/completions", json=body).json()["usage"]
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30)
+        usage = answer.json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 500
     assert kvroute(cluster, "prefixes", "rm", "people", "--model", SMALL).returncode == 0
     assert [each["model"] for each in get(cluster, "/v1/prefixes")["data"]] == [LARGE]
@@ -130,7 +136,8 @@ def test_prometheus_is_told_of_each_model_apart(cluster: Cluster, client: OpenAI
             for target in get(cluster, "/v1/metrics/targets")
             if target["labels"].items() >= {"model": model, "role": "router"}.items()
         )
-        families = text_string_to_metric_families(httpx.get(f"http://{address}/metrics").text)
+        told = httpx.get(f"http://{address}/metrics", timeout=30).text
+        families = text_string_to_metric_families(told)
         samples = {s.name: s.value for family in families for s in family.samples}
         assert samples["process_resident_memory_bytes"] > 1e6
         return samples["kvroute_output_tokens_total"]

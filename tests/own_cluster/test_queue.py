@@ -2,12 +2,15 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.crowd import crowd
 from tests.support.scraping import total
 from tests.support.serving import Cluster, start_cluster
 from tests.support.waiting import until
@@ -18,7 +21,9 @@ QUEUED_S, QUEUED_FOR = "x-kvroute-queued-s", "x-kvroute-queued-for"
 SHORT, LONG = 20, 3000  # tokens; a replica computes 2,000 a second
 MOST_S = 8
 TOKENS = 2  # of an answer
-CROWD = 12  # long prompts, which keep the fleet busy for some seconds
+CROWD = 8  # clients with long prompts, which keep the fleet busy
+
+Crowded = Callable[[], AbstractContextManager[list[httpx.Response]]]
 
 numbers = itertools.count(1000)
 
@@ -39,12 +44,22 @@ async def client(queued: Cluster) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+def completion(tokens: int, **more: Any) -> dict[str, Any]:
+    """Of a prompt that nobody has sent before."""
+    return {"prompt": [next(numbers)] * tokens, "max_tokens": TOKENS, "ignore_eos": True, **more}
+
+
 async def completed(
     client: httpx.AsyncClient, tokens: int, headers: dict[str, str] | None = None, **more: Any
 ) -> httpx.Response:
-    """A prompt that nobody has sent before."""
-    body = {"prompt": [next(numbers)] * tokens, "max_tokens": TOKENS, "ignore_eos": True, **more}
-    return await client.post(COMPLETIONS, json=body, headers=headers)
+    return await client.post(COMPLETIONS, json=completion(tokens, **more), headers=headers)
+
+
+@pytest.fixture
+def crowded(queued: Cluster) -> Crowded:
+    """The fleet is busy in such a block."""
+    url = queued.url + COMPLETIONS
+    return partial(crowd, CROWD, lambda: httpx.post(url, json=completion(LONG), timeout=120))
 
 
 def asked(client: httpx.AsyncClient, *given: Any, **more: Any) -> "asyncio.Task[httpx.Response]":
@@ -90,16 +105,15 @@ async def test_under_overload_short_prompts_pass_and_what_would_wait_too_long_is
 
 
 async def test_a_request_has_a_deadline_of_its_own(
-    client: httpx.AsyncClient, queued: Cluster
+    client: httpx.AsyncClient, queued: Cluster, crowded: Crowded
 ) -> None:
-    busy = [asked(client, LONG) for _ in range(CROWD)]
-    await until(lambda: waiting(queued) >= 2)
     hurried = {"x-kvroute-deadline-s": "0.01"}
-    by_header = await completed(client, SHORT, hurried)
-    by_body = await completed(client, SHORT, timeout=0.01)
     message = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    by_message = await client.post(MESSAGES, json=message, headers=hurried)
-    await asyncio.gather(*busy)
+    with crowded():
+        await until(lambda: waiting(queued) >= 2)
+        by_header = await completed(client, SHORT, hurried)
+        by_body = await completed(client, SHORT, timeout=0.01)
+        by_message = await client.post(MESSAGES, json=message, headers=hurried)
     assert [each.status_code for each in (by_header, by_body, by_message)] == [429] * 3
     assert "its deadline is 0.01 s" in by_header.json()["error"]["message"]
     assert by_message.json()["error"]["type"] == "rate_limit_error"
@@ -122,14 +136,14 @@ async def test_a_bad_urgency_is_refused(
 
 
 async def test_urgent_requests_pass_and_batch_requests_fill(
-    client: httpx.AsyncClient, queued: Cluster
+    client: httpx.AsyncClient, queued: Cluster, crowded: Crowded
 ) -> None:
     kinds = ("batch", "default", "interactive")
-    busy = [asked(client, LONG) for _ in range(CROWD)]
-    await until(lambda: waiting(queued))
-    tasks = [asked(client, 200, {"x-kvroute-priority": kind}) for kind in kinds]
+    with crowded() as others:
+        await until(lambda: waiting(queued))
+        tasks = [asked(client, 200, {"x-kvroute-priority": kind}) for kind in kinds]
+        await asyncio.wait(tasks[1:])
     answers = dict(zip(kinds, await asyncio.gather(*tasks), strict=True))
-    others = await asyncio.gather(*busy)
     waits_s = {kind: float(answer.headers[QUEUED_S]) for kind, answer in answers.items()}
     assert waits_s["batch"] > max(waits_s["default"], waits_s["interactive"])
     assert {each.status_code for each in answers.values()} == {200}
@@ -137,17 +151,16 @@ async def test_urgent_requests_pass_and_batch_requests_fill(
 
 
 async def test_who_leaves_while_he_waits_costs_no_replica_anything(
-    client: httpx.AsyncClient, queued: Cluster
+    client: httpx.AsyncClient, queued: Cluster, crowded: Crowded
 ) -> None:
     before = sent(queued)
-    busy = [asked(client, LONG) for _ in range(CROWD)]
-    await until(lambda: waiting(queued))
-    leaving = [asked(client, SHORT, {"x-kvroute-priority": "batch"}) for _ in range(3)]
-    await until(lambda: waiting(queued, "filling") == len(leaving))
-    for task in leaving:
-        task.cancel()
-    await until(lambda: not waiting(queued, "filling"))
-    answers = await asyncio.gather(*busy)
+    with crowded() as answers:
+        await until(lambda: waiting(queued))
+        leaving = [asked(client, SHORT, {"x-kvroute-priority": "batch"}) for _ in range(3)]
+        await until(lambda: waiting(queued, "filling") == len(leaving))
+        for task in leaving:
+            task.cancel()
+        await until(lambda: not waiting(queued, "filling"))
     served = sum(answer.status_code == 200 for answer in answers)
     await until(lambda: sent(queued) - before >= served)
     assert sent(queued) - before == served

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.support.browser import page
+from tests.support.crowd import crowd
 from tests.support.scraping import total
 from tests.support.serving import Cluster, doctor, findings, start_cluster
 from tests.support.untested import needs
@@ -16,6 +17,7 @@ from tests.support.waiting import wait_until
 
 LONG = 3000  # tokens; the replica computes 2,000 a second
 REQUESTS = 12
+CROWD = 6  # clients
 HELD_BACK = (
     "[...document.querySelectorAll('#figures > div')]"
     ".find((one) => one.textContent.startsWith('Held back'))?.textContent"
@@ -86,10 +88,10 @@ def test_refusals_are_told_with_their_reason(cluster: Cluster) -> None:
 
 @needs("chromium")
 def test_the_page_shows_what_is_held_back(cluster: Cluster) -> None:
-    with page() as shown, ThreadPoolExecutor(REQUESTS) as clients:
-        asking = [clients.submit(ask, cluster) for _ in range(REQUESTS)]
-        shown.open(f"{cluster.url}/ui", width=1200)
-        shown.wait_for(f"/back by routers[1-9].* of prefill; here for up to/.test({HELD_BACK})")
+    with page() as shown:
+        with crowd(CROWD, lambda: ask(cluster)) as answers:
+            shown.open(f"{cluster.url}/ui", width=1200)
+            shown.wait_for(f"/back by routers[1-9].* of prefill; here for up to/.test({HELD_BACK})")
         assert shown.errors == []
-        assert {each.result().status_code for each in asking} == {200}
+        assert {answer.status_code for answer in answers} == {200}
         shown.wait_for(f"/back by routers0none has to wait/.test({HELD_BACK})")

@@ -20,7 +20,7 @@ ALL = {"expected": 3, "redis": 3, "mirror": 3}
 NONE = {"expected": 3, "redis": 0, "mirror": 0}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """For blocks that do not come."""
     monkeypatch.setattr(canary, "SEEN_S", 0.5)
@@ -63,6 +63,7 @@ async def test_where_all_is_well_its_blocks_are_seen_each_time(side: Side) -> No
     assert side.publisher.blocks == 6  # they shared nothing
 
 
+@pytest.mark.usefixtures("short_wait")
 async def test_a_publisher_that_stopped_is_told_from_a_router_that_does_not_listen(
     side: Side,
 ) -> None:
@@ -74,6 +75,7 @@ async def test_a_publisher_that_stopped_is_told_from_a_router_that_does_not_list
     assert (report["cause"], report["blocks"]) == ("nothing published", NONE)
 
 
+@pytest.mark.usefixtures("short_wait")
 async def test_blocks_that_come_under_other_fingerprints_are_missed(redis_url: str) -> None:
     side = await begin(redis_url, revision="another")
     report = await sent(side)

@@ -19,6 +19,7 @@ from kvroute.store.responses import Responses
 
 MB = 1 << 20
 NOWHERE = "redis://127.0.0.1:1"
+SHORT_S = 4.5  # less than a call to a Redis that hangs takes
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -147,7 +148,7 @@ async def test_without_redis_a_response_is_not_stored_and_the_next_one_waits_for
     conversations = Conversations(store, most_bytes=MB)
     began_s = time.monotonic()
     assert (await answer(await ask(conversations, input="Hi"), "resp_1"))["id"] == "resp_1"
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < SHORT_S
     assert store.counts["failed"] == 1
     error = await refused(conversations, input="a", previous_response_id="resp_1")
     assert error.status == 503
@@ -160,7 +161,7 @@ async def test_a_redis_that_hangs_holds_up_the_end_for_a_second(empty_redis: Red
     await empty_redis.client_pause(5000)
     began_s = time.monotonic()
     assert (await answer(turn, "resp_1"))["id"] == "resp_1"
-    assert 0.9 < time.monotonic() - began_s < 3
+    assert 0.9 < time.monotonic() - began_s < SHORT_S
     assert store.counts["failed"] == 1
     await empty_redis.client_unpause()
 

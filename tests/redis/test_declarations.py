@@ -344,9 +344,10 @@ async def test_metrics_do_not_name_what_tenants_have_declared(
 async def test_an_expired_prefix_is_shared_no_more(
     declarations: Declarations, catalogue: Catalogue
 ) -> None:
-    await declare_as(declarations, A, "rules", " a" * 20, shared=True, ttl_s=0.2)
+    await declare_as(declarations, A, "rules", " a" * 20, shared=True, ttl_s=600)
     text = np.append((await catalogue.named("prefix_id", "rules", B)).token_ids, np.uint32(1))
     assert catalogue.shared_tokens(text) == 20
+    await declare_as(declarations, A, "rules", " a" * 20, shared=True, ttl_s=0.2)
     await until(lambda: catalogue.shared_tokens(text) == 0)
 
 

@@ -332,6 +332,7 @@ async def test_a_replica_that_vanishes_is_known_for_a_while(
     await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
     async with following(index) as fleet:
         monkeypatch.setattr("kvroute.router.routing.feed.POLL_S", 0.01)
+        monkeypatch.setattr("kvroute.router.routing.feed.LINGER_S", 60.0)
         await index._redis.flushall()
         await asyncio.sleep(0.5)
         assert fleet.mirror.held_by("a") == set(BLOCKS)
@@ -406,5 +407,5 @@ async def test_a_cancelled_task_ends_wherever_it_was(index: Index) -> None:
             await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
-        _, going_on = await asyncio.wait(tasks, timeout=2)
+        _, going_on = await asyncio.wait(tasks, timeout=30)
         assert not going_on, f"after {steps} steps"

@@ -369,11 +369,13 @@ async def test_a_router_that_missed_a_replicas_last_change_loads_the_replica(
 
 
 async def test_the_newer_one_of_two_writers_with_one_id_stays(redis_url: str) -> None:
-    async with world_on(redis_url) as world:
+    async with world_on(redis_url, lease_s=10) as world:  # which does not end meanwhile
         await play(world, "store a", "wait", "replace a", "store a")
-        await until(lambda: world.engines["a"].publisher._is_registered)
-        await asyncio.sleep(LEASE_S)
         (old,), new = world.replaced, world.engines["a"]
+        await until(lambda: new.publisher._is_registered)
+        old.publisher.renew_soon()
+        await until(lambda: not old.publisher._is_registered)
+        await asyncio.sleep(LEASE_S)
         assert new.publisher._is_registered
         assert not old.publisher._is_registered
         await play(world, "leave a")
@@ -393,7 +395,7 @@ async def test_a_router_ahead_of_the_stream_goes_back_to_its_end(redis_url: str)
 async def test_redis_killed_and_started_again_from_an_old_snapshot(tmp_path: Path) -> None:
     port = free_port()
     with redis_server(port, tmp_path) as url:
-        world = World(connect(url), lease_s=10)
+        world = World(connect(url), lease_s=30)
         await play(world, "store a", "store b")
         await world.settle()
         await world.redis.save()
@@ -406,5 +408,7 @@ async def test_redis_killed_and_started_again_from_an_old_snapshot(tmp_path: Pat
         restored = {record.id: record.seq for record in await world.index.records()}
         assert restored.keys() == {"a", "b"}
         assert all(seq < engines[id_].publisher._writer_state.seq for id_, seq in restored.items())
+        for engine in engines.values():
+            engine.publisher.renew_soon()
         await world.settle()
         await world.close()

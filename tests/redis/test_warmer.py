@@ -41,7 +41,6 @@ PINNED_BLOCKS = 60  # what pins may take of the 200
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvroute.replica.warmer.POLL_S", 0.02)
-    monkeypatch.setattr("kvroute.replica.warmer.DECLARED_S", 0.3)
 
 
 @pytest.fixture
@@ -145,7 +144,9 @@ async def test_a_start_does_not_wait_for_pinned_prefixes_for_ever(
         await until_kept(replica, "x@1")
 
 
-async def test_a_start_waits_for_what_it_was_told_of_but_not_for_ever(prefixes: Prefixes) -> None:
+async def test_a_start_waits_for_what_it_was_told_of_but_not_for_ever(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replica = Replica(prefixes._redis)
     start = asyncio.create_task(replica.warmer.start(["x"]))
     await asyncio.sleep(0.05)
@@ -153,6 +154,7 @@ async def test_a_start_waits_for_what_it_was_told_of_but_not_for_ever(prefixes: 
     await declare(prefixes, "x")
     await start
     assert replica.warmer.kept() == {"x@1": Warm(10, is_pinned=True)}
+    monkeypatch.setattr("kvroute.replica.warmer.DECLARED_S", 0.1)
     await replica.warmer.start(["x", "never"])
     await replica.engine.close()
 
@@ -277,10 +279,15 @@ async def test_a_prefix_that_the_engine_refuses_keeps_no_replica_from_serving(
 ) -> None:
     await declare(prefixes, "long", blocks=64, is_pinned=False)
     await declare(prefixes, "x")
+
+    def refusals() -> int:
+        return len([line for line in caplog.messages if "long@1" in line])
+
     async with Replica(prefixes._redis).running() as replica:
+        await until(refusals)
         await asyncio.sleep(0.1)
         assert set(replica.warmer.kept()) == {"x@1"}
-        assert len([line for line in caplog.messages if "long@1" in line]) == 1
+        assert refusals() == 1
 
 
 async def test_where_nothing_is_cached_nothing_is_warm(prefixes: Prefixes) -> None:

@@ -129,7 +129,7 @@ def doctor(cluster: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
 
 
-def assert_gone(cluster: Cluster, *, within_s: float = 2.0) -> None:
+def assert_gone(cluster: Cluster, *, within_s: float = 10.0) -> None:
     """Fails when a process of the cluster still exists after that time."""
     deadline = time.monotonic() + within_s
     while (left := cluster.processes()) and time.monotonic() < deadline:

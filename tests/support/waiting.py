@@ -11,7 +11,7 @@ async def until(is_true: Callable[[], object], within_s: float = 60.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def wait_until(is_true: Callable[[], object], within_s: float = 30.0) -> None:
+def wait_until(is_true: Callable[[], object], within_s: float = 120.0) -> None:
     """The same for tests that block."""
     deadline = time.monotonic() + within_s
     while not is_true():

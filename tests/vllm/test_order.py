@@ -33,6 +33,7 @@ async def narrow(
     async with started_engine(
         request.param,
         model=str(shallow_model(folder / "model")),
+        max_model_len=2560,
         kv_cache_memory_mb=SHALLOW_CACHE_MB,
         simulated_blocks=90,
         max_num_seqs=1,
@@ -51,7 +52,7 @@ async def order_of(running: Running, waiting: Mapping[str, GenerateRequest]) -> 
     def is_waiting(requests: int) -> bool:
         return running.engine.load().waiting == requests
 
-    busy = replace(request_of(prompt_of(40, seed=1), max_tokens=900), request_id="busy")
+    busy = replace(request_of(prompt_of(40, seed=1), max_tokens=2400), request_id="busy")
     engine = running.engine
     async with asyncio.TaskGroup() as tasks, aclosing(streamed(engine.generate, busy)) as chunks:
         await anext(chunks)
