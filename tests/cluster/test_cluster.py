@@ -25,7 +25,7 @@ from tests.support.clients import async_openai_client, openai_client
 from tests.support.hits import tell_routers
 from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster
-from tests.support.waiting import wait_until as until
+from tests.support.waiting import wait_until
 from tests.support.workloads import (
     BLOCK,
     Answer,
@@ -224,8 +224,8 @@ def test_a_client_that_disconnects_frees_its_slot(simulated_cluster: Cluster) ->
     with httpx.stream("POST", url, json=body, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
-        until(lambda: running(simulated_cluster) == 1)
-    until(lambda: running(simulated_cluster) == 0)
+        wait_until(lambda: running(simulated_cluster) == 1)
+    wait_until(lambda: running(simulated_cluster) == 0)
 
 
 def test_so_does_one_that_waits_for_a_whole_answer(simulated_cluster: Cluster) -> None:
@@ -239,8 +239,8 @@ def test_so_does_one_that_waits_for_a_whole_answer(simulated_cluster: Cluster) -
         )
         time.sleep(0.05)
         client.sendall(body)
-        until(lambda: running(simulated_cluster) == 1)
-    until(lambda: running(simulated_cluster) == 0)
+        wait_until(lambda: running(simulated_cluster) == 1)
+    wait_until(lambda: running(simulated_cluster) == 0)
 
 
 def test_a_route_says_where_a_prompt_would_go_and_it_goes_there(
@@ -311,7 +311,7 @@ def test_a_chat_whose_system_message_has_a_new_id_each_turn_is_told_where_it_bre
         assert each["before"]["tokens"] == each["after"]["tokens"] < 5
         assert each["tokens"] > 10 * BLOCK
     lost = sum(each["tokens"] for each in later)
-    until(lambda: lost - 2 * BLOCK < broken() - before <= lost)
+    wait_until(lambda: lost - 2 * BLOCK < broken() - before <= lost)
 
     file = tmp_path / "chat.json"
     file.write_text(json.dumps({"model": BUILTIN_MODEL, "messages": chat("d4")}))
@@ -331,7 +331,7 @@ def test_two_clusters_on_one_computer_share_no_port(
 def listening(cluster: Cluster) -> set[int]:
     """Once its own port is among them: one HAProxy takes over from another after the start."""
     own = int(cluster.url.split(":")[-1])
-    until(lambda: own in ports_of(cluster))
+    wait_until(lambda: own in ports_of(cluster))
     return ports_of(cluster)
 
 
@@ -356,14 +356,14 @@ def test_a_killed_replica_is_left_out_and_replaced(pair: Cluster, pairs_client: 
     os.kill(before[killed], signal.SIGKILL)
     for number in range(20):
         assert ask(pairs_client, user(f"{people_table()} {number}")).replica != killed
-    until(lambda: len(pids(pair)) == 2 and killed not in pids(pair))
+    wait_until(lambda: len(pids(pair)) == 2 and killed not in pids(pair))
 
 
 def test_without_redis_requests_go_on_and_still_find_their_caches(
     pair: Cluster, pairs_client: OpenAI
 ) -> None:
     """The last test of this cluster: its Redis does not come back."""
-    until(lambda: ask(pairs_client, user(people_table())).expected_tokens > 1000)
+    wait_until(lambda: ask(pairs_client, user(people_table())).expected_tokens > 1000)
     running = pids(pair)  # as Redis has them; the router reads them once in POLL_S
     time.sleep(3 * POLL_S)
     (redis,) = pair.named("redis-server")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.bodies import CHATS, MESSAGES, RESPONSES, Body
 from tests.support.engines import BLOCK
+from tests.support.hits import hit_tokens
 from tests.support.serving import Cluster, start_cluster
 from tests.support.tiny_vision import image, picture, seeing_model
 from tests.support.waiting import until
@@ -74,7 +75,7 @@ async def ask(cluster: Cluster, body: Body) -> Answer:
         (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
         usage["prompt_tokens"],
     )
-    await until(lambda: known(cluster, body) == whole_blocks(found.tokens - 1))
+    await until(lambda: hit_tokens(cluster, **body) == whole_blocks(found.tokens - 1))
     return found
 
 
@@ -84,13 +85,6 @@ def expected_in(answer: httpx.Response) -> int:
 
 def whole_blocks(tokens: int) -> int:
     return tokens // BLOCK * BLOCK
-
-
-def known(cluster: Cluster, body: Body) -> int:
-    """How much of its prompt the router knows in some cache, in tokens."""
-    answer = posted(cluster, "/v1/route", body)
-    assert answer.status_code == 200, answer.text
-    return int(answer.json()["receipts"][0]["best_hit_tokens"])
 
 
 async def test_a_chat_with_the_same_image_goes_where_it_is_cached(cluster: Cluster) -> None:
