@@ -30,7 +30,7 @@ LOGICAL_CPUS = 1000  # one per process; large, so that Ray's accounting limits n
 OBJECT_STORE_BYTES = 200_000_000
 MOST_CONNECTIONS = 20_000
 SHUTDOWN_S = 10.0  # for Serve and again for Ray, before they are killed
-POLL_S = 0.2
+POLL_S = 0.5  # each time Serve reports on all replicas
 SHOWN_CHARS = 4000  # the end of a replica's error
 
 

@@ -19,6 +19,7 @@ SERVE = (
     *("--engine", "simulated", "--simulated-prefill-tokens-per-s", "1000"),
     *("--replicas", "1", "--max-replicas", "2", "--target-wait-s", "0.3", "--shrink-delay-s", "1"),
 )
+CLIENTS = 4  # each waits for seconds: the fleet shall grow
 RULES = "You are a careful lawyer. Answer in one sentence and name the law. " * 20
 
 
@@ -34,7 +35,7 @@ async def test_a_cluster_grows_under_load_with_its_prefixes_warm_and_shrinks_aft
                 while answered_by <= {old}:
                     await complete(client, [next(numbers)] * 1000)  # a second of prefill
 
-            for _ in range(12):
+            for _ in range(CLIENTS):
                 burst.create_task(keep_busy())
             while answered_by <= {old}:
                 replica, tokens = await complete(client, "Why?", prefix_id="rules")

@@ -1,6 +1,7 @@
-"""Clusters that several modules of a room share, each until no later test asks for it."""
+"""Each shared cluster runs until the last test that asks for it."""
 
 from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
@@ -11,8 +12,15 @@ stacks = {name: ExitStack() for name in SHARED_CLUSTERS}  # of this process
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """A hook of the rooms: clusters that no later test asks for are stopped."""
-    items = item.session.items
-    wanted = set[str]().union(*map(fixtures_of, items[items.index(item) + 1 :]))
-    for name in fixtures_of(item).intersection(SHARED_CLUSTERS) - wanted:
-        stacks[name].close()
+    """A hook of the rooms."""
+    for name, last in _last_tests(item.session).items():
+        if last is item:
+            stacks[name].close()
+
+
+@cache
+def _last_tests(session: pytest.Session) -> dict[str, pytest.Item]:
+    """By cluster."""
+    return {
+        name: item for item in session.items for name in fixtures_of(item) & stacks.keys()
+    }
