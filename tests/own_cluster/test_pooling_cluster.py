@@ -7,7 +7,7 @@ import pytest
 from openai import NotFoundError, OpenAI
 
 from tests.support.bodies import CHATS
-from tests.support.engines import shallow_model
+from tests.support.engines import WIDTH, shallow_model
 from tests.support.serving import Cluster, start_cluster
 
 ARGS = ("--engine-arg", "runner=pooling", "--engine-arg", "convert=embed")
@@ -24,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_openais_client_gets_embeddings_and_no_chats(cluster: Cluster) -> None:
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         answer = client.embeddings.create(model="m", input=["hi", "ho"])
-        assert [len(each.embedding) for each in answer.data] == [576, 576]
+        assert [len(each.embedding) for each in answer.data] == [WIDTH, WIDTH]
         assert answer.usage.prompt_tokens == 2
         with pytest.raises(NotFoundError):
             client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])

@@ -19,24 +19,27 @@ def write_adapter(
     seed: int,
     rank: int = 8,
     layers: int | None = None,
+    width: int | None = None,
     strength: float = STRENGTH,
 ) -> Path:
     """The folder, with an adapter in it as PEFT writes one; each seed has its own weights.
 
-    layers: only for the model's first ones, where it takes more strength to be heard.
+    layers, width: of a model with the first ones only, where it takes more strength to be heard.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     weights = {
         name: (strength * matrix).astype(np.float32)
-        for name, matrix in _weights(seed, rank, layers).items()
+        for name, matrix in _weights(seed, rank, layers, width).items()
     }
     save_file(weights, folder / "adapter_model.safetensors")
     return folder
 
 
-def _weights(seed: int, rank: int, layers: int | None) -> dict[str, NDArray[np.float32]]:
+def _weights(
+    seed: int, rank: int, layers: int | None, width: int | None
+) -> dict[str, NDArray[np.float32]]:
     model = json.loads((Path(resolve(BUILTIN_MODEL)) / "config.json").read_text())
     rng = np.random.default_rng(seed)
     heads = {"q_proj": model["num_attention_heads"], "v_proj": model["num_key_value_heads"]}
@@ -44,7 +47,7 @@ def _weights(seed: int, rank: int, layers: int | None) -> dict[str, NDArray[np.f
     for layer in range(layers or model["num_hidden_layers"]):
         for module in MODULES:
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            into = (rank, model["hidden_size"])
+            into = (rank, width or model["hidden_size"])
             out = (heads[module] * model["head_dim"], rank)
             weights[f"{name}.lora_A.weight"] = _random(rng, into)
             weights[f"{name}.lora_B.weight"] = _random(rng, out)

@@ -27,7 +27,7 @@ STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 # How many calls `required` brings is the model's choice; this text always has two.
-CALLED_TWICE = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+CALLED_TWICE = '<tool_call>{"name": "f", "arguments": {"a": 1, "b": 2}}</tool_call>' * 2
 GRAMMAR = 'root ::= "SELECT " column " FROM t;"\ncolumn ::= "a" | "b, " column\n'
 HISTORY = [
     *ASK,

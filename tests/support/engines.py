@@ -33,7 +33,10 @@ TOOL_PARSER = "hermes"
 INTERVAL = 4  # tokens in a chunk of the engine that tests share
 NAMES = ("sql", "law", "poems")  # of its adapters
 BROKEN = "broken"  # one that cannot be loaded
-LAYERS = 2  # of the shallow model, which says nothing sensible and computes a prompt at once
+# Of the shallow model, which says nothing sensible and computes a token at once.
+LAYERS = 2
+WIDTH = 144  # of a token's vector; a multiple of the heads
+WHOLE_WIDTH = 576  # of the whole model
 UNLIKELY = "fal"  # a token that this model never writes by itself
 SHALLOW_CACHE_MB = 8  # as many blocks as the whole model has in 128 MB
 
@@ -141,23 +144,29 @@ async def started_ranks(
     gc.collect()
 
 
-def shallow_model(folder: Path) -> Path:
-    """The built-in model's first layers, as a model in this folder."""
+def shallow_model(folder: Path, width: int = WIDTH) -> Path:
+    """The built-in model's first layers and dimensions, as a model in this folder."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
     whole = Path(resolve(BUILTIN_MODEL))
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    before = _configured(folder, num_hidden_layers=LAYERS)
+    before = _configured(folder, num_hidden_layers=LAYERS, hidden_size=width)
     left_out = tuple(f"model.layers.{n}." for n in range(LAYERS, before["num_hidden_layers"]))
     with safe_open(whole / "model.safetensors", framework="pt") as weights:
         kept = {
-            name: weights.get_tensor(name)
+            name: _narrow(name, weights.get_tensor(name), width)
             for name in weights.keys()  # noqa: SIM118 - it is no mapping
             if not name.startswith(left_out)
         }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _narrow(name: str, weights: Any, width: int) -> Any:
+    """A vector's first dimensions: rows of what puts vectors out, else the last axis."""
+    is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return (weights[:width] if is_output else weights[..., :width]).contiguous()
 
 
 def terse_model(folder: Path) -> Path:
@@ -166,7 +175,7 @@ def terse_model(folder: Path) -> Path:
     from safetensors.torch import load, save_file
     from tokenizers import Tokenizer
 
-    file = shallow_model(folder) / "model.safetensors"
+    file = shallow_model(folder, WHOLE_WIDTH) / "model.safetensors"
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [tokenizer.decode([n]) for n in range(tokenizer.get_vocab_size())]
     longer = [n for n, text in enumerate(texts) if text.isspace() or text.startswith("<")]
@@ -189,9 +198,10 @@ def _configured(folder: Path, **values: Any) -> dict[str, Any]:
 
 
 def thinking_model(folder: Path) -> Path:
-    """A shallow model whose tokenizer has marks of thoughts, in the place of marks of files."""
+    """A shallow model whose tokenizer has marks of thoughts, in the place of marks of files. A
+    narrow one would think nothing."""
     marks = {"<file_sep>": "<think>", "<filename>": "</think>"}
-    shallow_model(folder)
+    shallow_model(folder, WHOLE_WIDTH)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (file := folder / name).is_file():
             text = file.read_text()

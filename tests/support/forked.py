@@ -11,7 +11,11 @@ from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-IMPORTED = ["kvroute.replica.vllm_engine.scheduler", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
+IMPORTED = [
+    "kvroute.replica.vllm_engine.scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+]
 
 
 def fork_engines() -> None:
@@ -36,7 +40,10 @@ class _Context(ForkServerContext):
 def _run(
     target: Callable[..., None], env: Mapping[str, str], cores: set[int], *args: Any, **kwargs: Any
 ) -> None:
-    os.environ.clear()
-    os.environ.update(env)
+    for name in os.environ.keys() | env.keys():
+        if env.get(name) is None:
+            del os.environ[name]
+        elif env[name] != os.environ.get(name):  # setproctitle finds argv beside what is untouched
+            os.environ[name] = env[name]
     os.sched_setaffinity(0, cores)
     target(*args, **kwargs)

@@ -21,6 +21,4 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 @cache
 def _last_tests(session: pytest.Session) -> dict[str, pytest.Item]:
     """By cluster."""
-    return {
-        name: item for item in session.items for name in fixtures_of(item) & stacks.keys()
-    }
+    return {name: item for item in session.items for name in fixtures_of(item) & stacks.keys()}

@@ -15,6 +15,7 @@ from tests.support.engines import (
     NAMES,
     SHALLOW_CACHE_MB,
     TOOL_PARSER,
+    WIDTH,
     Running,
     shallow_model,
     started,
@@ -45,7 +46,7 @@ async def running(
     batch, and it answers in chunks of several tokens."""
     folder = tmp_path_factory.mktemp("engine")
     for seed, name in enumerate((*NAMES, BROKEN)):
-        write_adapter(folder / name, seed=seed, layers=LAYERS, strength=4.0)
+        write_adapter(folder / name, seed=seed, layers=LAYERS, width=WIDTH, strength=4.0)
     (folder / BROKEN / WEIGHTS_FILES[0]).write_bytes(b"no weights")
     async with started(
         request.param,

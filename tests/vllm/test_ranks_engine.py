@@ -19,6 +19,7 @@ from tests.support.engines import (
     BLOCK,
     LAYERS,
     SHALLOW_CACHE_MB,
+    WIDTH,
     Running,
     prompt_of,
     request_of,
@@ -40,7 +41,7 @@ LORA = "sql"
 async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ranks]:
     """Of a shallow model in a small cache, with an adapter."""
     folder = tmp_path_factory.mktemp("ranks")
-    write_adapter(folder / LORA, seed=1, layers=LAYERS, strength=4.0)
+    write_adapter(folder / LORA, seed=1, layers=LAYERS, width=WIDTH, strength=4.0)
     async with started_ranks(
         "vllm",
         model=str(shallow_model(folder / "model")),
