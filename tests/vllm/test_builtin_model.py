@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from kvroute.process import builtin_model
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
@@ -74,6 +73,8 @@ def test_turns_are_marked_by_single_tokens_and_digits_stand_alone(built: Path) -
 
 
 def test_a_chat_is_rendered_with_the_models_own_system_prompt(built: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(built)
     chat = [{"role": "user", "content": "Hi"}]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
