@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import httpx
@@ -12,7 +12,7 @@ import pytest
 from kvroute.local.haproxy_standin import LEAST_S, SUFFIX
 from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.ports import why_not
-from tests.support.serving import READY, Cluster, assert_gone, launched, name_of
+from tests.support.serving import READY, Cluster, assert_gone, launched, name_of, start_cluster
 
 
 def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:
@@ -29,27 +29,29 @@ def test_a_signal_during_the_start_leaves_no_process(number: signal.Signals) -> 
         assert cluster.stop(number) == 0
 
 
-@pytest.fixture(scope="module")
-def lone() -> Iterator[Cluster]:
-    """One replica. Its last test ends it."""
+def test_a_cluster_that_loses_rays_head_service_says_so_and_ends_all_that_it_started() -> None:
     with launched("--engine", "simulated", "--replicas", "1") as cluster:
         cluster.wait_for(READY, deadline_s=120)
-        yield cluster
+        (head,) = (each for each in cluster.processes() if name_of(each) == HEAD_SERVICE)
+        head.kill()
+        assert cluster.process.wait(60) == 1
+        assert f"{HEAD_SERVICE} has ended" in cluster.output()
+        assert_gone(cluster)
+        assert why_not("127.0.0.1", int(cluster.url.rpartition(":")[2])) is None, "the port"
 
 
-def test_another_haproxy_stands_in_for_a_killed_one_until_serve_has_replaced_that(
-    lone: Cluster,
-) -> None:
-    time.sleep(2 * LEAST_S)
-    for haproxy in (killed := lone.named("haproxy")):
-        haproxy.kill()  # after a reload there are two for a while
-    statuses, deadline = list[int](), time.monotonic() + 60
-    while not is_replaced(lone, killed):
-        assert time.monotonic() < deadline
-        with suppress(httpx.TransportError):  # as another takes over
-            statuses.append(httpx.get(f"{lone.url}/health", timeout=5).status_code)
-    assert len(statuses) > 1
-    assert {*statuses, httpx.get(f"{lone.url}/health").status_code} == {200}
+def test_another_haproxy_stands_in_for_a_killed_one_until_serve_has_replaced_that() -> None:
+    with start_cluster("--engine", "simulated", "--replicas", "1") as cluster:
+        time.sleep(2 * LEAST_S)
+        for haproxy in (killed := cluster.named("haproxy")):
+            haproxy.kill()  # after a reload there are two for a while
+        statuses, deadline = list[int](), time.monotonic() + 60
+        while not is_replaced(cluster, killed):
+            assert time.monotonic() < deadline
+            with suppress(httpx.TransportError):  # as another takes over
+                statuses.append(httpx.get(f"{cluster.url}/health", timeout=5).status_code)
+        assert len(statuses) > 1
+        assert {*statuses, httpx.get(f"{cluster.url}/health").status_code} == {200}
 
 
 def is_replaced(cluster: Cluster, killed: Sequence[psutil.Process]) -> bool:
@@ -61,14 +63,3 @@ def is_stand_in(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return any(word.endswith(SUFFIX) for word in process.cmdline())
     return False
-
-
-def test_a_cluster_that_loses_rays_head_service_says_so_and_ends_all_that_it_started(
-    lone: Cluster,
-) -> None:
-    (head,) = (each for each in lone.processes() if name_of(each) == HEAD_SERVICE)
-    head.kill()
-    assert lone.process.wait(60) == 1
-    assert f"{HEAD_SERVICE} has ended" in lone.output()
-    assert_gone(lone)
-    assert why_not("127.0.0.1", int(lone.url.rpartition(":")[2])) is None, "the port"

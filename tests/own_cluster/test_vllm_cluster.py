@@ -22,17 +22,21 @@ from tests.support.bodies import (
     ASK,
     CHATS,
     COMPLETIONS,
+    CONTINUED,
     HISTORY,
+    MANY_OUTPUTS,
     MESSAGES,
+    OTHERS,
     PARAMETERS,
     RESPONSES,
     TOOL,
     Body,
+    comparable,
+    joined_events,
 )
 from tests.support.clients import async_openai_client
 from tests.support.collector import Collector, Span, collecting
 from tests.support.hits import tell_routers
-from tests.support.recital import Recital, engine_of, replicas
 from tests.support.serving import COMMAND, Cluster, doctor, start_cluster
 from tests.support.waiting import until, wait_until
 from tests.support.workloads import (
@@ -390,6 +394,103 @@ def logprobs_of(logprobs: object) -> list[object]:
     return list(getattr(logprobs, "content", None) or [])
 
 
+SERIES = (" a b c d e f g", " 1 2 3 4 5 6 7 8", " A B C D E F", " 9 8 7 6 5 4 3 2 1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[tuple[str, int]]:
+    """What the replicas recite while nothing happens to them."""
+
+    async def all_recited() -> list[tuple[str, int]]:
+        async with async_openai_client(cluster.url, timeout_s=120) as client:
+            return await asyncio.gather(*(recite(client, series, []) for series in SERIES))
+
+    return asyncio.run(all_recited())
+
+
+# Path and body of what agents ask, of every kind that can be cut anywhere.
+AGENTS = [
+    *((CHATS, {"messages": ASK, "max_tokens": 24, **own}) for own in CONTINUED.values()),
+    *OTHERS.items(),
+    MANY_OUTPUTS["two tools"],
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_agents(cluster: Cluster) -> list[str]:
+    async def all_answered() -> list[str]:
+        return await asyncio.gather(*(agents_call(cluster, *call) for call in AGENTS))
+
+    return asyncio.run(all_answered())
+
+
+async def agents_call(cluster: Cluster, path: str, own: Body) -> str:
+    """A stream, without what is drawn and dated, with its pieces of text joined."""
+    body = {"model": BUILTIN_MODEL, "temperature": 0, "stream": True, **own}
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return joined_events(comparable(answer.content))
+
+
+@pytest.mark.parametrize(
+    ("is_engine", "blow"),
+    [(True, signal.SIGKILL), (False, signal.SIGSTOP)],
+    ids=["engine dies", "replica hangs"],
+)
+async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
+    cluster: Cluster,
+    undisturbed: list[tuple[str, int]],
+    undisturbed_agents: list[str],
+    is_engine: bool,
+    blow: signal.Signals,
+) -> None:
+    await until(lambda: len(replicas(cluster)) == 2, within_s=180)  # the last victim's successor
+    async with async_openai_client(cluster.url, timeout_s=120) as client:
+        pieces: list[str] = []  # the replica that made each
+        reciting = asyncio.gather(*(recite(client, series, pieces) for series in SERIES))
+        working = asyncio.gather(*(agents_call(cluster, *call) for call in AGENTS))
+        await until(lambda: len(pieces) >= 5 * len(SERIES))
+        replica = psutil.Process(replicas(cluster)[pieces[0]]["pid"])
+        engine = engine_of(replica)
+        (engine if is_engine else replica).send_signal(blow)
+        assert await reciting == undisturbed
+        assert await working == undisturbed_agents
+    await until(lambda: pieces[0] not in replicas(cluster), within_s=180)
+    await until(lambda: not is_alive(replica) and not is_alive(engine))
+
+
+def engine_of(replica: psutil.Process) -> psutil.Process:
+    """Of the processes that it has started, the largest: that has the model."""
+    return max(replica.children(recursive=True), key=lambda each: each.memory_info().rss)
+
+
+def replicas(cluster: Cluster) -> dict[str, Any]:
+    """By id."""
+    listed = httpx.get(cluster.url + "/v1/cluster", timeout=10).json()["replicas"]
+    return {replica["id"]: replica for replica in listed}
+
+
+async def recite(client: AsyncOpenAI, series: str, pieces: list[str]) -> tuple[str, int]:
+    """A text whose next word is never in doubt, and how many tokens it took."""
+    stream = await client.completions.create(
+        model=BUILTIN_MODEL,
+        prompt=series * 30,
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    text = ""
+    async for event in stream:
+        for choice in event.choices:
+            text += choice.text
+            pieces.append(stream.response.headers["x-kvroute-replica"])
+    assert event.usage is not None
+    return text, event.usage.completion_tokens
+
+
 async def test_a_client_that_disconnects_stops_its_engine(vllm: OpenAI, cluster: Cluster) -> None:
     def running() -> int:
         return sum(int(replica["running"]) for replica in replicas(cluster).values())
@@ -400,18 +501,3 @@ async def test_a_client_that_disconnects_stops_its_engine(vllm: OpenAI, cluster:
     await until(lambda: running() == 1)
     stream.close()
     await until(lambda: ask(vllm, user("And now?"), max_tokens=2) and running() == 0)
-
-
-async def test_answers_go_on_when_their_replica_hangs(cluster: Cluster) -> None:
-    """The last one here: a replica's successor takes half a minute of a core."""
-    undisturbed = await Recital(cluster).heard()
-    recital = Recital(cluster)
-    going_on = asyncio.create_task(recital.heard())
-    await recital.is_going_on()
-    victim = recital.pieces[0]
-    replica = psutil.Process(replicas(cluster)[victim]["pid"])
-    engine = engine_of(replica)
-    replica.send_signal(signal.SIGSTOP)
-    assert await going_on == undisturbed
-    await until(lambda: victim not in replicas(cluster), within_s=180)
-    await until(lambda: not is_alive(replica) and not is_alive(engine))
