@@ -18,10 +18,10 @@ from tests.support.waiting import until
 REPLICAS = 3
 CLIENTS = 8
 VOCABULARY = 10_000  # token ids in a prompt
-BLOCK = 32  # tokens
-PROMPT = 250  # blocks
+BLOCK = 16  # tokens
+PROMPT = 500  # blocks
 CAPACITY = 4000  # blocks of one replica
-WARM_UP = 350_000  # blocks; fills the prompts that two routers keep (recent_prompts.py)
+WARM_UP = 700_000  # blocks; fills the prompts that two routers keep (recent_prompts.py)
 ROUNDS = 3
 BLOCKS_A_ROUND = 60_000  # that the fleet computes and evicts again between two killings
 GROWTH_BYTES = 8_000_000  # of one process
