@@ -89,8 +89,10 @@ def _start(settings: ServeSettings, folder: Path) -> None:
     from ray import serve
 
     from kvroute.process.logs import logging_config
+    from kvroute.process.ray_internals import start_less
 
     try:
+        start_less()
         _start_node(folder)
         _keep_token_private()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

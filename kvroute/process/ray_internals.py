@@ -4,6 +4,7 @@ Ray is pinned to one version; tests/unit/test_ray_internals.py checks what is us
 private API for replicas is used in draining.py.
 """
 
+from functools import partial
 from typing import Any
 
 from ray.serve._private import constants
@@ -51,6 +52,14 @@ def set_replicas(application: str, deployment: str, replicas: int) -> None:
 
     id_ = DeploymentID(name=deployment, app_name=application)
     _controller("update_deployment_replicas", id_, replicas)
+
+
+def start_less() -> None:
+    """Leaves out of the Ray that this process starts what nothing here asks: its autoscaler, and
+    the reader of workers' logs that shows them to a driver."""
+    from ray._private import parameter
+
+    parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
 
 
 def use_auth_token() -> None:

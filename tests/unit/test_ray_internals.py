@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ray._private import node, parameter, worker
 from ray.serve._private import constants
 from ray.serve._private import replica as serves_replica
 from ray.serve._private.controller import ServeController
@@ -29,6 +30,14 @@ def test_a_request_router_knows_its_deployment_and_a_replica_its_actor() -> None
 @pytest.mark.parametrize("method", ["get_serve_instance_details", "update_deployment_replicas"])
 def test_serves_controller_can_be_asked(method: str) -> None:
     assert callable(getattr(ServeController, method))
+
+
+def test_rays_head_can_be_started_without_what_nobody_asks() -> None:
+    assert "ray._private.parameter.RayParams(" in inspect.getsource(worker.init)
+    source = inspect.getsource(node.Node)
+    for name in ("not self._ray_params.no_monitor", "self._ray_params.include_log_monitor"):
+        assert f"if {name}:" in source
+        assert name.rpartition(".")[2] in inspect.signature(parameter.RayParams).parameters
 
 
 def test_a_replica_marks_that_it_shuts_down() -> None:
