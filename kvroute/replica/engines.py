@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvroute.contract.records import HostTier
+from kvroute.process import vllm_build
 from kvroute.process.builtin_model import resolve
 from kvroute.process.memory import memory_bytes
 from kvroute.replica.engine.pins import pin_budget
 from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.vllm_engine import fork_server
 from kvroute.replica.vllm_engine.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 
@@ -23,10 +25,11 @@ async def start_engines(settings: ReplicaSettings) -> Sequence[Engine]:
     folder = await asyncio.to_thread(resolve, settings.model)
     if settings.engine == "simulated":
         return [_start_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
-    prepare_vllm(folder)
+    cores = claim_cores(settings.cores)
+    prepare_vllm(folder, cores.threads(settings.data_parallel_size))
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
 
-    return await VllmEngine.start(settings, folder, claim_cores(settings.cores))
+    return await VllmEngine.start(settings, folder, cores)
 
 
 def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
@@ -70,12 +73,17 @@ def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> HostTier |
     return HostTier(blocks, block_bytes, 1e9 * settings.simulated_host_gb_per_s, pin_blocks)
 
 
-def prepare_vllm(folder: str) -> None:
-    """Sets the environment variables that vLLM reads at import."""
+def prepare_vllm(folder: str, threads: int) -> None:
+    """Sets the environment variables that vLLM reads at import, which can begin elsewhere. threads:
+    that each engine computes with on CPUs."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if Path(folder).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not vllm_build.is_for_gpus():
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first logprobs compile 14 s
+        fork_server.begin(threads)
 
 
 def _context_tokens(folder: str) -> int:

@@ -96,7 +96,7 @@ async def _compare() -> Section:
 async def _start(dtype: str, cores: Cores) -> Running:
     folder = resolve(BUILTIN_MODEL)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # its log goes where our table goes
-    prepare_vllm(folder)
+    prepare_vllm(folder, cores.threads(1))
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
 
     settings = ReplicaSettings(

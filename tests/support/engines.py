@@ -24,7 +24,6 @@ from kvroute.replica.ghosts import Ghosts, ghosts_of
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
 from tests.support.chunks import collected
-from tests.support.forked import fork_engines
 from tests.support.waiting import until
 
 BLOCK = 32
@@ -122,8 +121,6 @@ async def started_ranks(
         simulated_decode_ms=5,
         **(defaults | own),
     )
-    if kind == "vllm":
-        fork_engines()
     engines = await start_engines(settings)
     tables = [BlockTable(each.members) for each in engines]
     ranks = [

@@ -38,7 +38,7 @@ from kvroute.process.memory import memory_bytes
 from kvroute.process.tracing import traces_endpoint
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
-from kvroute.replica.vllm_engine import die_with_parent
+from kvroute.replica.vllm_engine import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.continued import ContinuingLLM
@@ -352,9 +352,8 @@ def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> Conti
     """Runs in a separate thread: the engine's processes inherit that thread's cores. stats: by
     rank."""
     if current_platform.is_cpu():
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first logprobs compile 14 s
-        os.environ["OMP_NUM_THREADS"] = str(max(1, len(cores) // len(stats)))
+        os.environ[fork_server.THREADS] = str(cores.threads(len(stats)))
+        fork_server.install()
     die_with_parent.install()
     with cores.bound():
         loggers = [lambda _, rank: stats[rank]]

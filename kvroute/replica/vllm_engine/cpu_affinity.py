@@ -18,6 +18,10 @@ class Cores:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def threads(self, engines: int) -> int:
+        """With which each of so many engines computes."""
+        return max(1, len(self) // engines)
+
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Inside, the calling thread and the processes that it starts run on these cores only."""
