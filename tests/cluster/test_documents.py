@@ -69,7 +69,7 @@ NOT_HERE = {
     "kvroute serve --models": GPUS,
     "kvroute serve --replicas 2 --data-parallel-size": GPUS,
     "kvroute serve --engine-args": GPUS,
-    "kvroute serve --engine-arg runner=pooling": f"{ITS_OWN}: test_pooling_cluster.py has one",
+    "kvroute serve --engine-arg runner=pooling": f"{ITS_OWN}: test_seeing_and_embedding.py has one",
     "kvroute serve --request-log": f"{ITS_OWN}: test_request_log.py has one",
     "OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 kvroute serve": (
         f"{ITS_OWN}: test_telemetry.py has one"

@@ -1,34 +1,25 @@
-"""A real cluster with a model that sees."""
+"""A real cluster with two models behind one endpoint: one sees, and one embeds."""
 
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
+from openai import NotFoundError, OpenAI
 
 from tests.support.bodies import CHATS, MESSAGES, RESPONSES, Body
-from tests.support.engines import BLOCK
+from tests.support.engines import BLOCK, WIDTH, shallow_model
 from tests.support.hits import hit_tokens
 from tests.support.serving import Cluster, start_cluster
 from tests.support.tiny_vision import image, picture, seeing_model
 from tests.support.waiting import until
 
-OPTIONS = (
-    "--routers",
-    "1",
-    "--replicas",
-    "2",
-    "--max-model-len",
-    "2048",
-    "--kv-cache-memory-mb",
-    "16",
-    "--dtype",
-    "float32",
-)
+SEES, EMBEDS = "m", "e"
+EMBEDDINGS = "/v1/embeddings"
 TEXT = {"type": "text", "text": "Somebody has taken a photograph of something. " * 10}
 TEXT_TOKENS = 96  # at most, with the chat's marks
 ANSWER = {"role": "assistant", "content": "A dog."}
@@ -44,15 +35,30 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    model = seeing_model("idefics3", tmp_path_factory.mktemp("seeing"))
-    named = ("--model", str(model), "--served-model-name", "m")
-    with start_cluster(*named, *OPTIONS, deadline_s=300) as cluster:
+    models: list[dict[str, Any]] = [
+        {
+            "model": str(seeing_model("idefics3", tmp_path_factory.mktemp("seeing"))),
+            "served_model_name": SEES,
+            "replicas": 2,
+            "max_model_len": 2048,
+            "kv_cache_memory_mb": 16,
+            "dtype": "float32",
+        },
+        {
+            "model": str(shallow_model(tmp_path_factory.mktemp("embedding") / "model")),
+            "served_model_name": EMBEDS,
+            "replicas": 1,
+            "max_model_len": 8192,
+            "engine_args": {"runner": "pooling", "convert": "embed"},
+        },
+    ]
+    with start_cluster("--models", json.dumps(models), deadline_s=300) as cluster:
         yield cluster
 
 
 def chat(*parts: Any) -> Body:
     question = {"type": "text", "text": "What is it? " * 20}
-    return {"model": "m", "messages": message(TEXT, *parts, question)}
+    return {"model": SEES, "messages": message(TEXT, *parts, question)}
 
 
 def message(*parts: Any) -> list[Any]:
@@ -62,6 +68,17 @@ def message(*parts: Any) -> list[Any]:
 def posted(cluster: Cluster, path: str, body: Body) -> httpx.Response:
     limited = {"max_tokens": 4, "temperature": 0, **body}
     return httpx.post(f"{cluster.url}{path}", json=limited, timeout=120)
+
+
+def embedded(
+    cluster: Cluster,
+    text: str | list[int],
+    path: str = EMBEDDINGS,
+    model: str = EMBEDS,
+    headers: Mapping[str, str] | None = None,
+) -> httpx.Response:
+    body = {"model": model, "input": text}
+    return httpx.post(f"{cluster.url}{path}", json=body, headers=headers, timeout=60)
 
 
 async def ask(cluster: Cluster, body: Body) -> Answer:
@@ -100,8 +117,8 @@ async def test_a_chat_with_the_same_image_goes_where_it_is_cached(cluster: Clust
 async def test_a_chat_with_an_image_finds_the_text_before_it(cluster: Cluster) -> None:
     """The router renders the first chat, and a replica the second."""
     story = {"type": "text", "text": "A story that goes on and on. " * 20}
-    first = await ask(cluster, {"model": "m", "messages": message(story)})
-    second = await ask(cluster, {"model": "m", "messages": message(story, image(picture(20)))})
+    first = await ask(cluster, {"model": SEES, "messages": message(story)})
+    second = await ask(cluster, {"model": SEES, "messages": message(story, image(picture(20)))})
     assert second.replica == first.replica
     assert second.expected == second.cached == whole_blocks(first.tokens - 1)
 
@@ -134,7 +151,7 @@ async def test_every_api_finds_the_same_image(cluster: Cluster) -> None:
         RESPONSES: {"input": message(question, {"type": "input_image", "image_url": url})},
     }
     for path, body in bodies.items():
-        answer = posted(cluster, path, {"model": "m", **body})
+        answer = posted(cluster, path, {"model": SEES, **body})
         assert answer.status_code == 200, answer.text
         assert expected_in(answer) > asked.tokens / 2
 
@@ -145,6 +162,34 @@ async def test_what_is_no_image_costs_no_replica(cluster: Cluster) -> None:
         answer = posted(cluster, CHATS, chat(image(url)))
         assert 400 <= answer.status_code < 500, answer.text
     assert pids_of(cluster) == before
+
+
+def test_openais_client_gets_embeddings_and_no_chats_of_that_model(cluster: Cluster) -> None:
+    messages: Any = message({"type": "text", "text": "hi"})
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        answer = client.embeddings.create(model=EMBEDS, input=["hi", "ho"])
+        assert [len(each.embedding) for each in answer.data] == [WIDTH, WIDTH]
+        assert answer.usage.prompt_tokens == 2
+        with pytest.raises(NotFoundError):
+            client.chat.completions.create(model=EMBEDS, messages=messages)
+
+
+def test_an_embedding_has_the_id_of_its_request(cluster: Cluster) -> None:
+    headers = {"x-request-id": "mine"}
+    assert embedded(cluster, "hi", headers=headers).json()["id"] == "embd-mine"
+
+
+def test_a_text_to_embed_may_have_many_token_ids(cluster: Cluster) -> None:
+    assert embedded(cluster, [1] * 5000).json()["usage"]["prompt_tokens"] == 5000
+
+
+def test_a_model_that_sees_embeds_nothing_and_one_that_embeds_classifies_nothing(
+    cluster: Cluster,
+) -> None:
+    streamed = {**chat(), "model": EMBEDS, "stream": True}
+    assert posted(cluster, CHATS, streamed).status_code == 404
+    for path, model in (("/classify", EMBEDS), (EMBEDDINGS, SEES)):
+        assert embedded(cluster, "hi", path, model).status_code == 404
 
 
 def test_an_answer_about_an_image_goes_on_when_its_replica_dies(cluster: Cluster) -> None:
