@@ -2,7 +2,7 @@
 
 They are those of vLLM's engine and those of its server's front, such as `tool_call_parser`.
 
-As a program: reads a JSON list of mappings and prints a JSON list with the problems of each.
+`main` is a program: it reads a JSON list of mappings, and prints one with the problems of each.
 """
 
 import contextlib
@@ -20,6 +20,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
 
 MATCHES = 3  # names that are shown for an unknown one
+
+
+def main() -> None:
+    with contextlib.redirect_stdout(sys.stderr):
+        complaints = list(map(complain, json.load(sys.stdin)))
+    print(json.dumps(complaints))
 
 
 def _names(arguments: Any) -> frozenset[str]:
@@ -102,9 +108,3 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 def _wrong(error: Any) -> str:
     where = ".".join(map(str, error["loc"]))
     return f"{where} is {error['input']!r}: {error['msg']}"
-
-
-if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        complaints = list(map(complain, json.load(sys.stdin)))
-    print(json.dumps(complaints))
