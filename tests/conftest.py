@@ -1,5 +1,6 @@
 """What the tests of several rooms share."""
 
+import gc
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -26,6 +27,12 @@ __all__ = ["pytest_terminal_summary"]  # a hook of pytest's
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     put_in_order(items)
+
+
+def pytest_collection_finish() -> None:
+    """The collector would look at all tests and libraries again and again, an eighth of the time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
