@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector would look at all tests and libraries again and again, an eighth of the time."""
+    """The collector would look at tests and libraries again and again, an eighth of all time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
