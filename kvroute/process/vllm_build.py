@@ -4,9 +4,8 @@ import importlib.metadata
 
 
 def is_for_gpus() -> bool:
-    """vLLM for CPUs is a package of another name."""
+    """vLLM for CPUs is a package of another name, or says so in its version."""
     try:
-        importlib.metadata.version("vllm")
+        return "+cpu" not in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True

@@ -28,10 +28,15 @@ def begin(threads: int) -> None:
 
 def install() -> None:
     """Before vLLM starts a process."""
+    from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import coordinator, utils
 
+    def context() -> _Context:
+        get_mp_context()  # which also prepares the environment
+        return _Context()
+
     for module in (coordinator, utils):
-        module.get_mp_context = _Context
+        module.get_mp_context = context
 
 
 class _Process(ForkServerProcess):
