@@ -32,7 +32,8 @@ def beside(haproxy: int, config: Path, command: Sequence[str]) -> None:
     if os.fork():  # so that it is no child of HAProxy
         os._exit(0)
     module = [sys.executable, "-m", __name__]
-    os.execv(sys.executable, [*module, f"{haproxy}", f"file:{config}", *command])
+    began_s = f"{time.monotonic()}"  # this program's own start can take a second
+    os.execv(sys.executable, [*module, f"{haproxy}", began_s, f"file:{config}", *command])
 
 
 def running(config: Path) -> int | None:
@@ -45,15 +46,14 @@ def running(config: Path) -> int | None:
 
 
 def main() -> None:
-    haproxy, file, *command = sys.argv[1:]
-    began_s = time.monotonic()
+    haproxy, began_s, file, *command = sys.argv[1:]
     try:
         select.select([os.pidfd_open(int(haproxy))], [], [])
     except ProcessLookupError:
         return
     config = Path(file.removeprefix("file:"))
     (admin,) = ADMIN_SOCKET.findall(config.read_text())
-    if time.monotonic() - began_s > LEAST_S and not _answers(admin):
+    if time.monotonic() - float(began_s) > LEAST_S and not _answers(admin):
         _stand_in(config, command)
 
 
