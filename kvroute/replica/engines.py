@@ -74,8 +74,8 @@ def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> HostTier |
 
 
 def prepare_vllm(folder: str, threads: int) -> None:
-    """Sets the environment variables that vLLM reads at import, which can begin elsewhere. threads:
-    that each engine computes with on CPUs."""
+    """Before vLLM is imported: sets the environment variables that it reads then, and begins the
+    fork server on CPUs. threads: that each engine computes with there."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if Path(folder).is_dir():

@@ -13,6 +13,8 @@ import pytest
 
 from kvroute.replica.vllm_engine import fork_server
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
 LATER = "KVROUTE_TEST_LATER"
 GONE = "KVROUTE_TEST_GONE"
 
@@ -26,7 +28,6 @@ def one_core() -> Iterator[int]:
     os.sched_setaffinity(0, before)
 
 
-@pytest.mark.filterwarnings("ignore")  # vLLM's own
 def test_vllms_processes_are_forked_with_the_environment_and_cores_of_their_starter(
     monkeypatch: pytest.MonkeyPatch, one_core: int
 ) -> None:
@@ -52,7 +53,6 @@ def test_vllms_processes_are_forked_with_the_environment_and_cores_of_their_star
     assert has_imported
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("module", ["coordinator", "utils"])
 def test_vllm_starts_its_processes_by_what_is_replaced(module: str) -> None:
     source = inspect.getsource(importlib.import_module(f"vllm.v1.engine.{module}"))
