@@ -14,7 +14,10 @@ READY := .venv/ready-$(PROFILE)
 DEV := .venv/ready-dev
 LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$(PROFILE).txt))
 
-.PHONY: help setup serve check unit test test-cluster lint docs wheel-check lock system chaos fuzz bench bench-engines bench-prefixes bench-tenants
+# Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
+
+.PHONY: help setup serve check unit test test-all test-cluster lint docs wheel-check lock system chaos fuzz bench bench-engines bench-prefixes bench-tenants
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -25,24 +28,29 @@ setup: $(DEV) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
 serve: $(READY) ## The cluster, in the foreground; options as in ARGS="--port 8123 --replicas 2"
 	@exec $(BIN)/kvroute serve $(ARGS)
 
-check: $(DEV) ## Unit tests, formatting, lint and types, in a minute or so
+check: $(DEV) ## Unit tests, formatting, lint and types; takes a minute
 	@$(MAKE) -j2 --output-sync=target unit lint
 
 unit: $(DEV)
 	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/unit $(ARGS)
 
-test: $(DEV) ## All tests on one host; options of pytest as in ARGS="-k mirror"
-	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+test: $(DEV) ## Lint, types, and the tests of every main promise; takes ten minutes. ARGS="-k mirror"
+	@$(MAKE) lint
+	@exec $(PYTEST) $(ARGS)
+
+test-all: $(DEV) ## The same and everything in tests/slow; takes half an hour
+	@$(MAKE) lint
+	@exec $(PYTEST) tests $(ARGS)
 
 test-cluster: $(DEV) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes
-	@exec $(BIN)/python -m pytest -m nodes -rP $(ARGS)
+	@exec $(BIN)/python -m pytest -m nodes -rP tests/slow/nodes $(ARGS)
 
 chaos: $(DEV) ## Faults one by one and two at a time; takes ten minutes, and root for a full disk
 	@$(BIN)/python -W ignore -m tests.chaos $(ARGS)
 
 fuzz: $(DEV) ## 24,000 requests of every shape to every route; takes some minutes
 	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/cluster/test_fuzz.py $(ARGS)
-	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/own_cluster/test_api_keys.py -k any_ $(ARGS)
+	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/slow/own_cluster/test_api_keys.py -k any_ $(ARGS)
 
 bench: $(DEV) ## What a decision, an index and a request's way cost; options as in ARGS="--help"
 	@$(BIN)/python -W ignore -m tests.bench $(ARGS)
@@ -71,7 +79,7 @@ wheel-check: $(READY) ## Builds the wheel into dist/, installs it in a clean env
 lock: | .venv/bin/uv ## Writes requirements/*.lock from pyproject.toml; options of uv as in ARGS="--upgrade"
 	@scripts/lock.sh $(ARGS)
 
-system: ## What tests need besides Python: Prometheus and Chromium; Debian and Ubuntu, as root
+system: ## What tests need besides Python: Prometheus, Chromium, debootstrap; Debian and Ubuntu, as root
 	@scripts/system.sh
 
 $(READY): $(LOCKS) pyproject.toml scripts/setup.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs requirements/$1.lock and this project into .venv; $1 is cpu or gpu.
 # `setup.sh $1 dev` adds the packages for tests and development: requirements/dev.lock.
-# The file .venv/ready-$1 exists only after a complete run: an interrupted one starts again.
+# The file .venv/ready-$1 exists only after a complete run; an interrupted run starts again.
 # .venv/ready-dev has the same meaning for dev.lock.
 set -eEuo pipefail
 cd "$(dirname "$0")/.."
@@ -11,25 +11,26 @@ locks=("requirements/$profile.lock" ${2:+"requirements/$2.lock"})
 ready=.venv/ready-$profile
 log=.venv/setup.log
 torch_cpu_index=https://download.pytorch.org/whl/cpu
+stages=4 # of `stage`, below
+progress_step=25 # without a terminal, a line is printed for so many packages
 
 main() {
     [ "$(uname -s)" = Linux ] || fail "this is $(uname -s); kvroute runs on Linux only"
+    local python
+    python=$(find_python)
+    "$python" scripts/check_machine.py "$profile" || exit 1
+    announce "${1:-}"
     [ -e "$ready" ] || rm -rf .venv
     rm -f .venv/ready-*
-    [ -d .venv ] || make_venv
+    stage 1 "creating .venv with $("$python" --version)"
+    [ -d .venv ] || "$python" -m venv .venv
     : >"$log"
-    trap 'show_errors; fail "not finished; all that was said is in $log"' ERR
+    trap 'show_errors; fail "not finished; the whole output is in $log"' ERR
     install_everything
+    stage 4 "compiling what a start imports"
     warm_up
     touch "$ready" ${1:+".venv/ready-$1"}
     echo "setup: ready"
-}
-
-make_venv() {
-    local python
-    python=$(find_python)
-    echo "setup: .venv with $("$python" --version); this takes some minutes, once"
-    "$python" -m venv .venv || fail "on Debian and Ubuntu, venv comes with: apt install python3-venv"
 }
 
 find_python() {
@@ -41,20 +42,32 @@ find_python() {
         fi
     done
     fail "there is no Python 3.11 or newer under the name ${PYTHON:-python3.11 or python3};" \
-        "install one, or say which: make setup PYTHON=/path/to/python3.11"
+        "install one (Debian 12, Ubuntu 24.04: sudo apt-get install python3 python3-venv)," \
+        "or say which to use: make setup PYTHON=/path/to/python3.11"
 }
 
-install_everything() {
-    echo "setup: pip"
-    install "pip==26.3"
-    if [ "$profile" = cpu ]; then
-        echo "setup: torch for CPUs"
-        install_torch_cpu
+announce() {
+    if [ -e "$ready" ]; then
+        echo "setup: updates .venv${1:+, with the packages for tests and development}"
+    else
+        echo "setup: installs about $(installed_gb) GB into .venv; takes about 5 minutes, once"
     fi
-    echo "setup: $(cat "${locks[@]}" | grep -c '^[a-z]') packages"
+}
+
+installed_gb() { sed -n 's/^installed-gb //p' "requirements/machine-$profile.txt"; }
+
+stage() { echo "setup: $1/$stages $2"; }
+
+install_everything() {
+    stage 2 "installing pip$([ "$profile" = gpu ] || echo " and torch for CPUs")"
+    install "pip==26.3"
+    if [ "$profile" = cpu ]; then install_torch_cpu; fi
+    stage 3 "installing $(count_packages) packages"
     install --require-hashes "${locks[@]/#/--requirement=}"
     install --build-constraint requirements/build.lock --editable .
 }
+
+count_packages() { cat "${locks[@]}" | grep -c '^[a-z]'; }
 
 # PyPI has torch for CUDA only. The CPU build may be on an index, or in a folder, of yours.
 install_torch_cpu() {
@@ -72,16 +85,24 @@ show_progress() {
     local verb name count=0
     while read -r verb name _; do
         case $verb in
-        Collecting) count=$((count + 1)) && show "$count: $name" ;;
-        Installing) show "unpacking" ;;
+        Collecting) count=$((count + 1)) && show_package $count "$name" ;;
+        Installing) show_unpacking ;;
         esac
     done
-    show ""
+    if [ -t 1 ]; then printf '\r\033[K'; fi
 }
 
-# One line that is overwritten; no output without a terminal.
-show() {
-    if [ -t 1 ]; then printf '\r\033[K%s' "${1:+       $1}"; fi
+# On a terminal one line is overwritten; elsewhere some packages get a line.
+show_package() {
+    if [ -t 1 ]; then
+        printf '\r\033[K       %s: %s' "$1" "$2"
+    elif [ $(($1 % progress_step)) = 0 ]; then
+        echo "setup:     package $1, $2"
+    fi
+}
+
+show_unpacking() {
+    if [ -t 1 ]; then printf '\r\033[K       unpacking'; else echo "setup:     unpacking"; fi
 }
 
 show_errors() {
@@ -90,7 +111,6 @@ show_errors() {
 
 # Compiles only the modules that a start imports, and checks that they can be imported.
 warm_up() {
-    echo "setup: first import"
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -c \
         'import ray.serve, kvroute.cli, vllm.v1.engine.async_llm' >>"$log" 2>&1
 }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs the tests' requirements that are not Python packages: Prometheus with promtool, and Chromium. For Debian
-# and Ubuntu, as root. Fails where anything is still missing; a test run lists what it left out.
+# Installs what tests need besides Python packages: Prometheus with promtool, Chromium, and debootstrap, which makes
+# the bare machine of `make test-all`. For Debian and Ubuntu, as root. Fails if something is still missing; a test run
+# ends with a list of the tests that it left out.
 set -euo pipefail
 
 policy=/usr/sbin/policy-rc.d
@@ -9,6 +10,7 @@ main() {
     local wanted=()
     has prometheus && has promtool || wanted+=(prometheus)
     has chromium || has chromium-browser || wanted+=(chromium)
+    has debootstrap || wanted+=(debootstrap)
     [ ${#wanted[@]} -gt 0 ] || exit 0
     [ "$(id -u)" = 0 ] || fail "not root; run: sudo apt-get install ${wanted[*]}"
     has apt-get || fail "there is no apt-get; install with your own tools: ${wanted[*]}"

@@ -1,7 +1,8 @@
-"""What the tests of several rooms share."""
+"""Fixtures and hooks that the tests of several folders share."""
 
 import gc
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,17 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.connection import connect
 from tests.support.clients import openai_client
-from tests.support.order import Rooms, put_in_order
+from tests.support.collector import Collector, collecting
+from tests.support.order import Scopes, put_in_order
 from tests.support.serving import Cluster
+from tests.support.shared import pytest_runtest_teardown, shared_cluster
 from tests.support.untested import pytest_terminal_summary
 
-# How fast the machine is, or makes examples, is not what tests judge.
+# Tests do not judge how fast the machine is, or how fast it makes examples.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 
-__all__ = ["pytest_terminal_summary"]  # a hook of pytest's
+__all__ = ["pytest_runtest_teardown", "pytest_terminal_summary"]  # hooks of pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,32 +33,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector would look at tests and libraries again and again, an eighth of all time."""
+    """Exempt tests and libraries from garbage collection: it would take an eighth of the time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
-    return Rooms(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scopes:
+    return Scopes(config, log)
 
 
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[OpenAI]:
-    """A client of the module's cluster."""
+    """Return a client of the module's cluster."""
     with openai_client(cluster) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def redis_url() -> Iterator[str]:
-    """A Redis of the module's own."""
+    """Start a Redis for one module."""
     with embedded_redis() as url:
         yield url
 
 
 @pytest.fixture
 async def empty_redis(redis_url: str) -> AsyncIterator[Redis]:
-    """A connection to it, with nothing in it."""
+    """Empty the module's Redis and return a connection to it."""
     client = connect(redis_url)
     await client.flushall()
     yield client
@@ -64,7 +67,32 @@ async def empty_redis(redis_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture(scope="session")
 def prompts() -> Iterator[Prompts]:
-    """The built-in model's tokenizer."""
+    """Return the built-in model's tokenizer and chat template."""
     prompts = Prompts(resolve(BUILTIN_MODEL))
     yield prompts
     prompts.close()
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """Receive the spans of `simulated_cluster`."""
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def request_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the request log of `simulated_cluster`."""
+    return tmp_path_factory.mktemp("requests")
+
+
+@pytest.fixture(scope="session")
+def simulated_cluster(collector: Collector, request_log: Path) -> Iterator[Cluster]:
+    """Four replicas behind two routers, with traces, JSON logs and a request log."""
+    yield from shared_cluster(
+        "simulated_cluster",
+        *("--engine", "simulated", "--replicas", "4", "--routers", "2"),
+        *("--simulated-prefill-tokens-per-s", "50000", "--simulated-decode-ms", "2"),
+        *("--log-format", "json", "--request-log", str(request_log)),
+        env=collector.env,
+    )

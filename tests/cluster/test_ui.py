@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from pathlib import Path
 
 import pytest
 import requests
@@ -12,13 +11,14 @@ from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.browser import Page, page
+from tests.support.repository import ROOT
 from tests.support.serving import Cluster
 from tests.support.untested import obstacle
 from tests.support.waiting import wait_until
 from tests.support.workloads import ask, people_table, user
 
 AT_ONCE = 8
-UI = Path(__file__).parents[2] / "kvroute" / "router" / "ui"
+UI = ROOT / "router" / "ui"
 MARKUP = "<img src=x onerror=document.title='hacked'>"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.documents import ROOT
 
 LIST = Path(__file__).with_name("hooks.txt")
-ENGINE = ROOT / "kvroute" / "replica" / "vllm_engine"
+ENGINE = ROOT / "replica" / "vllm_engine"
 ALL = ".*"  # behind a class: its public names
 
 

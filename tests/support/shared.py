@@ -1,18 +1,33 @@
-"""Each shared cluster runs until the last test that asks for it."""
+"""Clusters that several modules share: each runs until the last test that asks for it."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 
 import pytest
 
 from tests.support.order import SHARED_CLUSTERS, fixtures_of
+from tests.support.serving import COMMAND, Cluster, start_cluster
 
-stacks = {name: ExitStack() for name in SHARED_CLUSTERS}  # of this process
+stacks = {name: ExitStack() for name in SHARED_CLUSTERS}  # the clusters that this process runs
+
+
+def shared_cluster(
+    name: str,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    deadline_s: float = 200.0,
+    command: Sequence[str] = COMMAND,
+) -> Iterator[Cluster]:
+    """Start the shared cluster of this name, for a session fixture to yield."""
+    with stacks[name] as stack:
+        cluster = start_cluster(*args, env=env, deadline_s=deadline_s, command=command)
+        yield stack.enter_context(cluster)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """A hook of the rooms."""
+    """End each shared cluster after its last test; a hook of pytest."""
     for name, last in _last_tests(item.session).items():
         if last is item:
             stacks[name].close()
@@ -20,5 +35,5 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @cache
 def _last_tests(session: pytest.Session) -> dict[str, pytest.Item]:
-    """By cluster."""
+    """Return the last test of each shared cluster."""
     return {name: item for item in session.items for name in fixtures_of(item) & stacks.keys()}

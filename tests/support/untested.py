@@ -8,7 +8,7 @@ import pytest
 
 MISSING = "not installed: "
 COMMANDS = {"chromium": ("chromium", "chromium-browser")}  # where not its own name alone
-FROM_SYSTEM_SH = ("chromium", "prometheus", "promtool")
+FROM_SYSTEM_SH = ("chromium", "debootstrap", "prometheus", "promtool")
 
 
 def find(name: str) -> str | None:

@@ -46,14 +46,14 @@ def test_the_files_are_what_the_code_makes() -> None:
     assert found == made, "run python -m dashboards.build"
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
-def test_nothing_on_a_dashboard_has_the_name_or_place_of_another(dashboard: Any) -> None:
-    panels = dashboard.to_json()["panels"]
-    titles = [panel["title"] for panel in panels]
-    cells = Counter(cell for panel in panels for cell in _cells(**panel["gridPos"]))
-    assert len(set(titles)) == len({panel["id"] for panel in panels}) == len(panels)
-    assert set(cells.values()) == {1}
-    assert max(x for x, _ in cells) < 24
+def test_no_panel_has_the_name_or_place_of_another_on_its_dashboard() -> None:
+    for dashboard in DASHBOARDS:
+        panels = dashboard.to_json()["panels"]
+        titles = [panel["title"] for panel in panels]
+        cells = Counter(cell for panel in panels for cell in _cells(**panel["gridPos"]))
+        assert len(set(titles)) == len({panel["id"] for panel in panels}) == len(panels), titles
+        assert [cell for cell, panels_there in cells.items() if panels_there > 1] == []
+        assert max(x for x, _ in cells) < 24, dashboard.uid
 
 
 def _cells(x: int, y: int, w: int, h: int) -> Iterator[tuple[int, int]]:
@@ -64,13 +64,21 @@ def test_dashboards_are_told_apart() -> None:
     assert len({dashboard.uid for dashboard in DASHBOARDS}) == len(DASHBOARDS) == len(files())
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_a_panel_says_what_it_shows_and_in_which_unit(panel: dict[str, Any]) -> None:
-    unit = panel["fieldConfig"]["defaults"]["unit"]
-    assert unit in {"s", "percentunit", "reqps", "bytes", "short"} or unit.startswith("count:")
-    assert len(re.findall(r"[.:] ", panel["description"])) >= 1, "what it is, then what to do"
+def test_every_panel_says_what_it_shows_and_in_which_unit() -> None:
+    assert [wrong for panel in PANELS for wrong in faults_of(panel)] == []
+
+
+def faults_of(panel: dict[str, Any]) -> Iterator[str]:
+    """Yield what a panel lacks, with its title."""
+    title, unit = panel["title"], panel["fieldConfig"]["defaults"]["unit"]
+    units = {"s", "percentunit", "reqps", "bytes", "short"}
+    if unit not in units and not unit.startswith("count:"):
+        yield f"{title}: {unit} is no unit of ours"
+    if not re.search(r"[.:] ", panel["description"]):
+        yield f"{title}: the description must say what it is, then what to do"
     sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
-    assert {source["uid"] for source in sources} == {"${datasource}"}
+    if {source["uid"] for source in sources} != {"${datasource}"}:
+        yield f"{title}: its data must come from the dashboard's data source"
 
 
 def test_a_waterfall_stands_on_what_its_other_bars_add_up_to() -> None:
@@ -84,13 +92,13 @@ def test_a_waterfall_stands_on_what_its_other_bars_add_up_to() -> None:
     assert sorted(floors) == places[:-1], "what is left stands on the ground"
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
-def test_every_variable_of_a_query_is_on_its_dashboard(dashboard: Any) -> None:
-    drawn = dashboard.to_json()
-    offered = {variable["name"] for variable in drawn["templating"]["list"]}
-    used = re.findall(r"\$\{?(\w+)", json.dumps(drawn["panels"]))
-    assert {"model", "node", "replica", "datasource"} == offered
-    assert {name for name in used if not name.startswith("__")} <= offered
+def test_every_variable_of_a_query_is_on_its_dashboard() -> None:
+    for dashboard in DASHBOARDS:
+        drawn = dashboard.to_json()
+        offered = {variable["name"] for variable in drawn["templating"]["list"]}
+        used = re.findall(r"\$\{?(\w+)", json.dumps(drawn["panels"]))
+        assert {"model", "node", "replica", "datasource"} == offered, dashboard.uid
+        assert {name for name in used if not name.startswith("__")} <= offered, dashboard.uid
 
 
 def test_the_ledger_is_drawn_whole_and_in_its_order() -> None:
@@ -101,19 +109,20 @@ def test_whatever_may_be_why_tokens_were_evicted_is_drawn() -> None:
     assert cache_hits.WHYS == WHYS
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
-    assert rule["for"]
-    assert rule["labels"]["severity"] in {"critical", "warning"}
-    assert rule["annotations"].keys() == {"summary", "action"}
-    assert rule["alert"] in (DEPLOY / "prometheus" / "alerts_test.yml").read_text()
+def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+    tests = (DEPLOY / "prometheus" / "alerts_test.yml").read_text()
+    for rule in RULES:
+        assert rule["for"], rule
+        assert rule["labels"]["severity"] in {"critical", "warning"}, rule
+        assert rule["annotations"].keys() == {"summary", "action"}, rule
+        assert rule["alert"] in tests, rule
 
 
-@pytest.mark.parametrize("expression", [*QUERIES, *(rule["expr"] for rule in RULES)])
-def test_what_is_asked_for_is_told(expression: str) -> None:
-    """vLLM's own are compared with a running engine's, in test_vllm_cluster.py."""
-    named = {name for name in metrics_in(expression) if not name.startswith("vllm:")}
-    assert named <= told()
+def test_every_metric_of_a_query_or_an_alert_is_exported() -> None:
+    """vLLM's own metrics are compared with a running engine's, in test_vllm_cluster.py."""
+    expressions, exported = [*QUERIES, *(rule["expr"] for rule in RULES)], names_exported()
+    named = {name for expression in expressions for name in metrics_in(expression)}
+    assert {name for name in named - exported if not name.startswith("vllm:")} == set()
 
 
 def metrics_in(expression: str) -> set[str]:
@@ -122,8 +131,8 @@ def metrics_in(expression: str) -> set[str]:
     return set(re.findall(r"(?<![\w:])[a-z][\w:]*\b(?!\s*\()", bare)) - NO_METRICS
 
 
-def told() -> set[str]:
-    """Names of all samples of a router and a replica, and the one that Prometheus adds."""
+def names_exported() -> set[str]:
+    """Return the names of all samples of a router and a replica, and the one Prometheus adds."""
     registries = (metrics_table.router(), metrics_table.replica(), REGISTRY)
     return {"up"}.union(*map(_samples, registries))
 

@@ -1,15 +1,12 @@
-"""Imports run downwards only: the order of the rooms, as ARCHITECTURE.md has it."""
+"""Imports run downwards only: a package imports itself and packages below it."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.support.repository import LINKED, ROOT, product_modules
 
-ROOT = Path(__file__).parents[2]
-
-# From the lowest to the highest. A room may import itself and those before it. A single module
-# that is not in a room of its own stands for itself.
+# The packages and single modules of kvroute, from the lowest to the highest, as in ARCHITECTURE.md.
 ORDER = (
     "kvroute.contract",
     "kvroute.keys",
@@ -47,13 +44,13 @@ def _dotted(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _room(module: str) -> str:
-    """The longest name in ORDER that it begins with."""
-    return max((room for room in ORDER if f"{module}.".startswith(f"{room}.")), key=len)
+def _package(module: str) -> str:
+    """Return the longest name in ORDER that the module's name begins with."""
+    return max((name for name in ORDER if f"{module}.".startswith(f"{name}.")), key=len)
 
 
 def _imports(module: str) -> Iterator[str]:
-    """Our modules that it imports, wherever in its text."""
+    """Yield the modules of kvroute that it imports, at the top or inside functions."""
     path = ROOT / Path(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.walk(ast.parse(file.read_text())):
@@ -64,24 +61,35 @@ def _imports(module: str) -> Iterator[str]:
             yield from (each.name for each in node.names if each.name.startswith("kvroute"))
 
 
-MODULES = [_dotted(file) for file in sorted((ROOT / "kvroute").rglob("*.py"))]
+MODULES = [module for module in map(_dotted, product_modules()) if module != "kvroute"]
 
 
-def test_every_module_is_in_a_room() -> None:
-    assert {_room(module) for module in MODULES if module != "kvroute"} == set(ORDER)
+def test_every_module_is_in_a_package_of_the_order() -> None:
+    assert {_package(module) for module in MODULES} == set(ORDER)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_downwards(module: str) -> None:
-    if module == "kvroute":
-        return
-    own = ORDER.index(_room(module))
-    climbs = [each for each in _imports(module) if ORDER.index(_room(each)) > own]
-    assert climbs == []
+def test_modules_import_only_downwards() -> None:
+    upwards = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        for imported in _imports(module)
+        if ORDER.index(_package(imported)) > ORDER.index(_package(module))
+    ]
+    assert upwards == []
+
+
+def test_nobody_imports_the_linked_folders_by_their_names_at_the_top() -> None:
+    """`import router` would load a second copy of every module of `kvroute.router`."""
+    for file in product_modules():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module or "").partition(".")[0] not in LINKED, file
+            if isinstance(node, ast.Import):
+                assert not {each.name.partition(".")[0] for each in node.names} & {*LINKED}, file
 
 
 def test_no_test_imports_another_test_or_a_fixture() -> None:
-    """What tests share is in tests.support."""
+    """Code that tests share is in tests.support."""
     rooms = ("unit", "redis", "cluster", "vllm", "nodes")
     bad = tuple(f"tests.{room}" for room in (*rooms, "conftest"))
     for file in (ROOT / "tests").rglob("*.py"):

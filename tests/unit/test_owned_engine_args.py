@@ -1,4 +1,4 @@
-"""vLLM's engine arguments, as a user gives them; vLLM's own word on them is in tests/vllm."""
+"""vLLM's engine arguments, as a user gives them; tests/slow/engines asks vLLM itself."""
 
 from typing import Any
 

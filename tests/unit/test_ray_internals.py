@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 from ray._private import node, parameter, worker
@@ -12,8 +11,8 @@ from ray.serve._private.controller import ServeController
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from kvroute.process.ray_internals import DIRECT_PORTS
+from tests.support.repository import PACKAGE, product_modules
 
-PACKAGE = Path(__file__).parents[2] / "kvroute"
 THEIRS = {"process/ray_internals.py", "process/draining.py"}
 PRIVATE = re.compile(r"ray(\.\w+)*\._private|\b(_actor_handle|_replica_impl|_deployment_id)\b")
 
@@ -53,7 +52,7 @@ def test_routers_listen_to_haproxy_on_serves_direct_ports() -> None:
 def test_no_other_module_has_a_private_name_of_rays() -> None:
     found = {
         str(file.relative_to(PACKAGE))
-        for file in PACKAGE.rglob("*.py")
+        for file in product_modules()
         if PRIVATE.search(file.read_text())
     }
     assert found == THEIRS

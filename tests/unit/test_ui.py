@@ -1,13 +1,13 @@
 """The live page's files say what the documents say."""
 
 import re
-from pathlib import Path
 
 from kvroute.command.explain import EVICTED
 from kvroute.router.routing.returns import WHYS
 from tests.support.documents import METRICS
+from tests.support.repository import ROOT
 
-UI = Path(__file__).parents[2] / "kvroute" / "router" / "ui"
+UI = ROOT / "router" / "ui"
 
 
 def test_the_causes_are_explained_in_the_documents_words() -> None:

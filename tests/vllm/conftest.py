@@ -1,77 +1,37 @@
-"""What tests of engines share: starting vLLM takes half a minute of a core."""
+"""The vLLM cluster that the tests of this folder share."""
 
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import Iterator
 
 import pytest
-import pytest_asyncio
 
-from kvroute.contract.adapters import WEIGHTS_FILES, Adapter
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from tests.support.adapters import write_adapter
-from tests.support.engines import (
-    BROKEN,
-    INTERVAL,
-    LAYERS,
-    NAMES,
-    SHALLOW_CACHE_MB,
-    TOOL_PARSER,
-    WIDTH,
-    Running,
-    shallow_model,
-    started,
-    terse_model,
-)
-from tests.support.serving import COMMAND, Cluster, start_cluster
-from tests.support.shared import pytest_runtest_teardown, stacks
-
-__all__ = ["pytest_runtest_teardown"]  # a hook of pytest's
-
-
-@pytest.fixture
-def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output of the engine is a chunk, whoever is slow."""
-    from kvroute.replica.vllm_engine import http_run
-    from tests.support.stock import COLLECTORS, Unmerged
-
-    for module in COLLECTORS:
-        monkeypatch.setattr(module, "RequestOutputCollector", Unmerged)
-    monkeypatch.setattr(http_run, "WHOLE_TOKENS", 1)
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["simulated", "vllm"])
-async def running(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Running]:
-    """A shallow model in a small cache. It has memory for two of its adapters and takes one in a
-    batch, and it answers in chunks of several tokens."""
-    folder = tmp_path_factory.mktemp("engine")
-    for seed, name in enumerate((*NAMES, BROKEN)):
-        write_adapter(folder / name, seed=seed, layers=LAYERS, width=WIDTH, strength=4.0)
-    (folder / BROKEN / WEIGHTS_FILES[0]).write_bytes(b"no weights")
-    async with started(
-        request.param,
-        model=str(shallow_model(folder / "model")),
-        kv_cache_memory_mb=SHALLOW_CACHE_MB,
-        simulated_blocks=90,
-        stream_interval=INTERVAL,
-        adapters=tuple(Adapter(name=name, path=str(folder / name)) for name in (*NAMES, BROKEN)),
-        max_loras=1,
-        max_cpu_loras=2,
-        engine_args={"tool_call_parser": TOOL_PARSER},
-    ) as running:
-        yield running
+from tests.support.engines import TOOL_PARSER, terse_model
+from tests.support.serving import COMMAND, Cluster
+from tests.support.shared import shared_cluster
+from tests.support.workloads import TASKS
 
 
 @pytest.fixture(scope="session")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A shallow model behind two routers, for tests of what answers look like. Streamed and whole
-    ones are compared: in float32 they are equal."""
-    model = str(terse_model(tmp_path_factory.mktemp("exact") / "model"))
-    named = ("--model", model, "--served-model-name", BUILTIN_MODEL)
-    numbers = ("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", "4096")
-    options = ("--routers", "2", "--response-store-mb", "16", *numbers)
-    tools = ("--engine-arg", f"tool_call_parser={TOOL_PARSER}")
-    command = ("nice", "-n", "10", *COMMAND)
-    with stacks["exact"] as stack:
-        cluster = start_cluster(*named, *options, *tools, deadline_s=400, command=command)
-        yield stack.enter_context(cluster)
+def vllm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two vLLM replicas of a model with two layers, behind two routers, with a file of prefixes.
+
+    Tests compare answers: in float32 a cached and a computed prompt have the same one. The engines
+    take all cores that they get, so the tests beside them come first.
+    """
+    model = str(terse_model(tmp_path_factory.mktemp("vllm") / "model"))
+    yield from shared_cluster(
+        "vllm_cluster",
+        *("--model", model, "--served-model-name", BUILTIN_MODEL, "--routers", "2"),
+        *("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", "4096"),
+        *("--response-store-mb", "16", "--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
+        env={"MULTI_TASK_PROMPT_STR": json.dumps(TASKS)},
+        deadline_s=400,
+        command=("nice", "-n", "10", *COMMAND),
+    )
+
+
+@pytest.fixture
+def cluster(vllm_cluster: Cluster) -> Cluster:
+    """Return the cluster that the tests of this folder talk to."""
+    return vllm_cluster

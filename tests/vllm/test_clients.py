@@ -86,11 +86,6 @@ class Booking(BaseModel):
     is_return: bool
 
 
-@pytest.fixture
-def cluster(exact: Cluster) -> Cluster:
-    return exact
-
-
 # openai
 
 

@@ -32,11 +32,6 @@ WEATHER: Any = {
 
 
 @pytest.fixture
-def cluster(exact: Cluster) -> Cluster:
-    return exact
-
-
-@pytest.fixture
 def client(cluster: Cluster) -> Iterator[OpenAI]:
     """One that makes a connection for each request, which may thus go to any router."""
     limits: Any = httpx.Limits(max_keepalive_connections=0)

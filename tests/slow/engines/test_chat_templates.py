@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-TEMPLATES = Path(__file__).parents[1] / "templates"  # its README.md says where they are from
+TEMPLATES = Path(__file__).parents[2] / "templates"  # its README.md says where they are from
 OWN = "smollm2"  # the built-in model's, in its tokenizer
 SHOW = """{{ messages | tojson }}
 {%- for each in [tools, documents, enable_thinking, reasoning_effort, thinking, date_string] %}

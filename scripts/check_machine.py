@@ -1,0 +1,160 @@
+"""Check, before anything is downloaded, that this machine has what kvroute needs.
+
+`scripts/setup.sh` runs it as `python3 scripts/check_machine.py cpu` (or `gpu`), with any Python
+from 3.11 on. The needs are in `requirements/machine-cpu.txt` and `machine-gpu.txt`, which
+`scripts/read_wheels.py` writes from the locked wheels. As root on Debian or Ubuntu, it installs
+missing packages; otherwise it prints the command that does. The exit code is 1 if something is
+still missing.
+"""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GB = 1e9
+SERVE_MEMORY_GB = 7  # of two vLLM replicas with the built-in model, as the README says
+SHM_GB = 0.2  # of /dev/shm, where the Ray that `kvroute serve` starts keeps its objects
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Something that the machine does not have."""
+
+    what: str
+    packages: tuple[str, ...] = ()  # Debian's packages with it; empty if none helps
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the locked packages of one profile need from the machine."""
+
+    installed_gb: float  # size of .venv once it is complete
+    glibc: tuple[int, ...]  # oldest C library that the wheels run with
+    libraries: dict[str, tuple[str, ...]]  # shared library to Debian's packages with it
+    commands: dict[str, tuple[str, ...]]  # the same for commands
+    headers: dict[str, tuple[str, ...]]  # the same for Python's C headers
+
+
+def read_needs(profile: str) -> Needs:
+    """Read requirements/machine-PROFILE.txt."""
+    lines = (ROOT / "requirements" / f"machine-{profile}.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+
+    def named(kind: str) -> dict[str, tuple[str, ...]]:
+        return {name: tuple(packages) for each, name, *packages in rows if each == kind}
+
+    (installed_gb,), (glibc,) = named("installed-gb"), named("glibc")
+    return Needs(
+        installed_gb=float(installed_gb),
+        glibc=tuple(map(int, glibc.split("."))),
+        libraries=named("library"),
+        commands=named("command"),
+        headers=named("header"),
+    )
+
+
+def missing_packages(needs: Needs) -> Iterator[Lack]:
+    """Yield the libraries, commands and Python modules that a package of the system would bring."""
+    for library, packages in needs.libraries.items():
+        if not can_load(library):
+            yield Lack(f"the shared library {library}", packages)
+    for command, packages in needs.commands.items():
+        if shutil.which(command) is None:
+            yield Lack(f"the command {command}", packages)
+    for header, packages in needs.headers.items():
+        if not Path(sysconfig.get_path("include"), header).exists():
+            yield Lack(f"Python's C header {header}", packages)
+    if not all(map(importlib.util.find_spec, ("venv", "ensurepip"))):
+        yield Lack("Python's venv module", ("python3-venv",))
+
+
+def can_load(library: str) -> bool:
+    """Return whether the dynamic linker finds this shared library."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def unfit(needs: Needs, folder: Path) -> Iterator[Lack]:
+    """Yield what makes an installation into this folder impossible, and no package can mend."""
+    name, version = platform.libc_ver()
+    if name != "glibc" or tuple(map(int, version.split("."))) < needs.glibc:
+        wanted = ".".join(map(str, needs.glibc))
+        found = f"{name} {version}".strip() or "another C library"
+        yield Lack(
+            f"glibc {wanted} or newer; this system has {found}. Debian 12 and Ubuntu 22.04 have it"
+        )
+    free_gb = shutil.disk_usage(folder).free / GB
+    if free_gb < needs.installed_gb:
+        yield Lack(
+            f"{needs.installed_gb:.0f} GB of free disk for .venv; {folder} has {free_gb:.1f} GB."
+            " Free some, or move the checkout to a larger disk"
+        )
+
+
+def warnings(meminfo: Path = Path("/proc/meminfo"), shm: Path = Path("/dev/shm")) -> Iterator[str]:
+    """Yield what does not stop the installation, but will be in the way of `make serve`."""
+    memory = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    free_gb = int(memory["MemAvailable"].split()[0]) * 1024 / GB
+    if free_gb < SERVE_MEMORY_GB:
+        yield (
+            f"{free_gb:.1f} GB of memory is free, and `make serve` needs about"
+            f' {SERVE_MEMORY_GB} GB. `make serve ARGS="--engine simulated"` needs 2 GB'
+        )
+    shm_gb = shutil.disk_usage(shm).total / GB if shm.is_dir() else 0.0
+    if shm_gb < SHM_GB:
+        yield (
+            f"/dev/shm has {shm_gb:.2f} GB, and Ray needs {SHM_GB} GB of it, or uses slower files"
+            " in /tmp. In a container, --shm-size 1g gives it more"
+        )
+
+
+def install(packages: list[str]) -> str:
+    """Install Debian packages; return why that did not work, or an empty string."""
+    command = f"apt-get install --no-install-recommends --yes {' '.join(packages)}"
+    if shutil.which("apt-get") is None:
+        return f"install what Debian has in: {' '.join(packages)}"
+    if os.geteuid() != 0:
+        return f"run: sudo {command}"
+    print(f"setup: installing {' '.join(packages)}", flush=True)
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for each in ("apt-get update", command):
+        done = subprocess.run(each.split(), env=environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            return f"`{each}` failed: {(done.stderr or done.stdout).strip()[-300:]}"
+    return ""
+
+
+def main(profile: str) -> int:
+    """Check everything, install what may be installed, and return the exit code."""
+    needs = read_needs(profile)
+    is_set_up = (ROOT / ".venv" / f"ready-{profile}").exists()
+    impossible = [] if is_set_up else list(unfit(needs, ROOT))
+    lacks = list(missing_packages(needs))
+    for warning in warnings():
+        print(f"setup: warning: {warning}", flush=True)
+    problem = ""
+    if lacks and not impossible:
+        problem = install(sorted({name for lack in lacks for name in lack.packages}))
+    if not impossible and not problem:
+        return 0
+    for lack in [*impossible, *lacks]:
+        print(f"setup: this machine lacks {lack.what}", file=sys.stderr)
+    if problem:
+        print(f"setup: {problem}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

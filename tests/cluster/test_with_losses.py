@@ -1,0 +1,67 @@
+"""A replica that is killed and a Redis that hangs cost no request: the cluster's last tests."""
+
+import asyncio
+import os
+import signal
+
+import httpx
+import psutil
+from openai import AsyncOpenAI, OpenAI
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.clients import async_openai_client
+from tests.support.hits import tell_routers
+from tests.support.serving import Cluster
+from tests.support.waiting import until, wait_until
+from tests.support.workloads import BLOCK, ask, people_table, user
+
+STREAMS = 16
+TOKENS = 600
+
+
+async def recited(client: AsyncOpenAI, number: int, pieces: list[str]) -> str:
+    """Return the text of a streamed answer; add the replica of each piece to `pieces`."""
+    stream = await client.completions.create(
+        model=BUILTIN_MODEL, prompt=f"{number} " * 20, max_tokens=TOKENS, stream=True, temperature=0
+    )
+    text = ""
+    async for event in stream:
+        text += "".join(choice.text for choice in event.choices)
+        pieces.append(stream.response.headers["x-kvroute-replica"])
+    return text
+
+
+def replicas(cluster: Cluster) -> dict[str, int]:
+    """Return the process id of each replica in the index, by replica id."""
+    listed = httpx.get(cluster.url + "/v1/cluster", timeout=60).json()["replicas"]
+    return {replica["id"]: replica["pid"] for replica in listed}
+
+
+async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
+    async with async_openai_client(cluster.url, timeout_s=120) as client:
+        undisturbed = await asyncio.gather(*(recited(client, n, []) for n in range(STREAMS)))
+        pieces: list[str] = []
+        reciting = asyncio.gather(*(recited(client, n, pieces) for n in range(STREAMS)))
+        await until(lambda: len(pieces) > 2 * STREAMS)
+        victim = pieces[0]
+        os.kill(replicas(cluster)[victim], signal.SIGKILL)
+        assert not reciting.done()
+        assert await reciting == undisturbed
+    await until(lambda: len(replicas(cluster)) == 4 and victim not in replicas(cluster))
+
+
+def test_requests_go_on_while_redis_hangs_and_find_their_caches(
+    cluster: Cluster, client: OpenAI
+) -> None:
+    wait_until(lambda: ask(client, user(people_table())).expected_tokens > 1000)
+    (redis,) = cluster.named("redis-server")
+    process = psutil.Process(redis.pid)
+    process.suspend()
+    try:
+        answers = [ask(client, user(f"{people_table()} {number}")) for number in range(10)]
+    finally:
+        process.resume()
+    assert all(answer.cached_tokens > 1000 for answer in answers)
+    fresh = user(f"After the outage. {people_table()}")
+    full = (ask(client, fresh).prompt_tokens - 1) // BLOCK * BLOCK
+    tell_routers(cluster, full, model=BUILTIN_MODEL, messages=fresh)  # they follow the index again

@@ -1,0 +1,158 @@
+"""Break one promise after another, and show that `make test` notices each.
+
+`.venv/bin/python -m tests.mutations` copies the checkout for each mutation, changes one line of
+the product there, and runs the tests of `make test` until the first one fails. Name mutations to
+run only these. The exit code is 1 if one of them is not noticed. Takes half an hour.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.repository import ROOT
+
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "dist", ".*_cache", ".hypothesis")
+PYTEST = ("-m", "pytest", "-q", "--exitfirst", "--numprocesses", "2", "--dist", "loadscope")
+IN_ORDER = ("--no-loadscope-reorder", "-p", "no:cacheprovider")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A line of the product, and what breaks the promise in its place."""
+
+    promise: str
+    file: str
+    line: str
+    broken: str
+
+
+MUTATIONS = {
+    "placement": Mutation(
+        "a request goes where its prompt is cached",
+        "router/routing/policy.py",
+        "candidate.backlog_s, candidate.own_s, candidate.copy_s\n    lora_s = candidate.lora_s",
+        "candidate.backlog_s, candidate.own_s, 0.0\n    lora_s = candidate.lora_s",
+    ),
+    "evictions": Mutation(
+        "the index forgets what an engine has evicted",
+        "replica/block_table.py",
+        "            changes.remove(announced)",
+        "            pass",
+    ),
+    "continuation": Mutation(
+        "a lost replica costs no answer",
+        "router/dispatch/dispatcher.py",
+        "return self._parts_can_continue or not self._has_data",
+        "return not self._has_data",
+    ),
+    "remainder": Mutation(
+        "an answer that goes on elsewhere has no token more or less",
+        "replica/vllm_engine/continued.py",
+        "params.max_tokens = (params.max_tokens or 0) - len(answered)",
+        "params.max_tokens = params.max_tokens or 0",
+    ),
+    "outage": Mutation(
+        "an outage of Redis heals by itself",
+        "router/routing/feed.py",
+        "            except (RedisError, OSError) as error:\n                self._outage.begin",
+        "            except RecursionError as error:\n                self._outage.begin",
+    ),
+    "tenants": Mutation(
+        "no tenant finds what another one has cached",
+        "kvroute/contract/fingerprint.py",
+        '{lora}|{namespace}"',
+        '{lora}|"',
+    ),
+    "keys": Mutation(
+        "an API key allows what its roles allow, and nothing else",
+        "router/api/access.py",
+        "if caller.roles.isdisjoint(roles):",
+        "if not roles:",
+    ),
+    "prefixes": Mutation(
+        "a named prefix is cached before its first request",
+        "replica/warmer.py",
+        "        await self._warm([prefix for prefix in self._share() if prefix.is_pinned], ",
+        "        await self._warm([], ",
+    ),
+    "ledger": Mutation(
+        "every prompt token has one cause in the ledger",
+        "router/routing/ledger.py",
+        '"evicted": until(known),',
+        '"evicted": 0 * until(known),',
+    ),
+    "queue": Mutation(
+        "a request that would wait too long is refused at once",
+        "router/dispatch/holding.py",
+        "if most_s > urgency.most_s:",
+        "if most_s > 1000 * urgency.most_s:",
+    ),
+    "conversations": Mutation(
+        "a response goes on with the conversation before it",
+        "router/serving/conversations.py",
+        "call = self._continued(call, own, await self._before(previous_id, salt))",
+        "await self._before(previous_id, salt)",
+    ),
+    "templates": Mutation(
+        "a router renders chats as vLLM does",
+        "router/prompts/chat_template.py",
+        'body.get("add_generation_prompt", True)',
+        'body.get("add_generation_prompt", False)',
+    ),
+}
+
+
+def broken_copy(mutation: Mutation, folder: Path) -> Path:
+    """Copy the checkout into the folder, with the mutation in it; return the copy's path."""
+    copy = folder / "kvroute"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+    (copy / ".venv").symlink_to(ROOT / ".venv")
+    file = copy / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.line) == 1, f"{mutation.file} has not one {mutation.line!r}"
+    file.write_text(text.replace(mutation.line, mutation.broken))
+    return copy
+
+
+def first_failure(copy: Path) -> str:
+    """Run the tests of `make test` in a copy; return the first that fails, or an empty string."""
+    done = subprocess.run(
+        [sys.executable, *PYTEST, *IN_ORDER],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},  # before the checkout, in all processes
+        capture_output=True,
+        text=True,
+    )
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
+    assert failed or done.returncode == 0, done.stdout + done.stderr
+    return failed[0] if failed else ""
+
+
+def main() -> int:
+    """Run the mutations that the command line names; return the exit code."""
+    parser = argparse.ArgumentParser(prog="tests.mutations", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *MUTATIONS], metavar="NAME")
+    names = parser.parse_args().names or list(MUTATIONS)
+    missed = 0
+    for name in names:
+        began_s = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found = first_failure(broken_copy(MUTATIONS[name], Path(folder)))
+        missed += not found
+        took = f"{time.monotonic() - began_s:4.0f} s"
+        print(
+            f"{name:14} {took}  {found or 'NOT NOTICED'}  ({MUTATIONS[name].promise})", flush=True
+        )
+    print(f"{len(names) - missed} of {len(names)} mutations noticed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""A minimal Debian in a folder, as a newcomer's machine: Python 3.11 and make, and nothing else.
+
+`debootstrap` makes it. Commands run in it by chroot, in mount and process namespaces of their own,
+so that nothing of them stays mounted or running. It uses this machine's network and pip's settings.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.repository import ROOT
+
+INCLUDED = "python3,make"  # bookworm's python3 is 3.11
+CHECKOUT = "/root/kvroute"  # in the machine
+SHM_MB = 2048
+# Arguments: the machine's folder, folders and files to show in it, then the command.
+_ENTER = f"""
+root=$1; shown=$2; shift 2
+mount --bind /dev "$root/dev"
+mount -t tmpfs -o size={SHM_MB}m shm "$root/dev/shm"
+mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sys "$root/sys"
+for path in $shown; do mount --bind -o ro "$path" "$root$path"; done
+exec chroot "$root" "$@"
+"""
+_OWN_NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+}
+
+
+class BareMachine:
+    """The machine, with a copy of this checkout in /root/kvroute."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pip_files: list[str] = []
+
+    def install(self) -> None:
+        """Make the machine; takes a minute."""
+        _run("debootstrap", "--variant=minbase", f"--include={INCLUDED}", "bookworm", self.folder)
+        for name in ("resolv.conf", "hosts"):
+            shutil.copy(Path("/etc", name), self.folder / "etc" / name)
+        self._copy_pip_settings()
+        self._copy_checkout()
+
+    @contextmanager
+    def running(self, command: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a command of the README in the checkout; kill what is left of it at the end."""
+        enter = ["sh", "-ec", _ENTER, "sh", str(self.folder), " ".join(self.pip_files)]
+        shell = ["/bin/sh", "-c", f"cd {CHECKOUT} && {command}"]
+        with (
+            output.open("wb") as file,
+            subprocess.Popen(
+                [*_OWN_NAMESPACES, *enter, *shell],
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # as a terminal's foreground group, for a Ctrl-C
+            ) as process,
+        ):
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def _copy_pip_settings(self) -> None:
+        """Give pip there the settings that it has here, and show it the files that they name."""
+        pip = (sys.executable, "-m", "pip", "config", "list")
+        listed = subprocess.run(pip, capture_output=True, text=True, check=True).stdout
+        settings = dict(line.split("=", 1) for line in listed.splitlines())
+        own = {key.split(".", 1)[1]: value.strip("'") for key, value in settings.items()}
+        text = "".join(f"{key} = {value}\n" for key, value in own.items())
+        (self.folder / "etc" / "pip.conf").write_text(f"[global]\n{text}")
+        words = {word.removeprefix("file://") for value in own.values() for word in value.split()}
+        self.pip_files = [word for word in words if word.startswith("/") and Path(word).exists()]
+        for name in self.pip_files:
+            there = self.folder / name[1:]
+            if Path(name).is_dir():
+                there.mkdir(parents=True, exist_ok=True)
+            else:
+                there.parent.mkdir(parents=True, exist_ok=True)
+                there.touch()
+
+    def _copy_checkout(self) -> None:
+        """Copy the files that git knows or would add, links as links."""
+        git = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        names = listed.split("\0")
+        for name in filter(None, names):
+            source, target = ROOT / name, self.folder / CHECKOUT[1:] / name
+            if not os.path.lexists(source):
+                continue  # deleted, but not yet committed
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"

@@ -1,0 +1,97 @@
+"""The set-up finds what a machine lacks before it downloads anything, and names the remedy."""
+
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvroute.local.ray_cluster import OBJECT_STORE_BYTES
+from scripts.check_machine import (
+    GB,
+    SHM_GB,
+    Needs,
+    install,
+    missing_packages,
+    read_needs,
+    unfit,
+    warnings,
+)
+from tests.support.repository import ROOT
+from tests.support.untested import needs
+
+PROFILES = ("cpu", "gpu")
+NOTHING = Needs(installed_gb=0, glibc=(2, 0), libraries={}, commands={}, headers={})
+
+
+@needs("dpkg")
+@pytest.mark.skipif(not (ROOT / ".venv/ready-cpu").exists(), reason="no packages for CPUs here")
+def test_the_needs_on_cpus_are_those_of_the_installed_wheels() -> None:
+    from scripts.read_wheels import machine_file
+
+    file = (ROOT / "requirements" / "machine-cpu.txt").read_text()
+    size = re.compile("installed-gb .*")
+    assert size.sub("", machine_file("cpu", ROOT / ".venv")) == size.sub("", file)
+
+
+def test_this_machine_lacks_nothing() -> None:
+    assert list(missing_packages(read_needs("cpu"))) == []
+
+
+def test_what_a_machine_lacks_is_named_with_its_package() -> None:
+    lacking = replace(
+        NOTHING,
+        libraries={"libnothing.so.9": ("libnothing9",), "libc.so.6": ("libc6",)},
+        commands={"no-such-compiler": ("gcc", "libc6-dev"), "sh": ("dash",)},
+        headers={"Nothing.h": ("python3-dev",)},
+    )
+    assert {lack.what: lack.packages for lack in missing_packages(lacking)} == {
+        "the shared library libnothing.so.9": ("libnothing9",),
+        "the command no-such-compiler": ("gcc", "libc6-dev"),
+        "Python's C header Nothing.h": ("python3-dev",),
+    }
+
+
+def test_a_small_disk_and_an_old_system_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    old, small = unfit(replace(NOTHING, installed_gb=1e6, glibc=(99, 1)), tmp_path)
+    assert re.match(r"glibc 99\.1 or newer; this system has glibc \d.* Debian 12", old.what)
+    assert re.match(r"1000000 GB of free disk for .venv; .* has \d.* GB\. Free some", small.what)
+    assert list(unfit(NOTHING, tmp_path)) == []
+
+
+def test_little_memory_is_a_warning_that_names_a_smaller_start(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  8000000 kB\nMemAvailable:  2000000 kB\n")
+    (warning,) = warnings(meminfo, shm=Path("/"))
+    assert warning.startswith("2.0 GB of memory is free, and `make serve` needs about 7 GB.")
+    assert '`make serve ARGS="--engine simulated"`' in warning
+
+
+def test_no_shared_memory_is_a_warning(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 64000000 kB\nMemAvailable: 32000000 kB\n")
+    (warning,) = warnings(meminfo, shm=tmp_path / "none")
+    assert warning.startswith("/dev/shm has 0.00 GB, and Ray needs 0.2 GB of it")
+    assert OBJECT_STORE_BYTES == SHM_GB * GB
+
+
+def test_who_may_not_install_gets_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    command = "sudo apt-get install --no-install-recommends --yes libnuma1 python3-venv"
+    assert install(["libnuma1", "python3-venv"]) == f"run: {command}"
+
+
+def test_another_system_gets_the_names_of_debians_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert install(["libnuma1"]).endswith("libnuma1")
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_image_has_what_the_wheels_need(profile: str) -> None:
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text().split()
+    found = read_needs(profile)
+    for packages in (*found.libraries.values(), *found.commands.values()):
+        assert {*packages} <= {*dockerfile}

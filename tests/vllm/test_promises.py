@@ -1,0 +1,222 @@
+"""What the README promises of a cluster of vLLM engines, on every API.
+
+A prompt's second request finds it cached; a named prefix is cached before its first request; a
+replica that is killed costs no client its answer.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.clients import async_openai_client
+from tests.support.hits import tell_routers
+from tests.support.serving import Cluster
+from tests.support.waiting import until
+from tests.support.workloads import BLOCK, TASKS, people_table
+
+DOCUMENT = people_table(10)
+QUESTION = [{"role": "user", "content": DOCUMENT}]
+# Path and body of the same request to each API.
+SAME_PROMPT: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": DOCUMENT, "max_tokens": 8},
+    "/v1/chat/completions": {"messages": QUESTION, "max_tokens": 8},
+    "/v1/responses": {"input": QUESTION, "max_output_tokens": 8},
+    "/v1/messages": {"messages": QUESTION, "max_tokens": 8},
+}
+TOKENS = 800  # of each answer that a killed replica interrupts
+LONG = {"type": "string", "minLength": TOKENS, "maxLength": TOKENS, "pattern": "^[a-z]*$"}
+SCHEMA = {
+    "type": "object",
+    "properties": {"note": LONG},
+    "required": ["note"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "note", "parameters": SCHEMA, "strict": True}
+
+
+@pytest.mark.parametrize("path", SAME_PROMPT)
+def test_the_second_request_finds_its_prompt_cached(cluster: Cluster, path: str) -> None:
+    def answer() -> httpx.Response:
+        return httpx.post(cluster.url + path, json=body, timeout=60).raise_for_status()
+
+    salt = f"of {path}"
+    body = {"model": BUILTIN_MODEL, "temperature": 0, "cache_salt": salt, **SAME_PROMPT[path]}
+    first = answer()
+    full = (prompt_tokens(first) - 1) // BLOCK * BLOCK
+    assert full > 20 * BLOCK
+    tell_routers(cluster, full, **body)
+    second = answer()
+    assert (cached_tokens(first), cached_tokens(second)) == (0, full)
+    assert second.headers["x-kvroute-expected-tokens"] == str(full)
+    assert second.headers["x-kvroute-replica"] == first.headers["x-kvroute-replica"]
+    assert texts(second.json()) == texts(first.json())
+
+
+def prompt_tokens(answer: httpx.Response) -> int:
+    """Return all prompt tokens of an answer; Anthropic's API counts cached ones apart."""
+    usage = answer.json()["usage"]
+    if "cache_read_input_tokens" in usage:
+        return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
+    return int(usage.get("prompt_tokens") or usage["input_tokens"])
+
+
+def cached_tokens(answer: httpx.Response) -> int:
+    """Return how many of the prompt's tokens were cached."""
+    usage = answer.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+    return int(details.get("cached_tokens", details.get("cache_read_input_tokens")) or 0)
+
+
+def texts(answer: Any) -> list[str]:
+    """Return every text of an answer, in order."""
+    if isinstance(answer, list):
+        return [text for each in answer for text in texts(each)]
+    if not isinstance(answer, dict):
+        return []
+    own = [answer[name] for name in ("text", "content") if isinstance(answer.get(name), str)]
+    return own + [text for each in answer.values() for text in texts(each)]
+
+
+CHATS: list[list[dict[str, Any]]] = [
+    QUESTION,
+    [{"role": "system", "content": "Be brief."}, *QUESTION],
+    [*QUESTION, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Why?"}],
+    [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "One."}, {"type": "text", "text": "2"}],
+        }
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_a_router_renders_chats_as_vllm_does(
+    cluster: Cluster, messages: list[dict[str, Any]]
+) -> None:
+    """`/v1/route` counts the router's own tokens, `/tokenize` those of vLLM in a replica."""
+    body = {"model": BUILTIN_MODEL, "messages": messages}
+    receipt = httpx.post(f"{cluster.url}/v1/route", json=body, timeout=60).json()["receipts"][0]
+    tokens = httpx.post(f"{cluster.url}/tokenize", json=body, timeout=60).json()["tokens"]
+    assert receipt["prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize("task", [str(each["task_id"]) for each in TASKS])
+def test_a_named_prefix_is_cached_at_the_first_request_of_every_replica(
+    cluster: Cluster, task: str
+) -> None:
+    shown = httpx.get(f"{cluster.url}/v1/prefixes/{task}", timeout=10).json()
+    assert shown["full_blocks"] > 10
+    found: dict[str, int] = {}  # replica to the cached tokens of the first request there
+    for number in range(40):
+        body = {"model": BUILTIN_MODEL, "prompt": f"{number}?", "task_id": task, "max_tokens": 1}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+        found.setdefault(answer.headers["x-kvroute-replica"], cached_tokens(answer))
+        if len(found) == 2:
+            break
+    assert list(found.values()) == [shown["full_blocks"] * BLOCK] * 2
+
+
+async def test_a_killed_replica_costs_no_client_its_answer(cluster: Cluster) -> None:
+    """The last test of this cluster: streams of every API go on at the other replica."""
+    undisturbed = await answers(cluster, lambda replica: None)
+    begun: list[str] = []  # the replica that each piece came from
+
+    running = asyncio.create_task(answers(cluster, begun.append))
+    await until(lambda: len(begun) >= 10 * len(undisturbed))
+    os.kill(pid_of(cluster, begun[0]), signal.SIGKILL)
+    assert not running.done()
+    assert await running == undisturbed
+
+
+def pid_of(cluster: Cluster, replica: str) -> int:
+    """Return the process id of a replica."""
+    replicas = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
+    return next(int(each["pid"]) for each in replicas if each["id"] == replica)
+
+
+async def answers(cluster: Cluster, got: Callable[[str], None]) -> list[Any]:
+    """Return the whole streamed answers of six requests at once; `got` hears of each piece."""
+    salts = ("", "x")  # two prompts that differ, so that both replicas work
+    async with (
+        async_openai_client(cluster.url, timeout_s=120) as ours,
+        anthropic.AsyncAnthropic(
+            base_url=cluster.url, api_key="none", max_retries=0, timeout=120
+        ) as claude,
+    ):
+        calls = [
+            *(completion(ours, salt, got) for salt in salts),
+            chat(ours, got),
+            tool_call(ours, got),
+            response(ours, got),
+            message(claude, got),
+        ]
+        return await asyncio.gather(*calls)
+
+
+async def completion(client: openai.AsyncOpenAI, salt: str, got: Callable[[str], None]) -> Any:
+    stream = await client.completions.create(
+        model=BUILTIN_MODEL,
+        prompt=f"{salt} 1 2 3 4 5 6 7 8",
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    text, usage = "", None
+    async for event in stream:
+        text += "".join(choice.text for choice in event.choices)
+        usage = event.usage or usage
+        got(stream.response.headers["x-kvroute-replica"])
+    assert usage is not None
+    assert usage.completion_tokens == TOKENS
+    return text
+
+
+async def chat(client: openai.AsyncOpenAI, got: Callable[[str], None]) -> Any:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    return (await streamed_chat(client, got, {"response_format": form})).content
+
+
+async def tool_call(client: openai.AsyncOpenAI, got: Callable[[str], None]) -> Any:
+    tool = {"type": "function", "function": TOOL}
+    message = await streamed_chat(client, got, {"tools": [tool], "tool_choice": "required"})
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+async def streamed_chat(
+    client: openai.AsyncOpenAI, got: Callable[[str], None], asked: dict[str, Any]
+) -> Any:
+    body: Any = {"model": BUILTIN_MODEL, "messages": QUESTION, "temperature": 0, **asked}
+    async with client.chat.completions.stream(**body, max_tokens=2 * TOKENS) as stream:
+        async for _ in stream:
+            got(stream.response.headers["x-kvroute-replica"])
+        return (await stream.get_final_completion()).choices[0].message
+
+
+async def response(client: openai.AsyncOpenAI, got: Callable[[str], None]) -> Any:
+    form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}
+    body: Any = {"model": BUILTIN_MODEL, "input": QUESTION, "temperature": 0, "text": form}
+    async with client.responses.stream(**body, max_output_tokens=2 * TOKENS) as stream:
+        async for _ in stream:
+            got(stream._response.headers["x-kvroute-replica"])
+        return (await stream.get_final_response()).output_text
+
+
+async def message(client: anthropic.AsyncAnthropic, got: Callable[[str], None]) -> Any:
+    tool: Any = {"name": "note", "input_schema": SCHEMA, "strict": True}
+    body: Any = {"model": BUILTIN_MODEL, "messages": QUESTION, "extra_body": {"temperature": 0}}
+    forced: Any = {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 2 * TOKENS}
+    async with client.messages.stream(**body, **forced) as stream:
+        async for _ in stream:
+            got(stream.response.headers["x-kvroute-replica"])
+        return [(use.name, use.input) for use in (await stream.get_final_message()).content]
