@@ -22,8 +22,10 @@ main() {
     announce "${1:-}"
     [ -e "$ready" ] || rm -rf .venv
     rm -f .venv/ready-*
-    stage 1 "creating .venv with $("$python" --version)"
-    [ -d .venv ] || "$python" -m venv .venv
+    if [ ! -d .venv ]; then
+        stage 1 "creating .venv with $("$python" --version)"
+        "$python" -m venv .venv
+    fi
     : >"$log"
     trap 'show_errors; fail "not finished; the whole output is in $log"' ERR
     install_everything
@@ -86,7 +88,7 @@ show_progress() {
     while read -r verb name _; do
         case $verb in
         Collecting) count=$((count + 1)) && show_package $count "$name" ;;
-        Installing) show_unpacking ;;
+        Installing) [ $count -lt $progress_step ] || show_unpacking ;;
         esac
     done
     if [ -t 1 ]; then printf '\r\033[K'; fi

@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Folders below tests/, the longest first. Folders that share clusters follow each other.
 FOLDERS = (
-    *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "vllm"),
+    *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "vllm", "engine"),
     *("slow/own_cluster", "slow/nodes", "redis", "slow/redis", "unit"),
 )
 # Folder to the scope that its modules share.
@@ -21,6 +21,7 @@ SHARING = {
     "slow/clusters": "simulated clusters",
     "cluster": "simulated clusters",
     "slow/engines": "engines",
+    "engine": "one engine",
     "vllm": "vLLM cluster",
 }
 # Fixtures of shared clusters, in the order in which their tests run.

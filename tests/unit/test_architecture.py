@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from tests.support.repository import ROOT, product_modules
+from tests.support.repository import LINKED, ROOT, product_modules
 
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 
@@ -25,10 +25,12 @@ WALKS = re.findall(
 STOP = re.compile(r"^\d\. `([\w/.]+)`(.*(?:\n   .*)*)", flags=re.MULTILINE)
 
 
-def _rooms() -> Iterator[str]:
-    """The rows of the table of rooms."""
-    for row in re.findall(r"^\| `(kvroute\S*)` \|", TEXT, flags=re.MULTILINE):
-        yield row.removesuffix(".py").replace("/", ".")
+def _packages() -> Iterator[str]:
+    """Yield the dotted names of the table's packages."""
+    names = "|".join(("kvroute", *LINKED))
+    for path in re.findall(rf"^\| `((?:{names})\S*)` \|", TEXT, flags=re.MULTILINE):
+        name = path.removesuffix(".py").replace("/", ".")
+        yield f"kvroute.{name}" if name.startswith(LINKED) else name
 
 
 def test_every_path_exists() -> None:
@@ -44,15 +46,15 @@ def test_every_name_is_in_the_sources() -> None:
     assert [part for part, name in written.items() if name not in SOURCES] == []
 
 
-def test_the_table_has_the_rooms_in_the_order_of_imports() -> None:
+def test_the_table_has_the_packages_in_the_order_of_imports() -> None:
     imports = (ROOT / "tests" / "unit" / "test_imports.py").read_text()
-    assert list(_rooms()) == re.findall(r'^    "(kvroute\S*)",$', imports, flags=re.MULTILINE)
+    assert list(_packages()) == re.findall(r'^    "(kvroute\S*)",$', imports, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("walk", WALKS, ids=[str(number) for number in range(1, len(WALKS) + 1)])
-def test_a_walk_enters_a_room_once_and_names_its_modules(walk: str) -> None:
+def test_a_walk_enters_a_package_once_and_names_its_modules(walk: str) -> None:
     stops = dict(STOP.findall(walk))
     assert len(stops) == len(re.findall(r"^\d\. ", walk, flags=re.MULTILINE)) > 3
-    for room, text in stops.items():
+    for package, text in stops.items():
         for module in re.findall(r"`(\w+\.py)`", text):
-            assert (ROOT / "kvroute" / room / module).is_file()
+            assert (ROOT / "kvroute" / package / module).is_file()

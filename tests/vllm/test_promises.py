@@ -6,6 +6,7 @@ replica that is killed costs no client its answer.
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,9 @@ from tests.support.clients import async_openai_client
 from tests.support.hits import tell_routers
 from tests.support.serving import Cluster
 from tests.support.waiting import until
-from tests.support.workloads import BLOCK, TASKS, people_table
+from tests.support.workloads import BLOCK, people_table
 
-DOCUMENT = people_table(10)
+DOCUMENT = people_table(20)
 QUESTION = [{"role": "user", "content": DOCUMENT}]
 # Path and body of the same request to each API.
 SAME_PROMPT: dict[str, dict[str, Any]] = {
@@ -31,11 +32,11 @@ SAME_PROMPT: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": QUESTION, "max_output_tokens": 8},
     "/v1/messages": {"messages": QUESTION, "max_tokens": 8},
 }
-TOKENS = 800  # of each answer that a killed replica interrupts
-LONG = {"type": "string", "minLength": TOKENS, "maxLength": TOKENS, "pattern": "^[a-z]*$"}
+TOKENS = 500  # of each answer that a killed replica interrupts, or somewhat fewer
+NOTE = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=TOKENS))
 SCHEMA = {
     "type": "object",
-    "properties": {"note": LONG},
+    "properties": {"note": {"type": "string", "enum": [NOTE]}},
     "required": ["note"],
     "additionalProperties": False,
 }
@@ -45,9 +46,11 @@ TOOL = {"name": "note", "parameters": SCHEMA, "strict": True}
 @pytest.mark.parametrize("path", SAME_PROMPT)
 def test_the_second_request_finds_its_prompt_cached(cluster: Cluster, path: str) -> None:
     def answer() -> httpx.Response:
-        return httpx.post(cluster.url + path, json=body, timeout=60).raise_for_status()
+        found = httpx.post(cluster.url + path, json=body, timeout=60)
+        assert found.status_code == 200, found.text
+        return found
 
-    salt = f"of {path}"
+    salt = path.replace("/", "-")
     body = {"model": BUILTIN_MODEL, "temperature": 0, "cache_salt": salt, **SAME_PROMPT[path]}
     first = answer()
     full = (prompt_tokens(first) - 1) // BLOCK * BLOCK
@@ -63,9 +66,8 @@ def test_the_second_request_finds_its_prompt_cached(cluster: Cluster, path: str)
 def prompt_tokens(answer: httpx.Response) -> int:
     """Return all prompt tokens of an answer; Anthropic's API counts cached ones apart."""
     usage = answer.json()["usage"]
-    if "cache_read_input_tokens" in usage:
-        return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
-    return int(usage.get("prompt_tokens") or usage["input_tokens"])
+    names = ("prompt_tokens", "input_tokens", "cache_creation_input_tokens")
+    return sum(usage.get(name) or 0 for name in (*names, "cache_read_input_tokens"))
 
 
 def cached_tokens(answer: httpx.Response) -> int:
@@ -103,13 +105,13 @@ def test_a_router_renders_chats_as_vllm_does(
     cluster: Cluster, messages: list[dict[str, Any]]
 ) -> None:
     """`/v1/route` counts the router's own tokens, `/tokenize` those of vLLM in a replica."""
-    body = {"model": BUILTIN_MODEL, "messages": messages}
+    body: Any = {"model": BUILTIN_MODEL, "messages": messages}
     receipt = httpx.post(f"{cluster.url}/v1/route", json=body, timeout=60).json()["receipts"][0]
     tokens = httpx.post(f"{cluster.url}/tokenize", json=body, timeout=60).json()["tokens"]
     assert receipt["prompt_tokens"] == len(tokens)
 
 
-@pytest.mark.parametrize("task", [str(each["task_id"]) for each in TASKS])
+@pytest.mark.parametrize("task", ["1", "法律"])
 def test_a_named_prefix_is_cached_at_the_first_request_of_every_replica(
     cluster: Cluster, task: str
 ) -> None:
@@ -199,7 +201,7 @@ async def streamed_chat(
     body: Any = {"model": BUILTIN_MODEL, "messages": QUESTION, "temperature": 0, **asked}
     async with client.chat.completions.stream(**body, max_tokens=2 * TOKENS) as stream:
         async for _ in stream:
-            got(stream.response.headers["x-kvroute-replica"])
+            got(stream._response.headers["x-kvroute-replica"])
         return (await stream.get_final_completion()).choices[0].message
 
 
@@ -219,4 +221,5 @@ async def message(client: anthropic.AsyncAnthropic, got: Callable[[str], None]) 
     async with client.messages.stream(**body, **forced) as stream:
         async for _ in stream:
             got(stream.response.headers["x-kvroute-replica"])
-        return [(use.name, use.input) for use in (await stream.get_final_message()).content]
+        content: list[Any] = [*(await stream.get_final_message()).content]
+        return [(use.name, use.input) for use in content]
