@@ -17,7 +17,8 @@ from tests.support.repository import ROOT
 INCLUDED = "python3,make"  # bookworm's python3 is 3.11
 CHECKOUT = "/root/kvroute"  # in the machine
 SHM_MB = 2048
-# Arguments: the machine's folder, folders and files to show in it, then the command.
+QUOTE = "'"  # around the values that pip lists
+# Arguments: the machine's folder, folders of this machine to show in it, then the command.
 _ENTER = f"""
 root=$1; shown=$2; shift 2
 mount --bind /dev "$root/dev"
@@ -40,7 +41,7 @@ class BareMachine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.pip_files: list[str] = []
+        self.folders: list[str] = []  # of this machine, which it sees
 
     def install(self) -> None:
         """Make the machine; takes a minute."""
@@ -53,7 +54,7 @@ class BareMachine:
     @contextmanager
     def running(self, command: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
         """Run a command of the README in the checkout; kill what is left of it at the end."""
-        enter = ["sh", "-ec", _ENTER, "sh", str(self.folder), " ".join(self.pip_files)]
+        enter = ["sh", "-ec", _ENTER, "sh", str(self.folder), " ".join(self.folders)]
         shell = ["/bin/sh", "-c", f"cd {CHECKOUT} && {command}"]
         with (
             output.open("wb") as file,
@@ -72,22 +73,28 @@ class BareMachine:
                 process.kill()
 
     def _copy_pip_settings(self) -> None:
-        """Give pip there the settings that it has here, and show it the files that they name."""
+        """Give pip there the settings that it has here, and show it what they name."""
         pip = (sys.executable, "-m", "pip", "config", "list")
         listed = subprocess.run(pip, capture_output=True, text=True, check=True).stdout
-        settings = dict(line.split("=", 1) for line in listed.splitlines())
-        own = {key.split(".", 1)[1]: value.strip("'") for key, value in settings.items()}
-        text = "".join(f"{key} = {value}\n" for key, value in own.items())
-        (self.folder / "etc" / "pip.conf").write_text(f"[global]\n{text}")
-        words = {word.removeprefix("file://") for value in own.values() for word in value.split()}
-        self.pip_files = [word for word in words if word.startswith("/") and Path(word).exists()]
-        for name in self.pip_files:
-            there = self.folder / name[1:]
-            if Path(name).is_dir():
-                there.mkdir(parents=True, exist_ok=True)
-            else:
-                there.parent.mkdir(parents=True, exist_ok=True)
-                there.touch()
+        settings = (line.split("=", 1) for line in listed.splitlines())
+        own = {key.split(".", 1)[1]: value.strip(QUOTE).split() for key, value in settings}
+        lines = [f"{key} = {' '.join(map(self._shown, words))}" for key, words in own.items()]
+        (self.folder / "etc" / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))
+
+    def _shown(self, word: str) -> str:
+        """Make a file or folder visible there; return the path that it has there."""
+        path = Path(word.removeprefix("file://"))
+        if not path.is_absolute() or not path.exists():
+            return word
+        if path.is_file():  # not at its own path, which may belong to a package
+            copy = Path("etc", f"pip-{path.name}")
+            shutil.copy(path, self.folder / copy)
+            return f"/{copy}"
+        # A package index in a folder links to files beside that folder.
+        folder = path.parent if word.startswith("file://") else path
+        (self.folder / folder.relative_to("/")).mkdir(parents=True, exist_ok=True)
+        self.folders.append(str(folder))
+        return word
 
     def _copy_checkout(self) -> None:
         """Copy the files that git knows or would add, links as links."""
