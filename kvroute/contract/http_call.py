@@ -41,12 +41,13 @@ class HttpPart(Struct, frozen=True, array_like=True):
 
 
 class Rendered(Struct, frozen=True, array_like=True):
-    """The prompt that the application makes of a body, or its refusal."""
+    """The first prompt that the application makes of a body, or its refusal of the body."""
 
-    token_ids: bytes = b""  # 4 each, little endian
-    is_text: bool = True  # the token ids are all of it; else there are images, for example
+    token_ids: bytes = b""  # 4 bytes each, little endian
+    is_text: bool = True  # the token ids are the whole prompt; false with images, for example
     refusal: HttpPart | None = None
-    features: tuple[Feature, ...] = ()  # the images and the like, sorted by offset
+    features: tuple[Feature, ...] = ()  # images and other media, sorted by offset
+    more: tuple["Rendered", ...] = ()  # the body's other prompts, in order
 
 
 def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:

@@ -5,7 +5,7 @@ tests/engine/test_engine.py checks what it relies on.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -58,12 +58,19 @@ def rest(params: SamplingParams, answered: Sequence[int]) -> SamplingParams:
 def repeated(
     answered: Sequence[int],
     deltas: Sequence[int],
-    prompt_ids: list[int],
+    prompt: Mapping[str, Any],
     params: SamplingParams,
     request_id: str,
     tokenizer: Any,
 ) -> Iterator[RequestOutput]:
-    """The outputs of the engine that answered these tokens. deltas: tokens in each of them."""
+    """Yield the outputs of the engine that answered these tokens.
+
+    Args:
+        answered: all tokens of these outputs.
+        deltas: how many tokens each output has.
+        prompt: vLLM's, as it came from its renderer.
+    """
+    prompt_ids, text_of_prompt = prompt["prompt_token_ids"], prompt.get("prompt")
     request = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=prompt_ids,
@@ -84,7 +91,7 @@ def repeated(
         text = detokenizer.get_next_output_text(finished=False, delta=True)
         logprobs = [{id_: Logprob(0.0)} for id_ in ids] if params.logprobs is not None else None
         choice = CompletionOutput(0, text, ids, None, logprobs)
-        yield RequestOutput(request_id, None, prompt_ids, None, [choice], finished=False)
+        yield RequestOutput(request_id, text_of_prompt, prompt_ids, None, [choice], finished=False)
 
 
 class ContinuingLLM(AsyncLLM):

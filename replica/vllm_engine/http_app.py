@@ -48,10 +48,10 @@ class HttpApp:
     """Answers requests by vLLM's application. adapters: by rank."""
 
     def __init__(
-        self, app: Any, renderer: "_Renderer", adapters: Sequence[Adapters], content_format: str
+        self, app: Any, given: "GivenPrompts", adapters: Sequence[Adapters], content_format: str
     ) -> None:
         self.content_format = content_format  # of EngineFacts
-        self._renderer = renderer
+        self._given = given
         self._app = app
         self._adapters = adapters
 
@@ -64,6 +64,7 @@ class HttpApp:
         media.install()
         media.process_once(llm.renderer)
         _shorten_logs()
+        given = GivenPrompts(llm.renderer)
         args = await asyncio.to_thread(_arguments, llm, front_args)
         client: Any = _Client(llm, adapters)
         tasks = await llm.get_supported_tasks()
@@ -79,7 +80,7 @@ class HttpApp:
         for name, adapter in adapters[0].known.items():
             models.lora_requests[name] = adapter
             models.lora_requests[f"{args.served_model_name[0]}:{name}"] = adapter
-        return cls(app, client.renderer, adapters, _content_format(llm, args))
+        return cls(app, given, adapters, _content_format(llm, args))
 
     async def respond(self, request: GenerateRequest, emit: Emit) -> bool:
         """Emits the response to a request with a `call`; returns whether it ends with a tool call.
@@ -91,11 +92,11 @@ class HttpApp:
         return run.is_tool_call
 
     def rendering_differences(self, rank: int) -> int:
-        """Prompts that a router has rendered in another way, of requests to that rank."""
-        return self._renderer.differences[rank]
+        """Return how many prompts to that rank a router has rendered in another way than vLLM."""
+        return self._given.differences[rank]
 
     async def render(self, call: HttpCall) -> Rendered:
-        """The prompt of that request; the engine does not run."""
+        """Return the prompts of that request; the engine does not run."""
         return await Rendering(call).rendered(self._app)
 
 
@@ -105,7 +106,11 @@ class _Client:
     def __init__(self, llm: AsyncLLM, adapters: Sequence[Adapters]) -> None:
         self._llm = llm
         self._adapters = adapters
-        self.renderer = _Renderer(llm.renderer)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The engine's class, for vLLM's handlers that ask for it."""
+        return type(self._llm)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -133,48 +138,53 @@ class _Client:
                 yield output
 
 
-class _Renderer:
-    """vLLM's renderer. The prompt of a request that comes with its token ids is these."""
+class GivenPrompts:
+    """Makes vLLM's renderer take the token ids that a request brings, instead of rendering again.
+
+    It replaces two methods of the renderer and not the renderer itself: vLLM asks for its class,
+    for example to find its chat template.
+    """
 
     def __init__(self, renderer: Any) -> None:
+        self.differences = Counter[int]()  # prompts that routers render in another way, by rank
         self._renderer = renderer
-        self.differences = Counter[int]()  # by rank
+        self._render_chat = renderer.render_chat_async
+        self._render_completion = renderer.render_cmpl_async
+        renderer.render_chat_async = self.chat
+        renderer.render_cmpl_async = self.completion
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._renderer, name)
-
-    async def render_chat_async(
+    async def chat(
         self, conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
     ) -> Any:
+        """Replace the renderer's render_chat_async."""
         run = _rendered()
         if run is None:
-            return await self._renderer.render_chat_async(
-                conversations, chat_params, tok_params, **options
-            )
-        prompt = self._prompt(run, tok_params or self._renderer.default_chat_tok_params)
+            return await self._render_chat(conversations, chat_params, tok_params, **options)
+        prompt = await self._prompt(run, tok_params or self._renderer.default_chat_tok_params)
         if run.call.is_checked:
-            rendered = await self._renderer.render_chat_async(
-                conversations, chat_params, tok_params, **options
-            )
+            rendered = await self._render_chat(conversations, chat_params, tok_params, **options)
             prompt = self._compared(prompt, rendered[1][0], run)
-        last = [messages[-1:] for messages in conversations]  # `echo` reads it, nobody the others
-        return last, [prompt]
+        # Only `echo` reads the conversation, and only its last message.
+        return [[_with_text(message) for message in each[-1:]] for each in conversations], [prompt]
 
-    async def render_cmpl_async(
+    async def completion(
         self, prompts: Sequence[Any], tok_params: Any = None, **options: Any
     ) -> Any:
+        """Replace the renderer's render_cmpl_async."""
         run = _rendered()
         if run is None:
-            return await self._renderer.render_cmpl_async(prompts, tok_params, **options)
-        text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else None
-        prompt = self._prompt(run, tok_params or self._renderer.default_cmpl_tok_params, text)
+            rendered = await self._render_completion(prompts, tok_params, **options)
+            if isinstance(wanted := CURRENT.get(), Rendering):
+                wanted.prompts = rendered
+            return rendered
+        prompt = await self._prompt(run, tok_params or self._renderer.default_cmpl_tok_params)
         if run.call.is_checked:
-            (rendered,) = await self._renderer.render_cmpl_async(prompts, tok_params, **options)
+            (rendered,) = await self._render_completion(prompts, tok_params, **options)
             prompt = self._compared(prompt, rendered, run)
         return [prompt]
 
     def _compared(self, given: Any, rendered: Any, run: Run) -> Any:
-        """The prompt as vLLM has rendered it, which is counted where it differs."""
+        """Return the prompt as vLLM renders it; count it if the given one differs."""
         if given["prompt_token_ids"] == rendered["prompt_token_ids"]:
             return given
         self.differences[run.request.rank] += 1
@@ -186,14 +196,28 @@ class _Renderer:
         )
         return {**rendered, "cache_salt": given.get("cache_salt")}
 
-    def _prompt(self, run: Run, tok_params: Any, text: str | None = None) -> Any:
-        """As the renderer would have made it: with the checks of its length, and truncated."""
+    async def _prompt(self, run: Run, tok_params: Any) -> Any:
+        """Return the given prompt as the renderer makes prompts of ids.
+
+        That checks its length and truncates it, and decodes it if the response needs its text.
+        """
         given = TokensPrompt(prompt_token_ids=run.request.prompt_ids.tolist())
-        made = tok_params.apply_post_tokenization(self._renderer.tokenizer, given)
+        made = await self._renderer.tokenize_prompt_async(given, tok_params)
         salt = cache_salt(run.request)
-        prompt: Any = tokens_input(made["prompt_token_ids"], prompt=text, cache_salt=salt)
+        prompt: Any = tokens_input(
+            made["prompt_token_ids"], prompt=made.get("prompt"), cache_salt=salt
+        )
         prompt["arrival_time"] = time.time()
         return prompt
+
+
+def _with_text(message: Any) -> Any:
+    """Return a message whose content is one text, as vLLM's parsed conversations have it."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    return {**message, "content": "\n".join(text for text in texts if isinstance(text, str))}
 
 
 def _content_format(llm: AsyncLLM, args: Any) -> str:

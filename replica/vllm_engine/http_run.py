@@ -7,9 +7,10 @@ go on behind them. The application's task itself hands each chunk on.
 """
 
 import asyncio
+import logging
 import random
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -35,6 +36,8 @@ from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
 from kvroute.replica.vllm_engine.keeping import keep_args
 from kvroute.replica.vllm_engine.priority import priority_of
+
+log = logging.getLogger("kvroute.replica")
 
 WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
 END_S = 5.0  # for the application to end once the client has left
@@ -114,7 +117,11 @@ class Run:
             await app(scope(self.call.path, headers), self.receive, self.send)
             self._put(is_last=True)
         except Exception as error:  # any of the application's
-            self._failure = self._failure or error
+            if self._failure is None and self._status >= 400:
+                log.exception("vLLM's application failed with %s", self.call.path)
+                self._put(is_last=True)  # it has said so in an error response of its own
+            else:
+                self._failure = self._failure or error
 
     async def _leave(self, task: "asyncio.Task[None]") -> None:
         """vLLM's handlers notice that the client has left, and abort the request."""
@@ -175,7 +182,7 @@ class Run:
         if self.call.deltas and self._prompts == 1:
             answered = self.request.answered_ids.tolist()
             tokenizer = llm.get_tokenizer()
-            for output in repeated(answered, self.call.deltas, ids, params, id_, tokenizer):
+            for output in repeated(answered, self.call.deltas, prompt, params, id_, tokenizer):
                 yield self._counted(output)
             self._data, self._status = [], 0  # the client has it
             prompt = {**prompt, "prompt_token_ids": [*ids, *answered]}  # images stand before
@@ -216,31 +223,34 @@ class Run:
 
 
 class Rendering(Run):
-    """A request of which only the prompt is wanted. The application is stopped when it asks the
+    """A request of which only the prompts are wanted. The application is stopped when it asks the
     engine."""
 
     def __init__(self, call: HttpCall) -> None:
         request, self._chunks = GenerateRequest("render-0", NO_TOKENS), list[Chunk]()
         call = msgspec.structs.replace(call, is_rendered=False)
         super().__init__(request, call, self._chunks.append)
-        self._prompt: Any = None
+        self.prompts: Sequence[Any] = ()  # all of a completion's, once vLLM has rendered them
+        self._asked: Any = None  # the prompt that the engine was asked to answer first
 
     async def rendered(self, app: Any) -> Rendered:
+        """Run the application until it asks the engine; return the prompts, or the refusal."""
         await self.respond(app)
-        if self._prompt is not None:
-            return rendered_of(self._prompt)
-        return Rendered(refusal=self._chunks[-1].http)
+        if self._asked is None:
+            return Rendered(refusal=self._chunks[-1].http)
+        first, *more = map(rendered_of, self.prompts or [self._asked])
+        return msgspec.structs.replace(first, more=tuple(more))
 
     async def outputs(
         self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._prompt = prompt
+        self._asked = prompt
         raise asyncio.CancelledError  # past every handler of errors
         yield  # this makes it a generator
 
 
 def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
-    """What a router has to know of vLLM's prompt."""
+    """Return what a router has to know of one of vLLM's prompts."""
     if prompt["type"] == "embeds":
         ids = [0] * len(prompt["prompt_embeds"])
         features = [Feature(secrets.token_hex(16), 0, len(ids))]  # nothing else has them

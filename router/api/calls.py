@@ -18,7 +18,8 @@ from kvroute.contract.prefix_id import PrefixId
 from kvroute.keys.keyring import Caller, owner, salted
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
-from kvroute.router.api.parsing import json_object
+from kvroute.router.api.parsing import BOM, json_object
+from kvroute.router.api.typed_fields import read_as_vllm_does
 
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -53,6 +54,8 @@ MEDIA = (
 SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
 MOST_ITEMS = {"messages": MAX_MESSAGES, **dict.fromkeys(("input", "tools", *SCORED), 4096)}
 MOST_NAMES = 4096  # in an object such as metadata or logit_bias; a bad value takes 20 us there
+# Fields with which a response has the prompt's text.
+WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
 
@@ -101,7 +104,7 @@ class Call(Struct, frozen=True):
     @property
     def n(self) -> int:
         n = self.body.get("n")
-        return n if isinstance(n, int) and n > 0 else 1
+        return n if type(n) is int and n > 0 else 1
 
     @property
     def reads_cache(self) -> bool:
@@ -118,6 +121,12 @@ class Call(Struct, frozen=True):
         if isinstance(prompt, str | np.ndarray):
             return [prompt]  # type: ignore[return-value]
         return prompt if isinstance(prompt, list) and prompt and _of_one_kind(prompt) else None
+
+    @property
+    def prompt_count(self) -> int:
+        """How many prompts a completion has, embeds included."""
+        embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
+        return len(embeds) + len(prompts)
 
     def prefix(self) -> tuple[str, str] | None:
         """The field that names a prefix, and the prefix's name. ApiError."""
@@ -136,18 +145,30 @@ class Call(Struct, frozen=True):
             return field, _prefix_id(field, value)
         return None
 
+    @property
+    def needs_prompt_text(self) -> bool:
+        """Whether the response has the prompt's text: vLLM has it only if it renders the body."""
+        return any(self.body.get(name) is True for name in WITH_PROMPT_TEXT)
+
     def with_prompt(self, number: int) -> bytes:
-        """The body with this one of its prompts only."""
-        prompts = self.prompts()
-        assert prompts is not None
-        prompt = prompts[number]
-        alone = prompt if isinstance(prompt, str) else prompt.tolist()
-        return msgspec.json.encode({**self.body, "prompt": alone})
+        """Return the body with only this one of its prompts. vLLM counts prompt_embeds first.
+
+        All other fields keep the bytes that the client sent.
+        """
+        fields = msgspec.json.decode(self.raw.removeprefix(BOM), type=dict[str, msgspec.Raw])
+        embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
+        of_embeds = {**fields, "prompt": None, "prompt_embeds": None}
+        if number < len(embeds):
+            return msgspec.json.encode({**of_embeds, "prompt_embeds": embeds[number]})
+        prompt = prompts[number - len(embeds)]
+        alone = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        return msgspec.json.encode({**of_embeds, "prompt": alone})
 
 
 def parse_call(path: str, raw: bytes) -> Call:
     """ApiError for a body that is no JSON object, or that no replica should get."""
     body = json_object(raw)
+    read_as_vllm_does(body)
     for name in REFUSED:
         if body.get(name):
             raise unsupported(
@@ -162,7 +183,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     _check_values(body)
     _check_images(raw, body)
     call = Call(path, raw, body, _input_values(body.get("input")))
-    choices = len(call.prompts() or ()) * call.n if path == COMPLETIONS else call.n
+    choices = call.n * (max(1, call.prompt_count) if path == COMPLETIONS else 1)
     if choices > MAX_CHOICES:
         raise invalid("prompt", f"these are {choices} choices; ask for at most {MAX_CHOICES}")
     _check_copies(call)
@@ -277,6 +298,14 @@ def _token_ids(given: Sequence[Any]) -> list[TokenIds]:
     return [np.array(given, np.uint32)]
 
 
+def _listed(given: Any) -> Sequence[Any]:
+    """Return one prompt or several as a list; nothing for null."""
+    if given is None:
+        return []
+    is_one = not isinstance(given, list) or _token_ids(given)
+    return [given] if is_one else given
+
+
 def _of_one_kind(prompts: Sequence[Any]) -> bool:
     kinds = {type(each) for each in prompts}
     return kinds <= {str} or kinds <= {np.ndarray}
@@ -284,10 +313,10 @@ def _of_one_kind(prompts: Sequence[Any]) -> bool:
 
 def _check_copies(call: Call) -> None:
     """ApiError 413 for many prompts with large fields next to them."""
-    prompts = len(call.prompts() or ()) if call.path == COMPLETIONS else 1
+    prompts = call.prompt_count if call.path == COMPLETIONS else 1
     if prompts < 2 or prompts * len(call.raw) <= MAX_COPIED:
         return
-    each = len(msgspec.json.encode({**call.body, "prompt": None}))
+    each = len(msgspec.json.encode({**call.body, "prompt": None, "prompt_embeds": None}))
     if prompts * each > MAX_COPIED:
         raise ApiError(
             413,

@@ -1,6 +1,7 @@
-"""Errors that a client gets are in OpenAI's shape."""
+"""Errors that a client gets have the shape of the API that it uses: OpenAI's or Anthropic's."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ ANTHROPIC_TYPES = {  # by status
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+RESPONSES = "/v1/responses"  # errors in its streams are events with a name and a number
+DONE = b"data: [DONE]\n\n"  # the end of streams of chats and completions
+_NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
 FINAL = frozenset({"replicas_died"})  # codes of errors that a retry would only repeat
 
 
@@ -48,16 +52,32 @@ class ApiError(Exception):
         }
         return msgspec.json.encode({"error": error})
 
-    def event(self) -> bytes:
-        """The error as a server-sent event, for a failure after the first byte of a stream."""
-        return b"data: " + self.body() + b"\n\n"
 
+def event(error: ApiError, before: bytes, *, path: str = "") -> bytes:
+    """Return the end of a stream that fails after its first byte, as the route's API has it.
 
-def event(error: ApiError, *, path: str = "") -> bytes:
-    """The error as the last server-sent event of a route."""
+    Args:
+        before: what the client got last, of which a Responses stream's numbers go on.
+    """
     if path == ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(error) + b"\n\n"
-    return error.event()
+    if path == RESPONSES:
+        return b"event: error\ndata: " + _of_responses(error, before) + b"\n\n"
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+def _of_responses(error: ApiError, before: bytes) -> bytes:
+    """Return OpenAI's ResponseErrorEvent."""
+    numbers = _NUMBER.findall(before)
+    return msgspec.json.encode(
+        {
+            "type": "error",
+            "code": error.code or error.type,
+            "message": error.message,
+            "param": error.param,
+            "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
+        }
+    )
 
 
 def response(error: ApiError, *, path: str = "") -> Response:
@@ -76,6 +96,20 @@ def response(error: ApiError, *, path: str = "") -> Response:
 def _anthropic(error: ApiError) -> bytes:
     kind = ANTHROPIC_TYPES.get(error.status, "api_error")
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+
+
+def refusal_of_replica(data: bytes, status: int, *, path: str) -> bytes:
+    """Return the body of an error that a replica found, as the route's API has it.
+
+    vLLM's application gives errors of /v1/messages types of its own, such as BadRequestError.
+    """
+    if not path.startswith(ANTHROPIC):
+        return data
+    try:
+        message = msgspec.json.decode(data)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return data
+    return _anthropic(ApiError(status, str(message)))
 
 
 def invalid(param: str | None, message: str) -> ApiError:

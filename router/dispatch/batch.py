@@ -10,10 +10,10 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvroute.router.api.errors import ApiError
+from kvroute.router.api.errors import DONE, ApiError
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.dispatch.merge import Merged
-from kvroute.router.dispatch.relay import DONE, EVENTS, Answer, Ending, Failed
+from kvroute.router.dispatch.relay import EVENTS, Answer, Ending, Failed
 
 EVENT = b"data: "
 
@@ -105,7 +105,7 @@ class _Events(StreamingResponse):
             last = EVENT + encode(self._last) + b"\n\n" if self._last else b""
             data = self._ending(last + DONE)
         except ApiError as error:
-            data = self._failed(error)
+            data = self._failed(error, b"")
         finally:
             await merged.close()
         await send({"type": "http.response.body", "body": data, "more_body": False})

@@ -7,14 +7,15 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.http_call import HttpPart
-from kvroute.router.api.errors import ApiError
+from kvroute.router.api.errors import ApiError, refusal_of_replica
 from kvroute.router.dispatch.dispatcher import Generation
 
 EVENTS = "text/event-stream"
-DONE = b"data: [DONE]\n\n"  # the end of OpenAI's streams
 
 Ending = Callable[[bytes], bytes]  # what is sent instead of the last bytes
-Failed = Callable[[ApiError], bytes]  # the event that says why a stream ends too early
+# Why a stream ends too early, and what was sent last, to its last event.
+Failed = Callable[[ApiError, bytes], bytes]
+Refused = Callable[[bytes, int], bytes]  # body and status of a replica's error to the client's body
 
 
 class Answer:
@@ -81,20 +82,31 @@ class Relay(StreamingResponse):
         """The last event goes out together with the end of the response."""
         answer, status = self._answer, self.status_code
         await send({"type": "http.response.start", "status": status, "headers": self.raw_headers})
+        last = b""
         try:
             while (data := await answer.next()) is not None and not answer.is_complete:
                 if data:
+                    last = data
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             data = self._ending(data or b"")
         except ApiError as error:
-            data = self._failed(error)
+            data = self._failed(error, last)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
 async def relayed(
-    generation: Generation, headers: Mapping[str, str], *, ending: Ending, failed: Failed
+    generation: Generation,
+    headers: Mapping[str, str],
+    *,
+    ending: Ending,
+    failed: Failed,
+    refused: Refused,
 ) -> Response:
-    """The response to a call with one prompt. ApiError when no replica can go on."""
+    """Return the response to a call with one prompt.
+
+    Raises:
+        ApiError: no replica can go on.
+    """
     answer = Answer(generation)
     is_relayed = False
     try:
@@ -106,10 +118,12 @@ async def relayed(
     finally:
         if not is_relayed:  # complete, or the client has left
             generation.close()
-    data = ending(data) if answer.status == 200 else data
+    data = ending(data) if answer.status == 200 else refused(data, answer.status)
     return Response(data, answer.status, headers, media_type=answer.content_type)
 
 
-def whole_response(part: HttpPart, headers: Mapping[str, str] | None = None) -> Response:
-    """A response that came as one part."""
-    return Response(part.data, part.status, headers, media_type=part.content_type)
+def whole_response(part: HttpPart, *, path: str) -> Response:
+    """Return a response that a replica gave as one part, to a request of this path."""
+    is_error = part.status >= 400
+    data = refusal_of_replica(part.data, part.status, path=path) if is_error else part.data
+    return Response(data, part.status, media_type=part.content_type)

@@ -73,7 +73,7 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
             model = models.named(call.model, limits_of(request))
             receipts = await model.explain(call, said, prefix_name=request.headers.get(PREFIX))
         except RefusedCallError as error:
-            return whole_response(error.refusal)
+            return whole_response(error.refusal, path=call.path)
     found = {"object": "route", "router": models.router_id, "receipts": receipts}
     response = JSONResponse(found)
     add_headers(request, entry, response)

@@ -127,22 +127,28 @@ class Prompts:
         self._workers.shutdown(cancel_futures=True)
 
     def render(self, messages: Sequence[ChatMessage], *, is_turn: bool = True) -> str:
-        """The conversation in the chat template; `is_turn`: with the assistant's turn begun."""
-        if self._tokenizer.chat_template is None:
+        """Render a conversation by the template and its arguments that all chats are rendered by.
+
+        Args:
+            is_turn: the assistant's turn begins at the end.
+
+        Raises:
+            ApiError: 400, the model has no template, or it refuses the messages.
+        """
+        body = {
+            "messages": [_template_message(message) for message in messages],
+            "add_generation_prompt": is_turn,
+        }
+        try:
+            return self._template.text(body, "string")
+        except OnlyReplicaError:
             raise ApiError(
                 400,
                 "this model has no chat template; send a prompt to /v1/completions",
                 param="messages",
-            )
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                [_template_message(message) for message in messages],
-                add_generation_prompt=is_turn,
-                tokenize=False,
-            )
-        except TemplateError as error:
+            ) from None
+        except (TemplateError, TypeError, ValueError) as error:
             raise invalid("messages", f"the model's chat template refuses: {error}") from error
-        return str(rendered)
 
     async def escaped(self, call: Call) -> Call:
         """The call whose messages have no special token, if that is wanted. ApiError for an

@@ -21,10 +21,10 @@ from kvroute.contract.http_call import (
     rendered_in,
 )
 from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call
-from kvroute.router.api.errors import ApiError, event
+from kvroute.router.api.errors import DONE, ApiError, event, refusal_of_replica
 from kvroute.router.dispatch.batch import batched
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
-from kvroute.router.dispatch.relay import DONE, relayed, whole_response
+from kvroute.router.dispatch.relay import relayed, whole_response
 from kvroute.router.dispatch.start import begin_all, placement_headers
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.routing.attempts import RequestContext
@@ -83,16 +83,17 @@ class Calls:
             _http(call, call.raw), request_id=request_id, namespace=call.cache_salt
         )
         answer = await self._dispatcher.ask("http", encode_call(http), within_s=WHOLE_S)
-        return whole_response(part_in(answer))
+        return whole_response(part_in(answer), path=call.path)
 
     async def prompts(self, call: Call, prefix: Prefix | None) -> Prompted:
         """Rendered here where that is sure to be right; else by a replica. RefusedCallError."""
+        has_prefix = prefix is not None
+        is_final = has_prefix or not call.needs_prompt_text
         try:
             if call.path == CHATS:
-                return Prompted([await self._chat(call, prefix)], has_prefix=prefix is not None)
+                return Prompted([await self._chat(call, prefix)], is_final, has_prefix)
             if call.path == COMPLETIONS:
-                prompts = await self._completions(call, prefix)
-                return Prompted(prompts, has_prefix=prefix is not None)
+                return Prompted(await self._completions(call, prefix), is_final, has_prefix)
         except OnlyReplicaError as error:
             problem = str(error)
         else:
@@ -123,7 +124,10 @@ class Calls:
         ending = partial(_with_receipts, call.path, generations, receipt) if receipt else _unchanged
         headers, failed = placement_headers(generations), partial(event, path=call.path)
         if len(generations) == 1:
-            return await relayed(generations[0], headers, ending=ending, failed=failed)
+            refused = partial(refusal_of_replica, path=call.path)
+            return await relayed(
+                generations[0], headers, ending=ending, failed=failed, refused=refused
+            )
         return await batched(generations, headers, n=call.n, ending=ending, failed=failed)
 
     async def _chat(self, call: Call, prefix: Prefix | None) -> TokenIds:
@@ -153,11 +157,16 @@ class Calls:
         rendered = rendered_in(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)
-        ids = token_ids_of(rendered.token_ids)
-        return Prompted([ids], rendered.is_text, features=rendered.features, image=image)
+        each = (rendered, *rendered.more)
+        return Prompted(
+            [token_ids_of(prompt.token_ids) for prompt in each],
+            all(prompt.is_text for prompt in each) and not call.needs_prompt_text,
+            features=rendered.features,
+            image=image,
+        )
 
     def _behind(self, prefix: Prefix, prompted: Prompted) -> Prompted:
-        if "prompt" not in prefix.source or not prompted.is_rendered:
+        if "prompt" not in prefix.source or prompted.features:
             raise ApiError(
                 400,
                 f"prefix {prefix.label!r} cannot stand before this body: one that is declared as "

@@ -251,7 +251,7 @@ class ModelRouter:
                 said=said,
             )
         except RefusedCallError as error:
-            response = whole_response(error.refusal)
+            response = whole_response(error.refusal, path=call.path)
         if response.status_code >= 400:
             if entry is not None:
                 entry.give_back(time.monotonic())

@@ -1,6 +1,7 @@
 """vLLM's HTTP application inside a replica answers as vLLM's own server does, and goes on with what
 another replica has begun."""
 
+import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
@@ -257,16 +258,29 @@ async def test_a_clients_own_extra_arguments_cannot_be_ours(running: Running) ->
 
 async def test_vllm_still_has_what_is_replaced(running: Running) -> None:
     """The hooks into the pinned version; see docs/upgrading.md."""
-    from kvroute.replica.vllm_engine import http_app, repeatable
+    from kvroute.replica.vllm_engine import repeatable
 
     for name, attributes in repeatable.REPLACED.items():
         module = __import__(name, fromlist=["_"])
         for attribute in attributes:
             assert hasattr(module, attribute), (name, attribute)
-    renderer = engine_of(running)._llm.renderer
-    replaced = [name for name in vars(http_app._Renderer) if name.startswith("render_")]
-    assert len(replaced) == 2
-    assert all(hasattr(renderer, name) for name in replaced)
+    renderer = type(engine_of(running)._llm.renderer)
+    for name in ("render_chat_async", "render_cmpl_async", "tokenize_prompt_async"):
+        assert inspect.iscoroutinefunction(getattr(renderer, name)), name
+
+
+async def test_vllms_handlers_get_objects_of_the_classes_that_they_ask_for(
+    running: Running,
+) -> None:
+    """`isinstance(renderer, HfRenderer)`, for example, decides where system messages go."""
+    from vllm.renderers.hf import HfRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    state = engine_of(running)._http._app.state
+    assert isinstance(state.engine_client, AsyncLLM)
+    for name, handler in vars(state)["_state"].items():
+        if hasattr(handler, "renderer"):
+            assert isinstance(handler.renderer, HfRenderer), name
 
 
 @pytest.mark.parametrize("path", [CHATS, RESPONSES, MESSAGES])
