@@ -192,6 +192,14 @@ class ReplicaOptions(CommonOptions):
             "cost a router less.",
         ),
     ] = 1
+    inline_system: Annotated[
+        Literal["keep", "merge"],
+        Option(
+            MODEL,
+            "System messages in the middle of a conversation of /v1/messages. keep: they stay "
+            "there. merge: they move to the front, where each new one costs the cached prompt.",
+        ),
+    ] = "keep"
     prefix_caching: Annotated[
         bool,
         Option(

@@ -109,7 +109,12 @@ class VllmEngine:
             each = [RankCore(llm, rank) for rank in ranks]
             divisions = [await _begin(core, settings) for core in each]
             adapters = [Adapters(core, settings.adapters) for core in each]
-            http = await HttpApp.start(llm, front_args(settings.engine_args), adapters)
+            http = await HttpApp.start(
+                llm,
+                front_args(settings.engine_args),
+                adapters,
+                merges_system=settings.inline_system == "merge",
+            )
             for core in each:
                 await _try(core, words)
         except BaseException as error:

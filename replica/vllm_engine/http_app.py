@@ -30,7 +30,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.replica.vllm_engine import fail_fast, media, missing_parser, repeatable
+from kvroute.replica.vllm_engine import (
+    fail_fast,
+    inline_system,
+    media,
+    missing_parser,
+    repeatable,
+)
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
@@ -57,9 +63,20 @@ class HttpApp:
 
     @classmethod
     async def start(
-        cls, llm: AsyncLLM, front_args: Mapping[str, Any], adapters: Sequence[Adapters]
+        cls,
+        llm: AsyncLLM,
+        front_args: Mapping[str, Any],
+        adapters: Sequence[Adapters],
+        *,
+        merges_system: bool = False,
     ) -> "HttpApp":
-        """front_args: those of vLLM's server, by name."""
+        """Build vLLM's application.
+
+        Args:
+            front_args: arguments of vLLM's server, by name.
+            adapters: by rank.
+            merges_system: inline system messages of /v1/messages move to the front.
+        """
         repeatable.install()
         media.install()
         media.process_once(llm.renderer)
@@ -73,6 +90,8 @@ class HttpApp:
         fail_fast.install(app)
         await init_app_state(client, app.state, args, tasks)
         missing_parser.install(app, args.tool_call_parser)
+        if messages := getattr(app.state, "anthropic_serving_messages", None):
+            inline_system.install(messages, merges=merges_system)
         # Middlewares belong to the router; one that buffers would part bytes from tokens.
         app.user_middleware.clear()
         app.middleware_stack = app.build_middleware_stack()

@@ -54,6 +54,7 @@ MEDIA = (
 SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
 MOST_ITEMS = {"messages": MAX_MESSAGES, **dict.fromkeys(("input", "tools", *SCORED), 4096)}
 MOST_NAMES = 4096  # in an object such as metadata or logit_bias; a bad value takes 20 us there
+PROMPT_FIELDS = ("prompt", "prompt_embeds")  # of a completion
 # Fields with which a response has the prompt's text.
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
@@ -157,12 +158,12 @@ class Call(Struct, frozen=True):
         """
         fields = msgspec.json.decode(self.raw.removeprefix(BOM), type=dict[str, msgspec.Raw])
         embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
-        of_embeds = {**fields, "prompt": None, "prompt_embeds": None}
+        others = {name: raw for name, raw in fields.items() if name not in PROMPT_FIELDS}
         if number < len(embeds):
-            return msgspec.json.encode({**of_embeds, "prompt_embeds": embeds[number]})
+            return msgspec.json.encode({**others, "prompt_embeds": embeds[number]})
         prompt = prompts[number - len(embeds)]
         alone = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
-        return msgspec.json.encode({**of_embeds, "prompt": alone})
+        return msgspec.json.encode({**others, "prompt": alone})
 
 
 def parse_call(path: str, raw: bytes) -> Call:

@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
-from kvroute.router.api.errors import ApiError, event
+from kvroute.router.api.errors import ApiError, event, refusal_of_replica
 from kvroute.router.dispatch.batch import batched, one_body
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.dispatch.relay import relayed
@@ -112,7 +112,8 @@ async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> R
 async def _response(generations: list[Generation]) -> Response:
     failed = partial(event, path="/v1/completions")
     if len(generations) == 1:
-        return await relayed(generations[0], {}, ending=bytes, failed=failed)
+        refused = partial(refusal_of_replica, path="/v1/completions")
+        return await relayed(generations[0], {}, ending=bytes, failed=failed, refused=refused)
     return await batched(generations, {}, n=1, ending=bytes, failed=failed)
 
 
@@ -173,9 +174,9 @@ async def test_a_replica_that_fails_amid_a_stream_ends_it_with_an_error() -> Non
     """Nobody can go on with what may fail everywhere."""
     for prompts in (1, 2):
         apps = Applications(*[3] * prompts, death=RuntimeError("a bug"))
-        *_, last, end = bytes((await ask(apps, prompts=prompts)).body).split(b"\n\n")
+        *_, last, done, end = bytes((await ask(apps, prompts=prompts)).body).split(b"\n\n")
         error = json.loads(last.removeprefix(b"data: "))["error"]
-        assert (error["type"], end) == ("server_error", b"")
+        assert (error["type"], done, end) == ("server_error", DONE.strip(), b"")
         assert "a bug" not in error["message"]
 
 
@@ -215,9 +216,31 @@ def test_choices_of_several_prompts_are_numbered_through() -> None:
 
 
 def test_an_event_of_an_error_has_the_shape_of_its_route() -> None:
-    error = ApiError(503, "gone")
-    assert json.loads(event(error).removeprefix(b"data: "))["error"]["message"] == "gone"
-    name, data = event(error, path="/v1/messages").split(b"\n", 1)
+    error = ApiError(503, "gone", type="server_error")
+    chat, end = event(error, b"", path="/v1/chat/completions").split(b"\n\n", 1)
+    assert json.loads(chat.removeprefix(b"data: "))["error"]["message"] == "gone"
+    assert end == b"data: [DONE]\n\n"
+    name, data = event(error, b"", path="/v1/messages").split(b"\n", 1)
     assert name == b"event: error"
     said = json.loads(data.removeprefix(b"data: "))
     assert said == {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}}
+    before = b'event: x\ndata: {"sequence_number":6}\n\nevent: y\ndata: {"sequence_number":7}\n\n'
+    name, data = event(error, before, path="/v1/responses").split(b"\n", 1)
+    assert name == b"event: error"
+    assert json.loads(data.removeprefix(b"data: ")) == {
+        "type": "error",
+        "code": "server_error",
+        "message": "gone",
+        "param": None,
+        "sequence_number": 8,
+    }
+
+
+def test_an_error_of_a_replica_has_the_types_of_its_routes_api() -> None:
+    found = b'{"type":"error","error":{"type":"BadRequestError","message":"no"}}'
+    assert json.loads(refusal_of_replica(found, 400, path="/v1/messages")) == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "no"},
+    }
+    for path, data in (("/v1/messages", b"no JSON"), ("/v1/responses", found)):
+        assert refusal_of_replica(data, 400, path=path) == data

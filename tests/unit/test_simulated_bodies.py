@@ -21,7 +21,7 @@ from kvroute.replica.sim_engine.sampling import (
     check,
     read,
 )
-from kvroute.router.api.errors import ApiError
+from kvroute.router.api.errors import ApiError, event
 from kvroute.router.api.parsing import json_object
 
 CHATS = "/v1/chat/completions"
@@ -232,5 +232,5 @@ def test_an_error_has_openais_shape() -> None:
         "param": "model",
         "code": "model_not_found",
     }
-    assert error.event() == b"data: " + error.body() + b"\n\n"
+    assert event(error, b"") == b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"
     assert refusal(n=0).keys() == json.loads(error.body())["error"].keys()

@@ -1,0 +1,71 @@
+"""System messages in the middle of a conversation of /v1/messages stay where they are.
+
+Claude Code sends reminders as system messages, some after every tool result. Many chat templates
+take a system message at the front only, so vLLM moves all of them there. Each new one then changes
+the beginning of the prompt, and nothing behind it is found in the cache.
+
+Here such a message keeps its place (system_places.py).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.renderers.hf import HfRenderer, resolve_chat_template
+
+from kvroute.replica.vllm_engine.system_places import Message, Render, place_for, put_in_place
+
+_F = {"name": "f", "description": "Does nothing"}
+_TOOLS = [{"type": "function", "function": {**_F, "parameters": {"type": "object"}}}]
+
+
+def install(serving: AnthropicServingMessages, *, merges: bool) -> None:
+    """Make vLLM's handler of /v1/messages leave inline system messages in place.
+
+    Args:
+        merges: move them to the front instead, as vLLM does where the template asks for it.
+    """
+    if merges:
+        return
+    convert, render = serving.to_chat_completion_request, _render_of(serving)
+    place = place_for(render) if render else "joined"
+
+    def converted(request: Any, **options: Any) -> ChatCompletionRequest:
+        chat = convert(request, **{**options, "merge_inline_system": False})
+        chat.messages = put_in_place(chat.messages, place)
+        return chat
+
+    serving._merge_inline_system = False
+    serving.to_chat_completion_request = converted
+
+
+def _render_of(serving: AnthropicServingMessages) -> Render | None:
+    """Return how chats are rendered; None if vLLM uses no chat template for this model."""
+    online = serving.online_renderer
+    renderer = online.renderer
+    if not isinstance(renderer, HfRenderer) or renderer.tokenizer is None:
+        return None
+    tokenizer = renderer.tokenizer
+    templates = {
+        has_tools: resolve_chat_template(
+            tokenizer,
+            online.chat_template,
+            _TOOLS if has_tools else None,
+            model_config=online.model_config,
+        )
+        for has_tools in (False, True)
+    }
+
+    def render(messages: Sequence[Message]) -> str:
+        has_tools = any(message["role"] == "tool" for message in messages)
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages),
+                tools=_TOOLS if has_tools else None,
+                chat_template=templates[has_tools],
+                tokenize=False,
+            )
+        )
+
+    return render
