@@ -9,13 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.outputs import LogprobsLists
 
 from kvroute.replica.vllm_engine.scheduler import ANSWERED
 
@@ -83,15 +86,29 @@ def repeated(
         data_parallel_rank=None,
     )
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    logprobs = LogprobsProcessor.from_new_request(tokenizer, request)
     end = 0
     for tokens in deltas:
         ids = list(answered[end : end + tokens])
         end += tokens
         detokenizer.update(ids, stop_terminated=False)
         text = detokenizer.get_next_output_text(finished=False, delta=True)
-        logprobs = [{id_: Logprob(0.0)} for id_ in ids] if params.logprobs is not None else None
-        choice = CompletionOutput(0, text, ids, None, logprobs)
+        choice = CompletionOutput(0, text, ids, None, _repeated_logprobs(logprobs, ids))
         yield RequestOutput(request_id, text_of_prompt, prompt_ids, None, [choice], finished=False)
+
+
+def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
+    """Return an entry for each token, without its probability; None if none are wanted.
+
+    vLLM's application counts the characters of the tokens' texts, where a token may be a part of a
+    character.
+    """
+    if processor.num_logprobs is None:
+        return None
+    for id_ in ids:
+        sampled = LogprobsLists(np.array([[id_]]), np.zeros((1, 1)), np.ones(1, dtype=int))
+        processor._update_sample_logprobs(sampled)
+    return (processor.logprobs or [])[-len(ids) :] if ids else []
 
 
 class ContinuingLLM(AsyncLLM):

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -74,6 +75,7 @@ class Run:
         self._token_ids: list[int] = []  # generated since the last chunk
         self._data: list[bytes] = []  # sent since the last chunk
         self._has_calls = False  # sent at any time
+        self._has_put = False  # a chunk was emitted
         self._status = 0  # 0: a chunk has it
         self._content_type = ""
         self._prompts = 0  # that the engine was asked to answer
@@ -117,11 +119,20 @@ class Run:
             await app(scope(self.call.path, headers), self.receive, self.send)
             self._put(is_last=True)
         except Exception as error:  # any of the application's
-            if self._failure is None and self._status >= 400:
-                log.exception("vLLM's application failed with %s", self.call.path)
-                self._put(is_last=True)  # it has said so in an error response of its own
-            else:
-                self._failure = self._failure or error
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End with an error response if the client has nothing yet; else fail with the error."""
+        if self._failure is not None or self._has_put:
+            self._failure = self._failure or error
+            return
+        log.warning("vLLM's application failed with %s", self.call.path, exc_info=error)
+        if self._status < 400:  # else the application has made a response itself
+            cause = error.__cause__  # Starlette wraps what comes behind a response's beginning
+            made = create_error_response(cause if isinstance(cause, Exception) else error)
+            self._status, self._content_type = made.error.code, "application/json"
+            self._data = [made.model_dump_json().encode()]
+        self._put(is_last=True)
 
     async def _leave(self, task: "asyncio.Task[None]") -> None:
         """vLLM's handlers notice that the client has left, and abort the request."""
@@ -146,7 +157,7 @@ class Run:
             self._can_continue,
             self.is_tool_call,
         )
-        self._token_ids, self._data, self._status = [], [], 0
+        self._token_ids, self._data, self._status, self._has_put = [], [], 0, True
         self._emit(Chunk(tokens, cached_tokens, is_last, part))
 
     def _ends_with_call(self, end: bytes) -> bool:

@@ -138,6 +138,65 @@ async def test_so_does_what_was_cut_late(running: Running, kind: str) -> None:
     assert len(calls) == (2 if kind == "two tools" else 0)
 
 
+EMOJIS = "ok \N{GRINNING FACE}\N{PARROT}\N{TEST TUBE}\N{ROBOT FACE} and so on"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+async def test_what_was_cut_within_a_character_goes_on_byte_for_byte(
+    running: Running, path: str
+) -> None:
+    """Tokens that are parts of a character have no text of their own, so later ones shift."""
+    own: Body = {"prompt": "Hi", "logprobs": 2} if path == COMPLETIONS else {"messages": ASK}
+    own |= {} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 60, **own}
+    body |= {"structured_outputs": {"choice": [EMOJIS]}}
+    request = request_of(path, body, await prompt_of(running, path, body))
+    await chunks_of(running, request, most=1)
+    undisturbed = await chunks_of(running, request)
+    assert len(undisturbed) > 5
+    for cut in range(1, len(undisturbed) - 1):
+        assert await goes_on(running, request, undisturbed, cut=cut), cut
+
+
+async def test_a_streamed_response_with_a_bad_schema_is_refused_as_a_whole_one_is(
+    running: Running,
+) -> None:
+    """vLLM's own server breaks the connection."""
+    form = {"type": "json_schema", **bodies.NONSENSE["json_schema"]}
+    body = {"model": "m", "input": "Hi", "text": {"format": form}}
+    whole, streamed = [
+        await chunks_of(running, request_of(RESPONSES, {**body, "stream": stream}))
+        for stream in (False, True)
+    ]
+    assert status_of(whole) == status_of(streamed) == 400
+    assert data_of(whole) == data_of(streamed)
+
+
+REFUSED = {"type": "refusal", "refusal": "I would rather not."}
+HISTORY_WITH_REFUSAL: Body = {
+    "model": "m",
+    "input": [
+        {"role": "user", "content": "Hi"},
+        {"type": "message", "role": "assistant", "content": [REFUSED]},
+        {"role": "user", "content": "Why?"},
+    ],
+}
+
+
+async def test_what_vllm_cannot_render_is_an_error_of_the_request_with_its_cause(
+    running: Running,
+) -> None:
+    """And not a lost replica: another one would fail as well."""
+    request = request_of(RESPONSES, HISTORY_WITH_REFUSAL)
+    chunks = await chunks_of(running, request)
+    assert status_of(chunks) == 500
+    assert "'ResponseOutputRefusal' object has no attribute" in data_of(chunks).decode()
+    assert request.call is not None
+    rendered = await engine_of(running).render(request.call)
+    assert rendered.refusal is not None
+    assert (rendered.refusal.status, rendered.refusal.data) == (500, data_of(chunks))
+
+
 PERSON = r'\{"name": "[a-z]{4,9}", "age": [1-9][0-9]?\}'
 RANDOM = {"model": "m", "temperature": 1.0, "seed": 7}
 SEEDED: dict[str, Body] = {
