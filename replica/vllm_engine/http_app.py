@@ -22,7 +22,11 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.chat_utils import load_chat_template
-from vllm.renderers.hf import HfRenderer, resolve_chat_template_content_format
+from vllm.renderers.hf import (
+    HfRenderer,
+    resolve_chat_template,
+    resolve_chat_template_content_format,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -41,6 +45,7 @@ from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.rank_core import AtRank
+from kvroute.replica.vllm_engine.tool_parsers import NONE, tool_parser
 
 log = logging.getLogger("kvroute.replica")
 
@@ -258,6 +263,20 @@ def _content_format(llm: AsyncLLM, args: Any) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
+def _tool_parser(llm: AsyncLLM, args: Any) -> str | None:
+    """Return the parser of tool calls: the given one, or what the model's template tells."""
+    if args.tool_call_parser is not None:
+        return None if args.tool_call_parser == NONE else str(args.tool_call_parser)
+    template, config = None, llm.model_config
+    if isinstance(llm.renderer, HfRenderer) and llm.renderer.tokenizer is not None:
+        own = load_chat_template(args.chat_template)
+        template = resolve_chat_template(llm.renderer.tokenizer, own, [{}], model_config=config)
+    found = tool_parser(template, config.hf_config.model_type, config.model)
+    if found:
+        log.info("tool calls are read by vLLM's parser %s, as the model's template tells", found)
+    return found
+
+
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
     """vLLM's application imports a package that sets up the root logger for itself."""
@@ -305,6 +324,7 @@ def _arguments(llm: AsyncLLM, front_args: Mapping[str, Any]) -> Any:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if plugin := config.structured_outputs_config.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(plugin)
+    args.tool_call_parser = _tool_parser(llm, args)
     if args.tool_call_parser:
         args.enable_auto_tool_choice = True
     validate_parsed_serve_args(args)

@@ -162,7 +162,8 @@ async def test_a_streamed_response_with_a_bad_schema_is_refused_as_a_whole_one_i
     running: Running,
 ) -> None:
     """vLLM's own server breaks the connection."""
-    form = {"type": "json_schema", **bodies.NONSENSE["json_schema"]}
+    schema: Any = bodies.NONSENSE["json_schema"]
+    form = {"type": "json_schema", **schema}
     body = {"model": "m", "input": "Hi", "text": {"format": form}}
     whole, streamed = [
         await chunks_of(running, request_of(RESPONSES, {**body, "stream": stream}))
