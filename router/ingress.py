@@ -135,7 +135,8 @@ async def _refuse(request: Request, error: ApiError) -> Response:
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
     path, method = request.url.path, request.method
     message = f"{method} {path}: {error.detail}. See GET /v1/models for what is served."
-    return await _refuse(request, ApiError(error.status_code, message))
+    headers = dict(error.headers or {})  # such as the methods that a 405 allows
+    return await _refuse(request, ApiError(error.status_code, message, headers=headers))
 
 
 async def _fail(request: Request, error: Exception) -> Response:

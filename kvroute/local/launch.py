@@ -1,8 +1,10 @@
 """`kvroute serve` runs a whole cluster in the foreground until a signal stops it."""
 
 import importlib.util
+import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import tempfile
@@ -279,10 +281,11 @@ def _announce(
         progress.say(f"reuse_cache: {one.prefix_caching}{of_model}")
     for reason, replicas in Counter(health["degraded"].values()).items():
         progress.say(f"DEGRADED: {replicas} replicas are routed to by load alone: {reason}")
+    hello = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"model": each[0].served_model_name, "messages": hello}, ensure_ascii=False)
     progress.say(
         f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
-        f'\'{{"model": "{each[0].served_model_name}", '
-        '"messages": [{"role": "user", "content": "Hello"}]}\'',
+        f"{shlex.quote(body)}"
     )
     progress.say(f"kvroute ready at {url}", style="bold green")
 

@@ -1,5 +1,6 @@
 """OpenAI's HTTP routes, and one that explains where a prompt would go."""
 
+from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -71,7 +72,7 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
         try:
             said = said_of(request.headers, call)
             model = models.named(call.model, limits_of(request))
-            receipts = await model.explain(call, said, prefix_name=request.headers.get(PREFIX))
+            receipts = await model.explain(call, said, prefix_name=_prefix_name(request))
         except RefusedCallError as error:
             return whole_response(error.refusal, path=call.path)
     found = {"object": "route", "router": models.router_id, "receipts": receipts}
@@ -80,6 +81,7 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
     return response
 
 
+@routes.get("/v1/models/")
 @routes.get("/v1/models")
 async def list_models(request: Request, models: Served) -> Response:
     limits = limits_of(request)
@@ -95,6 +97,16 @@ async def get_model(name: str, request: Request, models: Served) -> Response:
     return JSONResponse(card)
 
 
+def _prefix_name(request: Request) -> str | None:
+    """Return the prefix that the header names, in UTF-8 as clients send it."""
+    name = request.headers.get(PREFIX)  # decoded as Latin-1
+    if name is None or name.isascii():
+        return name
+    with suppress(UnicodeDecodeError):
+        return name.encode("latin-1").decode()
+    return name
+
+
 async def _respond(path: str, request: Request, entry: Entry | None) -> Response:
     models: Models = request.app.state.models
     bodies: Bodies = request.app.state.bodies
@@ -106,7 +118,7 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
             call,
             request_id=request_id(request),
             with_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
-            prefix_name=request.headers.get(PREFIX),
+            prefix_name=_prefix_name(request),
             entry=entry,
             urgency=urgency_of(
                 request.headers, call.body, call.caller, most_s=model.settings.max_wait_s

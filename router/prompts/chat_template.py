@@ -79,9 +79,12 @@ class ChatTemplate:
         given = body.get("messages")
         if not isinstance(given, list) or not given:
             raise OnlyReplicaError("there are no messages")
-        whole = [_message(each, content_format) for each in [*before, *given]]
-        if not facts.knows_developer and any(each["role"] == "developer" for each in whole):
-            whole = _one_system(whole)
+        first, own = [
+            [_message(each, content_format) for each in messages] for messages in (before, given)
+        ]
+        if not facts.knows_developer and any(each["role"] == "developer" for each in own):
+            own = _one_system(own)  # the messages before stay as they are
+        whole = [*first, *own]
         return str(
             self._tokenizer.apply_chat_template(
                 whole,

@@ -157,6 +157,22 @@ def test_an_unknown_route_is_refused_in_openais_shape(simulated_cluster: Cluster
     assert "/v2/nothing" in refusal.json()["error"]["message"]
 
 
+def test_a_route_with_another_method_says_which_ones_it_takes(simulated_cluster: Cluster) -> None:
+    refusal = requests.get(simulated_cluster.url + "/v1/chat/completions", timeout=10)
+    assert refusal.status_code == 405
+    assert refusal.headers["allow"] == "POST"
+    assert refusal.json()["error"]["message"]
+
+
+def test_models_are_listed_with_and_without_a_slash(simulated_cluster: Cluster) -> None:
+    lists = [
+        requests.get(f"{simulated_cluster.url}/v1/models{end}", timeout=10).json()
+        for end in ("", "/")
+    ]
+    assert lists[0] == lists[1]
+    assert lists[0]["data"][0]["id"] == BUILTIN_MODEL
+
+
 def test_the_openai_client_reads_our_errors(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(**{**CHAT, "max_tokens": 0})

@@ -111,6 +111,28 @@ def test_a_router_renders_chats_as_vllm_does(
     assert receipt["prompt_tokens"] == len(tokens)
 
 
+def test_reminders_amid_a_session_of_claude_code_cost_no_cache(cluster: Cluster) -> None:
+    """They are system messages behind tool results, and new in each turn."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Find the bug."}]
+    body = {"model": BUILTIN_MODEL, "system": DOCUMENT, "max_tokens": 4, "temperature": 0}
+    sent_before = 0
+    for turn in range(5):
+        left = f"<total_tokens>{90_000 - 977 * turn} tokens left</total_tokens>"
+        messages.append({"role": "system", "content": left})
+        full = {**body, "messages": messages, "cache_salt": "claude-code"}
+        answer = httpx.post(f"{cluster.url}/v1/messages", json=full, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert cached_tokens(answer) >= 0.95 * (sent_before // BLOCK) * BLOCK
+        sent_before = prompt_tokens(answer)
+        tell_routers(cluster, (sent_before - 1) // BLOCK * BLOCK, **full)
+        use = {"type": "tool_use", "id": f"toolu_{turn}", "name": "read", "input": {"line": turn}}
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "x = 1; " * 30}
+        messages += [
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]
+
+
 @pytest.mark.parametrize("task", ["1", "法律"])
 def test_a_named_prefix_is_cached_at_the_first_request_of_every_replica(
     cluster: Cluster, task: str

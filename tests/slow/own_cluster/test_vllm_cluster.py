@@ -54,7 +54,6 @@ TASKS = {
 }
 # Answers are compared: in float32 they are equal. A token takes twice the memory then.
 EXACT = ("--dtype", "float32", "--kv-cache-memory-mb", "1024")
-TOOLS = ("--engine-arg", "tool_call_parser=hermes")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def cluster(collector: Collector) -> Iterator[Cluster]:
     env = {"MULTI_TASK_PROMPT_STR": json.dumps(tasks), **collector.env}
     # Its engines take all cores that they get: the tests beside these come first.
     command = ("nice", "-n", "10", *COMMAND)
-    options = ("--max-model-len", "4096", *EXACT, *TOOLS)
+    options = ("--max-model-len", "4096", *EXACT)
     with start_cluster(*options, env=env, deadline_s=400, command=command) as cluster:
         yield cluster
 
