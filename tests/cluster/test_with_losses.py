@@ -12,7 +12,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
 from tests.support.hits import tell_routers
 from tests.support.serving import Cluster
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import until
 from tests.support.workloads import BLOCK, ask, people_table, user
 
 STREAMS = 16
@@ -53,7 +53,9 @@ async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
 def test_requests_go_on_while_redis_hangs_and_find_their_caches(
     cluster: Cluster, client: OpenAI
 ) -> None:
-    wait_until(lambda: ask(client, user(people_table())).expected_tokens > 1000)
+    before = user(people_table())
+    full = (ask(client, before).prompt_tokens - 1) // BLOCK * BLOCK
+    tell_routers(cluster, full, model=BUILTIN_MODEL, messages=before)
     (redis,) = cluster.named("redis-server")
     process = psutil.Process(redis.pid)
     process.suspend()
