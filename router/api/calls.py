@@ -25,11 +25,13 @@ CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+TOKENIZE = "/tokenize"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 # Any replica answers them, without its engine's KV cache.
 PASSED_ON = (
-    "/tokenize",
+    TOKENIZE,
     "/detokenize",
-    "/v1/messages/count_tokens",
+    COUNT_TOKENS,
     "/v1/embeddings",
     "/rerank",
     "/v1/rerank",
@@ -91,6 +93,15 @@ class Call(Struct, frozen=True):
     def owner(self) -> str:
         """Whose stored responses it finds."""
         return owner(self.caller, self.body.get("cache_salt") or "")
+
+    def as_generating(self) -> "Call | None":
+        """Return the generating call whose prompt this call counts; None if it counts none."""
+        if self.path == COUNT_TOKENS:
+            raw = msgspec.json.encode({**self.body, "max_tokens": 1})
+            return replace(self, path=MESSAGES, raw=raw)
+        if self.path == TOKENIZE:
+            return replace(self, path=CHATS if "messages" in self.body else COMPLETIONS)
+        return None
 
     def asked_by(self, caller: Caller | None) -> "Call":
         """With its caller. ApiError for names of images, which vLLM would share between tenants:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from fastapi import Response
+from fastapi.responses import JSONResponse
 from msgspec import Struct
 
 from kvroute.contract.fingerprint import Feature
@@ -20,7 +21,7 @@ from kvroute.contract.http_call import (
     part_in,
     rendered_in,
 )
-from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call
+from kvroute.router.api.calls import CHATS, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import DONE, ApiError, event, refusal_of_replica
 from kvroute.router.dispatch.batch import batched
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
@@ -84,6 +85,15 @@ class Calls:
         )
         answer = await self._dispatcher.ask("http", encode_call(http), within_s=WHOLE_S)
         return whole_response(part_in(answer), path=call.path)
+
+    async def counted(self, call: Call, generating: Call, prefix: Prefix) -> Response:
+        """Return the tokens of the prompt that a generating call would have behind a prefix."""
+        (ids,) = (await self.prompts(generating, prefix)).token_ids
+        if call.path == COUNT_TOKENS:
+            context = {"original_input_tokens": len(ids)}
+            return JSONResponse({"input_tokens": len(ids), "context_management": context})
+        found = {"count": len(ids), "max_model_len": self._max_model_len(), "tokens": ids.tolist()}
+        return JSONResponse({**found, "token_strs": None})
 
     async def prompts(self, call: Call, prefix: Prefix | None) -> Prompted:
         """Rendered here where that is sure to be right; else by a replica. RefusedCallError."""

@@ -272,6 +272,10 @@ class ModelRouter:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
             call = await self._tokenizer.escaped(call)
+            counted = call.as_generating()
+            prefix = await self._prefix_of(call, prefix_name) if counted else None
+            if counted is not None and prefix is not None:
+                return await self._calls.counted(call, counted, prefix)
             return await self._calls.passed_on(call, request_id)
         sharer = sharer_of(call.caller, call.body.get("user"))
         self.holding.check(urgency, sharer)

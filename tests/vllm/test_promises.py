@@ -149,6 +149,26 @@ def test_a_named_prefix_is_cached_at_the_first_request_of_every_replica(
     assert list(found.values()) == [shown["full_blocks"] * BLOCK] * 2
 
 
+COUNTED: list[tuple[str, str, dict[str, Any]]] = [
+    ("/tokenize", "/v1/completions", {"prompt": "May I?"}),
+    ("/tokenize", "/v1/chat/completions", {"messages": QUESTION}),
+    ("/v1/messages/count_tokens", "/v1/messages", {"messages": QUESTION}),
+]
+
+
+@pytest.mark.parametrize(("counting", "path", "own"), COUNTED)
+def test_tokens_are_counted_with_their_named_prefix(
+    cluster: Cluster, counting: str, path: str, own: dict[str, Any]
+) -> None:
+    body, headers = {"model": BUILTIN_MODEL, **own}, {"x-kvroute-prefix": "1"}
+    counted = httpx.post(cluster.url + counting, json=body, headers=headers, timeout=60).json()
+    answer = httpx.post(
+        cluster.url + path, json={**body, "max_tokens": 1}, headers=headers, timeout=60
+    )
+    assert answer.status_code == 200, answer.text
+    assert counted.get("count", counted.get("input_tokens")) == prompt_tokens(answer)
+
+
 async def test_a_killed_replica_costs_no_client_its_answer(cluster: Cluster) -> None:
     """The last test of this cluster: streams of every API go on at the other replica."""
     undisturbed = await answers(cluster, lambda replica: None)
