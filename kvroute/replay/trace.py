@@ -2,7 +2,8 @@
 
 The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input_length` and
 `output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: equal
-ids mean equal prefixes up to that block. A cluster's own request log (request_log.py) also has the
+ids mean equal prefixes up to that block. Blocks behind the last id are the request's own: no other
+request has them. A cluster's own request log (request_log.py) also has the
 block size, the requested model, and the time and outcome of each request. A trace may say which
 `session` a request belongs to, that its answer ends with a `tool_call` (or `hint` 1), and that its
 client says `session_end` with it.
@@ -16,6 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_64_intdigest
 
 from kvroute.contract.fingerprint import Fingerprint, reusable_blocks
 
@@ -133,14 +136,13 @@ def _request(where: str, line: str) -> Request | None:
         input_tokens = int(row["input_length"])
         block_tokens = int(row.get("block_size", BLOCK_TOKENS))
         least = reusable_blocks(input_tokens, block_tokens)
-        # Ids in traces start at 0, but 0 means "no block" in the router.
         ids = row["hash_ids"][: input_tokens // block_tokens]
         request = Request(
             index=0,
             arrival_s=row["timestamp"] / 1000.0,
             input_tokens=input_tokens,
             output_tokens=max(1, int(row["output_length"])),
-            blocks=tuple(Fingerprint(int(id_) + 1) for id_ in ids),
+            blocks=(*_named_blocks(ids), *_own_blocks(where, len(ids), least)),
             block_tokens=block_tokens,
             model=row.get("model"),
             session=None if row.get("session") is None else str(row["session"]),
@@ -150,12 +152,21 @@ def _request(where: str, line: str) -> Request | None:
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None
-    if input_tokens < 1 or len(ids) < least:
-        raise TraceError(
-            f"{where}: {input_tokens} tokens have {least} reusable blocks of {block_tokens}, "
-            f"but it names {len(ids)}"
-        )
+    if input_tokens < 1:
+        raise TraceError(f"{where}: input_length is {input_tokens}; expected at least 1")
     return None if row.get("outcome") in NOT_RUN else request
+
+
+def _named_blocks(ids: Iterable[Any]) -> Iterator[Fingerprint]:
+    """Yield the blocks that a line names. Ids start at 0, which means "no block" in the router."""
+    for id_ in ids:
+        yield Fingerprint(int(id_) + 1)
+
+
+def _own_blocks(where: str, named: int, least: int) -> Iterator[Fingerprint]:
+    """Yield the blocks that a line has tokens but no ids for."""
+    for number in range(named, least):
+        yield Fingerprint(xxh3_64_intdigest(f"{where}, block {number}".encode()))
 
 
 def _answered_s(row: dict[str, Any]) -> float | None:

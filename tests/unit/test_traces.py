@@ -1,5 +1,6 @@
 """The made traces are traffic of the kind they name, and `kvroute replay` reads them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,17 @@ from tests.support.traces import LONGEST_TOKENS, WORKLOADS, agents, documents, l
 
 def hit_share(requests: list[Request]) -> float:
     return sum(ideal_hit_tokens(requests)) / sum(each.input_tokens for each in requests)
+
+
+def test_blocks_that_a_line_does_not_name_are_its_own(tmp_path: Path) -> None:
+    """Some recorders log ids only for the part of a prompt that was cached."""
+    row = {"input_length": 5 * 512, "output_length": 1, "hash_ids": [7, 8]}
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps({**row, "timestamp": n}) + "\n" for n in range(2)))
+    one, other = read(file, limit=None, seed=0)
+    assert len(one.reusable) == len(other.reusable) == 4
+    assert one.blocks[:2] == other.blocks[:2]
+    assert not {*one.blocks[2:]} & {*other.blocks[2:]}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
