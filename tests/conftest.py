@@ -1,6 +1,7 @@
 """Fixtures and hooks that the tests of several folders share."""
 
 import gc
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.connection import connect
 from tests.support.clients import openai_client
 from tests.support.collector import Collector, collecting
+from tests.support.engines import TOOL_PARSER, terse_model
 from tests.support.order import Scopes, put_in_order
-from tests.support.serving import Cluster
+from tests.support.serving import COMMAND, Cluster
 from tests.support.shared import pytest_runtest_teardown, shared_cluster
 from tests.support.untested import pytest_terminal_summary
+from tests.support.workloads import TASKS
 
 # Tests do not judge how fast the machine is, or how fast it makes examples.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -95,4 +98,23 @@ def simulated_cluster(collector: Collector, request_log: Path) -> Iterator[Clust
         *("--simulated-prefill-tokens-per-s", "50000", "--simulated-decode-ms", "2"),
         *("--log-format", "json", "--request-log", str(request_log)),
         env=collector.env,
+    )
+
+
+@pytest.fixture(scope="session")
+def vllm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two vLLM replicas of a model with two layers, behind two routers, with a file of prefixes.
+
+    Tests compare answers: in float32 a cached and a computed prompt have the same one. The engines
+    take all cores that they get, so the tests beside them come first.
+    """
+    model = str(terse_model(tmp_path_factory.mktemp("vllm") / "model"))
+    yield from shared_cluster(
+        "vllm_cluster",
+        *("--model", model, "--served-model-name", BUILTIN_MODEL, "--routers", "2"),
+        *("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", "4096"),
+        *("--response-store-mb", "16", "--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
+        env={"MULTI_TASK_PROMPT_STR": json.dumps(TASKS)},
+        deadline_s=400,
+        command=("nice", "-n", "10", *COMMAND),
     )

@@ -1,30 +1,34 @@
-"""What the documents say is true: tables, links and commands."""
+"""What the documents say is true: tables, links and the README's commands."""
 
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import yaml
 from typer.testing import CliRunner
 
 from kvroute.cli import app
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.sim_engine.sampling import Chat, Completion
+from tests.support.document_steps import (
+    HERE,
+    LANGUAGES,
+    NOT_HERE,
+    SHOWS,
+    check_steps,
+    environment,
+    folder,
+    reason,
+    runnable,
+    shell_commands,
+)
 from tests.support.documents import (
-    ADDRESS,
     API,
-    CLIENTS,
     DOCUMENTS,
     METRICS,
     README,
     ROOT,
     SETTINGS,
-    Block,
     anchors,
     blocks,
     links,
@@ -33,99 +37,10 @@ from tests.support.documents import (
     words,
 )
 from tests.support.metrics_table import metrics_table
-from tests.support.serving import KVROUTE, Cluster
+from tests.support.serving import Cluster
 from tests.support.settings_table import settings_table
 
-LANGUAGES = {"sh", "python", "text", "yaml", "json", "toml"}
-CURL = f"curl {ADDRESS}"
-
-ITS_OWN = "starts a cluster of its own"
-GPUS = "needs GPUs and downloads a model"
-MINUTES = "measures for minutes"
-CLOUD = "needs machines: test_deploy.py checks the files, test_nodes.py runs them"
-IMAGES = "needs a container runtime: test_containers.py checks the files"
-BALANCER = "needs the nodes' addresses filled in: test_load_balancers.py runs it so"
-PROMETHEUS = "test_dashboards.py runs it on a port of its own, where Prometheus is installed"
-GRAFANA = "needs Grafana: test_dashboards.py checks the files"
-
-HERE = {"curl", "kvroute"}  # programs whose commands are run, but for those below
-
-# Commands, by their first words, that are not run, and why.
-NOT_HERE = {
-    "make serve": "tests/support/serving.py starts what it starts, for every test of a cluster",
-    "make test": "runs this",
-    "make setup GPU=1": GPUS,
-    "make serve ARGS=--model Qwen/Qwen3-8B --replicas 4": GPUS,
-    "make bench": f"{MINUTES}: test_bench.py runs its parts",
-    "make bench-engines": MINUTES,
-    "make bench-prefixes": MINUTES,
-    "kvroute serve --lora": f"{ITS_OWN}: test_served_adapters.py has one",
-    "kvroute serve --api-keys": f"{ITS_OWN}: test_api_keys.py has one",
-    "kvroute serve --metrics-token-file": f"{ITS_OWN}: test_inside.py has one",
-    "KVROUTE_METRICS_TOKEN_FILE=metrics-token kvroute doctor": f"{ITS_OWN}: test_inside.py has one",
-    "kvroute tenants": f"{ITS_OWN}: test_api_keys.py has one",
-    "kvroute serve --model Qwen/Qwen3-8B": GPUS,
-    "kvroute serve --models": GPUS,
-    "kvroute serve --replicas 2 --data-parallel-size": GPUS,
-    "kvroute serve --engine-args": GPUS,
-    "kvroute serve --engine-arg runner=pooling": f"{ITS_OWN}: test_seeing_and_embedding.py has one",
-    "kvroute serve --request-log": f"{ITS_OWN}: test_request_log.py has one",
-    "OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 kvroute serve": (
-        f"{ITS_OWN}: test_telemetry.py has one"
-    ),
-    "kvroute scale": "would take a replica from other tests: test_rollout.py runs it",
-    "kvroute calibrate": f"{MINUTES}: test_calibrate.py runs it",
-    "ray up": CLOUD,
-    "ray exec": CLOUD,
-    "ray down": CLOUD,
-    "serve deploy": CLOUD,
-    "(umask": "makes a secret in a file that stays",
-    "docker compose": IMAGES,
-    "docker build": IMAGES,
-    "kubectl apply": "needs Kubernetes: test_kubernetes.py checks the files",
-    "password=$(openssl": "is for the next command",
-    "kubectl create secret": "needs Kubernetes: test_kubernetes.py runs it without one",
-    "haproxy": BALANCER,
-    "nginx": BALANCER,
-    "prometheus": PROMETHEUS,
-    "export KVROUTE_DASHBOARDS": GRAFANA,
-    "grafana": GRAFANA,
-    "python -m tests.support.picture": "needs a Prometheus with data: screenshots.py runs it",
-}
-
-# What a step prints, by text in it, where its success alone would say too little.
-SHOWS = {
-    f"{CURL}/v1/chat/completions": '"finish_reason":',
-    f"{CURL}/v1/route": '"runner_up":',
-    f"{CURL}/v1/prefixes": '"id":"legal-v3"',
-    "for question in": r"prompt tokens, 0 of them cached\n.* 1\d\d\d of them cached\n$",
-    "prefix_id": "prompt_tokens=",
-    "kvroute doctor --json": r'"grade": *"ok"',
-    "kvroute replay": "kvroute",
-}
-
-
-def reason(command: str) -> str | None:
-    """Its entry in NOT_HERE: the longest that it begins with."""
-    said = " ".join(words(command))
-    found = [entry for entry in NOT_HERE if f"{said} ".startswith((f"{entry} ", f"{entry}="))]
-    return max(found, key=len, default=None)
-
-
-def runnable(document: Path) -> list[Block]:
-    """Its steps that are run here: in a folder of their own, against the cluster of the tests."""
-    return [step for step in steps(document) if _is_run(document, step)]
-
-
-def _is_run(document: Path, step: Block) -> bool:
-    if step.language == "python":
-        return document != CLIENTS  # tests/vllm/test_clients.py runs these, with vLLM
-    return words(step.text)[0] in HERE and reason(step.text) is None
-
-
-def shell_commands() -> list[str]:
-    """Of all documents."""
-    return [step.text for path in DOCUMENTS for step in steps(path) if step.language == "sh"]
+__all__ = ["environment", "folder"]  # fixtures
 
 
 def test_every_setting_is_in_its_page_as_it_is() -> None:
@@ -197,75 +112,12 @@ def test_the_options_of_every_command_that_is_not_run_exist() -> None:
             assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0, command
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands find where they run: the files that they name."""
-    folder = tmp_path_factory.mktemp("documents")
-    rules = "Name the law you rely on. " * 20
-    (folder / "rules.txt").write_text(rules)
-    (folder / "chat.json").write_text(json.dumps([{"role": "system", "content": rules}]))
-    (folder / "mine.json").write_text("{}")  # a profile with nothing of its own
-    (folder / "trace.jsonl").write_text(trace(512))
-    (folder / "requests").mkdir()
-    (folder / "requests" / "router.jsonl").write_text(trace(128, block_size=128))
-    return folder
-
-
-def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
-    """Ten conversations, whose prompts grow by a block a turn."""
-    rows = (
-        {
-            "timestamp": 200 * n,
-            "input_length": block_tokens * (n // 10 + 2),
-            "output_length": 20,
-            "hash_ids": [0, *(1000 * (n % 10) + turn + 1 for turn in range(n // 10 + 1))],
-            **more,
-        }
-        for n in range(requests)
-    )
-    return "".join(f"{json.dumps(row)}\n" for row in rows)
-
-
-@pytest.fixture(scope="module")
-def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
-    """`kvroute` asks the cluster of the tests, and a curl that is refused fails."""
-    program = folder / "bin" / "kvroute"
-    program.parent.mkdir()
-    program.write_text(
-        "#!/bin/sh\n"
-        f'case "$1" in replay | keys) ;; *) set -- "$@" --url {simulated_cluster.url} ;; esac\n'
-        f'exec {shlex.join(KVROUTE)} "$@"\n'
-    )
-    program.chmod(0o755)
-    (folder / ".curlrc").write_text("fail-with-body\n")
-    path = f"{program.parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "CURL_HOME": str(folder), "PYTHONPATH": str(ROOT)}
-
-
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if runnable(path)], ids=name)
-def test_every_command_works(
-    document: Path, folder: Path, environment: dict[str, str], simulated_cluster: Cluster
+def test_every_command_of_the_readme_works(
+    folder: Path, environment: dict[str, str], simulated_cluster: Cluster
 ) -> None:
-    for step in runnable(document):
-        shown = run(step, simulated_cluster.url, folder, environment)
-        for text, expected in SHOWS.items():
-            if text in step.text:
-                assert re.search(expected, shown), f"{step.text}\n{shown}"
-
-
-def run(step: Block, url: str, folder: Path, environment: dict[str, str]) -> str:
-    """What the step prints. Fails where it fails."""
-    shell = ["bash", "-c"] if step.language == "sh" else [sys.executable, "-c"]
-    done = subprocess.run(
-        [*shell, step.text.replace(ADDRESS, url)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, f"{step.text}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    """Those of the other documents are in tests/slow/clusters."""
+    assert runnable(README)
+    check_steps(README, simulated_cluster, folder, environment)
 
 
 def test_what_a_step_is_to_show_is_of_a_step() -> None:

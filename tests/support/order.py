@@ -13,7 +13,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Folders below tests/, the longest first. Folders that share clusters follow each other.
 FOLDERS = (
-    *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "vllm", "engine"),
+    *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "slow/clients"),
+    *("vllm", "engine"),
     *("slow/own_cluster", "slow/nodes", "redis", "slow/redis", "unit"),
 )
 # Folder to the scope that its modules share.
@@ -22,6 +23,7 @@ SHARING = {
     "cluster": "simulated clusters",
     "slow/engines": "engines",
     "engine": "one engine",
+    "slow/clients": "vLLM cluster",
     "vllm": "vLLM cluster",
 }
 # Fixtures of shared clusters, in the order in which their tests run.

@@ -1,0 +1,184 @@
+"""The commands and programs that the documents show: which of them are run, and how."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import (
+    ADDRESS,
+    CLIENTS,
+    DOCUMENTS,
+    ROOT,
+    Block,
+    steps,
+    words,
+)
+from tests.support.serving import KVROUTE, Cluster
+
+LANGUAGES = {"sh", "python", "text", "yaml", "json", "toml"}
+CURL = f"curl {ADDRESS}"
+
+ITS_OWN = "starts a cluster of its own"
+GPUS = "needs GPUs and downloads a model"
+MINUTES = "measures for minutes"
+CLOUD = "needs machines: test_deploy.py checks the files, test_nodes.py runs them"
+IMAGES = "needs a container runtime: test_containers.py checks the files"
+BALANCER = "needs the nodes' addresses filled in: test_load_balancers.py runs it so"
+PROMETHEUS = "test_dashboards.py runs it on a port of its own, where Prometheus is installed"
+GRAFANA = "needs Grafana: test_dashboards.py checks the files"
+
+HERE = {"curl", "kvroute"}  # programs whose commands are run, but for those below
+
+# Commands, by their first words, that are not run, and why.
+NOT_HERE = {
+    "make serve": "tests/support/serving.py starts what it starts, for every test of a cluster",
+    "make test": "runs this",
+    "make setup GPU=1": GPUS,
+    "make serve ARGS=--model Qwen/Qwen3-8B --replicas 4": GPUS,
+    "make bench": f"{MINUTES}: test_bench.py runs its parts",
+    "make bench-engines": MINUTES,
+    "make bench-prefixes": MINUTES,
+    "kvroute serve --lora": f"{ITS_OWN}: test_served_adapters.py has one",
+    "kvroute serve --api-keys": f"{ITS_OWN}: test_api_keys.py has one",
+    "kvroute serve --metrics-token-file": f"{ITS_OWN}: test_inside.py has one",
+    "KVROUTE_METRICS_TOKEN_FILE=metrics-token kvroute doctor": f"{ITS_OWN}: test_inside.py has one",
+    "kvroute tenants": f"{ITS_OWN}: test_api_keys.py has one",
+    "kvroute serve --model Qwen/Qwen3-8B": GPUS,
+    "kvroute serve --models": GPUS,
+    "kvroute serve --replicas 2 --data-parallel-size": GPUS,
+    "kvroute serve --engine-args": GPUS,
+    "kvroute serve --engine-arg runner=pooling": f"{ITS_OWN}: test_seeing_and_embedding.py has one",
+    "kvroute serve --request-log": f"{ITS_OWN}: test_request_log.py has one",
+    "OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 kvroute serve": (
+        f"{ITS_OWN}: test_telemetry.py has one"
+    ),
+    "kvroute scale": "would take a replica from other tests: test_rollout.py runs it",
+    "kvroute calibrate": f"{MINUTES}: test_calibrate.py runs it",
+    "ray up": CLOUD,
+    "ray exec": CLOUD,
+    "ray down": CLOUD,
+    "serve deploy": CLOUD,
+    "(umask": "makes a secret in a file that stays",
+    "docker compose": IMAGES,
+    "docker build": IMAGES,
+    "kubectl apply": "needs Kubernetes: test_kubernetes.py checks the files",
+    "password=$(openssl": "is for the next command",
+    "kubectl create secret": "needs Kubernetes: test_kubernetes.py runs it without one",
+    "haproxy": BALANCER,
+    "nginx": BALANCER,
+    "prometheus": PROMETHEUS,
+    "export KVROUTE_DASHBOARDS": GRAFANA,
+    "grafana": GRAFANA,
+    "python -m tests.support.picture": "needs a Prometheus with data: screenshots.py runs it",
+}
+
+# What a step prints, by text in it, where its success alone would say too little.
+SHOWS = {
+    f"{CURL}/v1/chat/completions": '"finish_reason":',
+    f"{CURL}/v1/route": '"runner_up":',
+    f"{CURL}/v1/prefixes": '"id":"legal-v3"',
+    "for question in": r"prompt tokens, 0 of them cached\n.* 1\d\d\d of them cached\n$",
+    "prefix_id": "prompt_tokens=",
+    "kvroute doctor --json": r'"grade": *"ok"',
+    "kvroute replay": "kvroute",
+}
+
+
+def reason(command: str) -> str | None:
+    """Return the entry in NOT_HERE that the command begins with, the longest; None: it is run."""
+    said = " ".join(words(command))
+    found = [entry for entry in NOT_HERE if f"{said} ".startswith((f"{entry} ", f"{entry}="))]
+    return max(found, key=len, default=None)
+
+
+def runnable(document: Path) -> list[Block]:
+    """Return a document's steps that are run: in a folder of their own, against a test's cluster."""
+    return [step for step in steps(document) if _is_run(document, step)]
+
+
+def _is_run(document: Path, step: Block) -> bool:
+    if step.language == "python":
+        return document != CLIENTS  # tests/slow/clients runs these, with vLLM
+    return words(step.text)[0] in HERE and reason(step.text) is None
+
+
+def shell_commands() -> list[str]:
+    """Return the shell commands of all documents."""
+    return [step.text for path in DOCUMENTS for step in steps(path) if step.language == "sh"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the folder in which commands run, with the files that they name."""
+    folder = tmp_path_factory.mktemp("documents")
+    rules = "Name the law you rely on. " * 20
+    (folder / "rules.txt").write_text(rules)
+    (folder / "chat.json").write_text(json.dumps([{"role": "system", "content": rules}]))
+    (folder / "mine.json").write_text("{}")  # a profile with nothing of its own
+    (folder / "trace.jsonl").write_text(trace(512))
+    (folder / "requests").mkdir()
+    (folder / "requests" / "router.jsonl").write_text(trace(128, block_size=128))
+    return folder
+
+
+def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
+    """Return the lines of a trace: ten conversations, whose prompts grow by a block a turn."""
+    rows = (
+        {
+            "timestamp": 200 * n,
+            "input_length": block_tokens * (n // 10 + 2),
+            "output_length": 20,
+            "hash_ids": [0, *(1000 * (n % 10) + turn + 1 for turn in range(n // 10 + 1))],
+            **more,
+        }
+        for n in range(requests)
+    )
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
+    """Return variables with which `kvroute` asks the test's cluster, and a refused curl fails."""
+    program = folder / "bin" / "kvroute"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\n"
+        f'case "$1" in replay | keys) ;; *) set -- "$@" --url {simulated_cluster.url} ;; esac\n'
+        f'exec {shlex.join(KVROUTE)} "$@"\n'
+    )
+    program.chmod(0o755)
+    (folder / ".curlrc").write_text("fail-with-body\n")
+    path = f"{program.parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "CURL_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+
+
+def check_steps(
+    document: Path, cluster: Cluster, folder: Path, environment: dict[str, str]
+) -> None:
+    """Run the steps of a document in order. Fails where one fails, or shows something else."""
+    for step in runnable(document):
+        shown = run(step, cluster.url, folder, environment)
+        for text, expected in SHOWS.items():
+            if text in step.text:
+                assert re.search(expected, shown), f"{step.text}\n{shown}"
+
+
+def run(step: Block, url: str, folder: Path, environment: dict[str, str]) -> str:
+    """Run a step; return what it prints. Fails if the step fails."""
+    shell = ["bash", "-c"] if step.language == "sh" else [sys.executable, "-c"]
+    done = subprocess.run(
+        [*shell, step.text.replace(ADDRESS, url)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, f"{step.text}\n{done.stdout}{done.stderr}"
+    return done.stdout
