@@ -91,14 +91,14 @@ SHOWS = {
 
 
 def reason(command: str) -> str | None:
-    """Return the entry in NOT_HERE that the command begins with, the longest; None: it is run."""
+    """Return the longest entry in NOT_HERE that the command begins with; None: it is run."""
     said = " ".join(words(command))
     found = [entry for entry in NOT_HERE if f"{said} ".startswith((f"{entry} ", f"{entry}="))]
     return max(found, key=len, default=None)
 
 
 def runnable(document: Path) -> list[Block]:
-    """Return a document's steps that are run: in a folder of their own, against a test's cluster."""
+    """Return the steps of a document that are run, in a folder of their own."""
     return [step for step in steps(document) if _is_run(document, step)]
 
 
@@ -128,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
-    """Return the lines of a trace: ten conversations, whose prompts grow by a block a turn."""
+    """Return a trace: ten conversations, whose prompts grow by a block a turn."""
     rows = (
         {
             "timestamp": 200 * n,
@@ -144,7 +144,7 @@ def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
 
 @pytest.fixture(scope="module")
 def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
-    """Return variables with which `kvroute` asks the test's cluster, and a refused curl fails."""
+    """Return variables with which `kvroute` asks the cluster, and a refused curl fails."""
     program = folder / "bin" / "kvroute"
     program.parent.mkdir()
     program.write_text(
