@@ -40,6 +40,7 @@ from kvroute.replica.vllm_engine import (
     media,
     missing_parser,
     repeatable,
+    response_object,
 )
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
@@ -95,6 +96,7 @@ class HttpApp:
         fail_fast.install(app)
         await init_app_state(client, app.state, args, tasks)
         missing_parser.install(app, args.tool_call_parser)
+        response_object.install()
         if messages := getattr(app.state, "anthropic_serving_messages", None):
             inline_system.install(messages, merges=merges_system)
         # Middlewares belong to the router; one that buffers would part bytes from tokens.

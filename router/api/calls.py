@@ -78,6 +78,7 @@ class Call(Struct, frozen=True):
     body: Mapping[str, Any]
     input_values: int = 0  # JSON values in the items of a list `input`
     caller: Caller | None = None  # None where no keys are needed
+    is_stored: bool = False  # its response will be stored
 
     @property
     def model(self) -> str | None:

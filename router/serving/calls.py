@@ -204,7 +204,14 @@ def placed_by(call: Call, prompted: Prompted) -> tuple[Feature, ...]:
 def _http(
     call: Call, body: bytes, *, is_rendered: bool = False, is_checked: bool = False
 ) -> HttpCall:
-    return HttpCall(call.path, body, time.time(), is_rendered, is_checked)
+    return HttpCall(
+        call.path,
+        body,
+        time.time(),
+        is_rendered=is_rendered,
+        is_checked=is_checked,
+        is_stored=call.is_stored,
+    )
 
 
 def _unchanged(data: bytes) -> bytes:

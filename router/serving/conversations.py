@@ -81,7 +81,7 @@ class Conversations:
         if previous_id is not None:
             call = self._continued(call, own, await self._before(previous_id, salt))
         store = partial(self._put, own, previous_id, salt) if is_stored else None
-        return Asked(call, previous_id, store)
+        return Asked(replace(call, is_stored=is_stored), previous_id, store)
 
     async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
         """The response as its client got it; None if it is not stored here. ApiError."""

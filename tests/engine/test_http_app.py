@@ -138,6 +138,37 @@ async def test_so_does_what_was_cut_late(running: Running, kind: str) -> None:
     assert len(calls) == (2 if kind == "two tools" else 0)
 
 
+# Members of a response object that the Open Responses specification requires, null or not.
+NEVER_NULL = (
+    *("id", "object", "created_at", "status", "model", "output", "tools", "tool_choice"),
+    *("truncation", "parallel_tool_calls", "text", "top_p", "presence_penalty", "metadata"),
+    *("frequency_penalty", "top_logprobs", "temperature", "store", "background", "service_tier"),
+)
+NULLABLE = (
+    *("completed_at", "incomplete_details", "previous_response_id", "instructions", "error"),
+    *("reasoning", "user", "usage", "max_output_tokens", "max_tool_calls"),
+    *("safety_identifier", "prompt_cache_key"),
+)
+
+
+@pytest.mark.parametrize("own", [{}, {"max_output_tokens": 2}, {"prompt_cache_key": "k"}])
+async def test_a_response_object_has_every_member_whole_and_in_events(
+    running: Running, own: Body
+) -> None:
+    body = {"model": "m", "input": "Say hi", **own}
+    whole = json.loads(data_of(await chunks_of(running, request_of(RESPONSES, body))))
+    stream = await chunks_of(running, request_of(RESPONSES, {**body, "stream": True}))
+    lines = [line[6:] for line in data_of(stream).decode().splitlines() if line[:7] == "data: {"]
+    objects = [event["response"] for event in map(json.loads, lines) if "response" in event]
+    assert len(objects) == 3
+    for found in (whole, *objects):
+        assert {*NEVER_NULL, *NULLABLE} - found.keys() == set()
+        assert [name for name in NEVER_NULL if found[name] is None] == []
+        assert found["prompt_cache_key"] == own.get("prompt_cache_key")
+        assert (found["completed_at"] is None) is (found["status"] != "completed")
+    assert whole["text"] == {"format": {"type": "text"}}
+
+
 EMOJIS = "ok \N{GRINNING FACE}\N{PARROT}\N{TEST TUBE}\N{ROBOT FACE} and so on"
 
 

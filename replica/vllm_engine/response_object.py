@@ -1,0 +1,44 @@
+"""Response objects of the Responses API have every member that OpenAI's objects have.
+
+vLLM leaves some out, and has null for others that are never null. Clients with strict types refuse
+such an object.
+"""
+
+import time
+from typing import Any
+
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+
+from kvroute.replica.vllm_engine.http_run import CURRENT
+
+TEXT = {"format": {"type": "text"}}  # the default of `text`
+
+
+def install() -> None:
+    """Complete the response objects that vLLM's handler makes; a second call does nothing."""
+    theirs = ResponsesResponse.from_request
+    if hasattr(theirs, "completes"):
+        return
+
+    def from_request(request: ResponsesRequest, *args: Any, **options: Any) -> ResponsesResponse:
+        return complete(theirs(request, *args, **options), request)
+
+    from_request.completes = True  # type: ignore[attr-defined]
+    ResponsesResponse.from_request = staticmethod(from_request)
+
+
+def complete(response: ResponsesResponse, request: ResponsesRequest) -> ResponsesResponse:
+    """Fill in a response's members, as far as vLLM has not. Changes and returns the response."""
+    run = CURRENT.get()
+    defaults = {"metadata": {}, "text": TEXT, "top_logprobs": 0}
+    values = {name: value for name, value in defaults.items() if getattr(response, name) is None}
+    values |= {
+        "completed_at": int(time.time()) if response.status == "completed" else None,
+        "error": None,
+        "store": run is not None and run.call.is_stored,
+        "safety_identifier": getattr(request, "safety_identifier", None),
+        "prompt_cache_key": request.prompt_cache_key,
+    }
+    for name, value in values.items():
+        setattr(response, name, value)
+    return response
