@@ -25,7 +25,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 
 from kvroute.contract.chain import Space
 from kvroute.contract.keep import Keep
@@ -214,10 +214,43 @@ class _Kvroute:
 
 
 class _Grammars(StructuredOutputManager):
-    """A grammar starts behind what another engine has answered."""
+    """Compiles each request's grammar by the backend that vLLM has chosen for the request.
+
+    vLLM itself keeps the backend of the first request for all requests. If that one's schema needed
+    guidance, strict tool calls of everybody fail from then on. A grammar of a resumed answer starts
+    behind what another engine has answered.
+    """
+
+    @property
+    def _backends(self) -> dict[str, StructuredOutputBackend]:
+        """By name. An object gets this class after its making, so there is no __init__."""
+        found: dict[str, StructuredOutputBackend] = self.__dict__.setdefault(
+            "_kvroute_backends", {}
+        )
+        return found
+
+    def grammar_init(self, request: Request) -> None:
+        if request.structured_output_request is None:
+            return
+        name = request.sampling_params.structured_outputs._backend
+        self.backend = self._backends.get(name)  # None: vLLM makes it
+        super().grammar_init(request)
+        self._backends[name] = self.backend
+
+    def clear_backend(self) -> None:
+        self.backend = None
+        super().clear_backend()  # ends the threads that use them
+        for backend in self._backends.values():
+            backend.destroy()
+        self._backends.clear()
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        grammar = super()._create_grammar(request)
+        """Runs in a thread, when `self.backend` may already be that of a later request."""
+        params = request.sampling_params
+        backend = self._backends.get(params.structured_outputs._backend) or self.backend
+        assert backend is not None, "grammar_init has just made it"
+        kind, spec = request.structured_output_request.structured_output_key
+        grammar = backend.compile_grammar(kind, spec, stop_token_ids=params.all_stop_token_ids)
         answered = (request.sampling_params.extra_args or {}).get(ANSWERED, 0)
         if answered:
             self._advance(grammar, request, answered)

@@ -169,6 +169,27 @@ async def test_a_response_object_has_every_member_whole_and_in_events(
     assert whole["text"] == {"format": {"type": "text"}}
 
 
+FOR_GUIDANCE = {"type": "string", "pattern": "^[a-z]*$", "minLength": 3, "maxLength": 6}
+
+
+async def test_a_schema_for_another_backend_of_grammars_disturbs_nobody(running: Running) -> None:
+    """vLLM would compile all later grammars by the backend of the first one."""
+    schema = {"name": "s", "schema": {"type": "object", "properties": {"a": FOR_GUIDANCE}}}
+    form = {"type": "json_schema", "json_schema": {**schema, "strict": True}}
+    tool: Body = {"tools": [bodies.STRICT], "tool_choice": "required"}
+    for own in (
+        tool,
+        {"response_format": form},
+        tool,
+        {"structured_outputs": {"regex": "[ab]{3}"}},
+    ):
+        body = {"model": "m", "messages": ASK, "max_tokens": 60, **own}
+        chunks = await chunks_of(running, request_of(CHATS, body))
+        assert status_of(chunks) == 200, (own, data_of(chunks))
+        (choice,) = json.loads(data_of(chunks))["choices"]
+        assert choice["message"].get("tool_calls") or choice["message"]["content"]
+
+
 EMOJIS = "ok \N{GRINNING FACE}\N{PARROT}\N{TEST TUBE}\N{ROBOT FACE} and so on"
 
 
