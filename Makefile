@@ -38,7 +38,7 @@ test: $(DEV) ## Lint, types, and the tests of every main promise; takes ten minu
 	@$(MAKE) lint
 	@exec $(PYTEST) $(ARGS)
 
-test-all: $(DEV) ## The same and everything in tests/slow; takes half an hour
+test-all: $(DEV) ## The same, and tests/slow but for its nodes; takes half an hour
 	@$(MAKE) lint
 	@exec $(PYTEST) tests $(ARGS)
 

@@ -72,9 +72,15 @@ def missing_packages(needs: Needs) -> Iterator[Lack]:
             yield Lack(f"the command {command}", packages)
     for header, packages in needs.headers.items():
         if not Path(sysconfig.get_path("include"), header).exists():
-            yield Lack(f"Python's C header {header}", packages)
+            yield Lack(f"Python's C header {header}", tuple(map(of_this_python, packages)))
     if not all(map(importlib.util.find_spec, ("venv", "ensurepip"))):
-        yield Lack("Python's venv module", ("python3-venv",))
+        yield Lack("Python's venv module", (of_this_python("python3-venv"),))
+
+
+def of_this_python(package: str, default: Path = Path("/usr/bin/python3")) -> str:
+    """Return the package for this Python: python3-venv is for the system's default one only."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return package if default.resolve().name == version else package.replace("python3", version)
 
 
 def can_load(library: str) -> bool:
@@ -120,20 +126,33 @@ def warnings(meminfo: Path = Path("/proc/meminfo"), shm: Path = Path("/dev/shm")
         )
 
 
+def install_command(packages: list[str]) -> str:
+    """Return the command that installs Debian packages."""
+    return f"apt-get install --no-install-recommends --yes {' '.join(packages)}"
+
+
+def may_install() -> bool:
+    """Return whether this process may install Debian packages."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
 def install(packages: list[str]) -> str:
     """Install Debian packages; return why that did not work, or an empty string."""
-    command = f"apt-get install --no-install-recommends --yes {' '.join(packages)}"
-    if shutil.which("apt-get") is None:
-        return f"install what Debian has in: {' '.join(packages)}"
-    if os.geteuid() != 0:
-        return f"run: sudo {command}"
     print(f"setup: installing {' '.join(packages)}", flush=True)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for each in ("apt-get update", command):
-        done = subprocess.run(each.split(), env=environment, capture_output=True, text=True)
+    for command in ("apt-get update", install_command(packages)):
+        done = subprocess.run(command.split(), env=environment, capture_output=True, text=True)
         if done.returncode != 0:
-            return f"`{each}` failed: {(done.stderr or done.stdout).strip()[-300:]}"
+            return f"`{command}` failed: {(done.stderr or done.stdout).strip()[-300:]}"
+    importlib.invalidate_caches()
     return ""
+
+
+def remedy(packages: list[str]) -> str:
+    """Return what a person has to do to get these packages."""
+    if shutil.which("apt-get") is None:
+        return f"install what Debian has in: {' '.join(packages)}"
+    return f"run: sudo {install_command(packages)}"
 
 
 def main(profile: str) -> int:
@@ -145,15 +164,19 @@ def main(profile: str) -> int:
     for warning in warnings():
         print(f"setup: warning: {warning}", flush=True)
     problem = ""
-    if lacks and not impossible:
-        problem = install(sorted({name for lack in lacks for name in lack.packages}))
-    if not impossible and not problem:
-        return 0
+    if lacks and not impossible and may_install():
+        problem = install(packages_of(lacks))
+        lacks = list(missing_packages(needs))
     for lack in [*impossible, *lacks]:
         print(f"setup: this machine lacks {lack.what}", file=sys.stderr)
-    if problem:
-        print(f"setup: {problem}", file=sys.stderr)
-    return 1
+    if lacks:
+        print(f"setup: {problem or remedy(packages_of(lacks))}", file=sys.stderr)
+    return 1 if impossible or lacks else 0
+
+
+def packages_of(lacks: list[Lack]) -> list[str]:
+    """Return the packages that bring what is missing, sorted."""
+    return sorted({name for lack in lacks for name in lack.packages})
 
 
 if __name__ == "__main__":

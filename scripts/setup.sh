@@ -18,9 +18,9 @@ main() {
     [ "$(uname -s)" = Linux ] || fail "this is $(uname -s); kvroute runs on Linux only"
     local python
     python=$(find_python)
+    [ -e "$ready" ] || rm -rf .venv
     "$python" scripts/check_machine.py "$profile" || exit 1
     announce "${1:-}"
-    [ -e "$ready" ] || rm -rf .venv
     rm -f .venv/ready-*
     if [ ! -d .venv ]; then
         stage 1 "creating .venv with $("$python" --version)"

@@ -26,7 +26,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     problem: str = ""  # why the router has not rendered the body
     request_id: str = ""  # the client's, where no GenerateRequest has it
     namespace: str = ""  # the same: its cache salt
-    is_stored: bool = False  # the router stores the response: `store` of its object
+    is_stored: bool = False  # value of `store` in the response object
 
 
 class HttpPart(Struct, frozen=True, array_like=True):

@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 from kvroute.contract.fingerprint import Fingerprint, reusable_blocks
 
 BLOCK_TOKENS = 512  # the default for a trace without a block size: Mooncake's
+MOST_TOKENS = 100_000_000  # of a prompt; more is a mistake in the trace
 NOT_RUN = ("failed", "refused")  # outcomes of requests that are not replayed
 TICK_S = 3.0  # the longest time over which requests with one timestamp are spread
 
@@ -135,6 +136,8 @@ def _request(where: str, line: str) -> Request | None:
         row = json.loads(line)
         input_tokens = int(row["input_length"])
         block_tokens = int(row.get("block_size", BLOCK_TOKENS))
+        if not 1 <= input_tokens <= MOST_TOKENS:
+            raise ValueError(f"input_length is {input_tokens}; expected 1 to {MOST_TOKENS}")
         least = reusable_blocks(input_tokens, block_tokens)
         ids = row["hash_ids"][: input_tokens // block_tokens]
         request = Request(
@@ -152,8 +155,6 @@ def _request(where: str, line: str) -> Request | None:
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None
-    if input_tokens < 1:
-        raise TraceError(f"{where}: input_length is {input_tokens}; expected at least 1")
     return None if row.get("outcome") in NOT_RUN else request
 
 

@@ -99,6 +99,8 @@ class HttpApp:
         response_object.install()
         if messages := getattr(app.state, "anthropic_serving_messages", None):
             inline_system.install(messages, merges=merges_system)
+            # vLLM finds it by rendering, once: not amid a request that brings its own prompt.
+            await messages._get_disabled_thinking_effort()
         # Middlewares belong to the router; one that buffers would part bytes from tokens.
         app.user_middleware.clear()
         app.middleware_stack = app.build_middleware_stack()
@@ -275,7 +277,7 @@ def _tool_parser(llm: AsyncLLM, args: Any) -> str | None:
         template = resolve_chat_template(llm.renderer.tokenizer, own, [{}], model_config=config)
     found = tool_parser(template, config.hf_config.model_type, config.model)
     if found:
-        log.info("tool calls are read by vLLM's parser %s, as the model's template tells", found)
+        log.info("tool calls are read by vLLM's parser %s, by the model's chat template", found)
     return found
 
 

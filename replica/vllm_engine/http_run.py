@@ -49,6 +49,7 @@ TOOL_CALL = {
     "/v1/messages": b'"stop_reason":"tool_use"',
     "/v1/responses": b'"type":"function_call"',
 }
+STARTED = "response already started"  # in the text of Starlette's RuntimeError
 NEVER = b"\0"  # JSON has none
 # Of a chat whose request names the tool: somewhere in the answer, and at its end.
 CALLS, STOP = b'"tool_calls":[{', b'"finish_reason":"stop"'
@@ -123,13 +124,12 @@ class Run:
 
     def _fail(self, error: Exception) -> None:
         """End with an error response if the client has nothing yet; else fail with the error."""
-        if self._failure is not None or self._has_put:
+        if self._failure is not None or self._has_put or self.call.deltas:
             self._failure = self._failure or error
             return
         log.warning("vLLM's application failed with %s", self.call.path, exc_info=error)
         if self._status < 400:  # else the application has made a response itself
-            cause = error.__cause__  # Starlette wraps what comes behind a response's beginning
-            made = create_error_response(cause if isinstance(cause, Exception) else error)
+            made = create_error_response(_unwrapped(error))
             self._status, self._content_type = made.error.code, "application/json"
             self._data = [made.model_dump_json().encode()]
         self._put(is_last=True)
@@ -280,6 +280,12 @@ def _features(prompt: Mapping[str, Any]) -> list[Feature]:
         for identifier, place in zip(prompt["mm_hashes"][modality], places, strict=True)
     ]
     return sorted(found, key=lambda feature: feature.offset)
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """Return the error that Starlette has wrapped, as it came behind a response's beginning."""
+    cause, is_wrapper = error.__cause__, STARTED in str(error)
+    return cause if is_wrapper and isinstance(cause, Exception) else error
 
 
 # The request that the running task works on; None outside the application.

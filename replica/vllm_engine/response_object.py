@@ -7,11 +7,16 @@ such an object.
 import time
 from typing import Any
 
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.protocol import (
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponseTextConfig,
+)
 
 from kvroute.replica.vllm_engine.http_run import CURRENT
 
-TEXT = {"format": {"type": "text"}}  # the default of `text`
+# The default of `text`.
+TEXT = ResponseTextConfig.model_validate({"format": {"type": "text"}, "verbosity": "medium"})
 
 
 def install() -> None:

@@ -10,6 +10,7 @@ vLLM loads these classes by name inside the engine's process. They use private A
 version; tests/engine/test_engine.py checks what they rely on.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -222,6 +223,11 @@ class _Grammars(StructuredOutputManager):
     """
 
     @property
+    def _lock(self) -> threading.Lock:
+        lock: threading.Lock = self.__dict__.setdefault("_kvroute_lock", threading.Lock())
+        return lock
+
+    @property
     def _backends(self) -> dict[str, StructuredOutputBackend]:
         """By name. An object gets this class after its making, so there is no __init__."""
         found: dict[str, StructuredOutputBackend] = self.__dict__.setdefault(
@@ -233,9 +239,10 @@ class _Grammars(StructuredOutputManager):
         if request.structured_output_request is None:
             return
         name = request.sampling_params.structured_outputs._backend
-        self.backend = self._backends.get(name)  # None: vLLM makes it
-        super().grammar_init(request)
-        self._backends[name] = self.backend
+        with self._lock:  # the thread that compiles the grammar waits for it
+            self.backend = self._backends.get(name)  # None: vLLM makes it
+            super().grammar_init(request)
+            self._backends[name] = self.backend
 
     def clear_backend(self) -> None:
         self.backend = None
@@ -245,10 +252,10 @@ class _Grammars(StructuredOutputManager):
         self._backends.clear()
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        """Runs in a thread, when `self.backend` may already be that of a later request."""
+        """Compile a grammar, in a thread: `self.backend` may be that of a later request."""
         params = request.sampling_params
-        backend = self._backends.get(params.structured_outputs._backend) or self.backend
-        assert backend is not None, "grammar_init has just made it"
+        with self._lock:
+            backend = self._backends[params.structured_outputs._backend]
         kind, spec = request.structured_output_request.structured_output_key
         grammar = backend.compile_grammar(kind, spec, stop_token_ids=params.all_stop_token_ids)
         answered = (request.sampling_params.extra_args or {}).get(ANSWERED, 0)

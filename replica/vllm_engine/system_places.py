@@ -88,11 +88,12 @@ def _joined(messages: Sequence[Any]) -> list[Message]:
         is_inline = bool(found) and role == "system"
         if is_inline and found[-1]["role"] in ("user", "tool"):
             found[-1] = _with_more(found[-1], message["content"])
-        elif is_inline:
+            continue  # what is opened stays so
+        if is_inline:
             found.append({**message, "role": "user"})
             is_opened = True
             continue
-        elif is_opened and role == "user":
+        if is_opened and role == "user":
             found[-1] = _with_more(found[-1], message["content"])
         else:
             found.append(message)

@@ -98,7 +98,10 @@ class Call(Struct, frozen=True):
     def as_generating(self) -> "Call | None":
         """Return the generating call whose prompt this call counts; None if it counts none."""
         if self.path == COUNT_TOKENS:
-            raw = msgspec.json.encode({**self.body, "max_tokens": 1})
+            thinking = self.body.get("thinking")
+            budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
+            most = budget + 1 if type(budget) is int else 1  # vLLM wants more than the budget
+            raw = msgspec.json.encode({**self.body, "max_tokens": most})
             return replace(self, path=MESSAGES, raw=raw)
         if self.path == TOKENIZE:
             return replace(self, path=CHATS if "messages" in self.body else COMPLETIONS)
@@ -168,7 +171,7 @@ class Call(Struct, frozen=True):
 
         All other fields keep the bytes that the client sent.
         """
-        fields = msgspec.json.decode(self.raw.removeprefix(BOM), type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(self.raw, type=dict[str, msgspec.Raw])
         embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
         others = {name: raw for name, raw in fields.items() if name not in PROMPT_FIELDS}
         if number < len(embeds):
@@ -180,6 +183,7 @@ class Call(Struct, frozen=True):
 
 def parse_call(path: str, raw: bytes) -> Call:
     """ApiError for a body that is no JSON object, or that no replica should get."""
+    raw = raw.removeprefix(BOM)
     body = json_object(raw)
     read_as_vllm_does(body)
     for name in REFUSED:

@@ -55,6 +55,8 @@ class Answer:
         chunk = await self.generation.next()
         if chunk is None or chunk.http is None:
             return None
+        if self.is_stream and chunk.http.status >= 400:  # of a replica that was to go on
+            raise ApiError(500, "the answer could not go on after a lost replica", "server_error")
         if chunk.http.status:
             self.status, self.content_type = chunk.http.status, chunk.http.content_type
         self.is_complete = chunk.is_last

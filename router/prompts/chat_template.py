@@ -79,9 +79,8 @@ class ChatTemplate:
         given = body.get("messages")
         if not isinstance(given, list) or not given:
             raise OnlyReplicaError("there are no messages")
-        first, own = [
-            [_message(each, content_format) for each in messages] for messages in (before, given)
-        ]
+        first = [_message(_of_prefix(each), content_format) for each in before]
+        own = [_message(each, content_format) for each in given]
         if not facts.knows_developer and any(each["role"] == "developer" for each in own):
             own = _one_system(own)  # the messages before stay as they are
         whole = [*first, *own]
@@ -286,6 +285,11 @@ def _one_system(messages: Sequence[Message]) -> list[Message]:
     texts = [_text(converted[number]["content"]) for number in systems]
     merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
     return [merged, *(each for each in converted if each["role"] != "system")]
+
+
+def _of_prefix(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a prefix's message with the role by which the prefix was rendered."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def _as_system(message: Message) -> Message:

@@ -60,6 +60,10 @@ class PrefixComposer:
             return self.behind(prefix, rest) if prefix else rest
         return _joined(prefix, await self._prompts.rendered(self._behind(prefix, text)))
 
+    def token_strings(self, token_ids: TokenIds) -> list[str]:
+        """Return the vocabulary's string for each token."""
+        return self._prompts.token_strings(token_ids)
+
     def behind(self, prefix: Prefix, prompt: TokenIds) -> TokenIds:
         """A rendered prompt behind a prefix of text."""
         return _joined(prefix, self._prompts.without_opening(prompt))

@@ -38,8 +38,12 @@ class Escape:
         self._tokens = tokens
 
     def call(self, call: Call) -> Call:
-        """The call without them. ApiError for a role that would become part of one, and for values
-        in values without end."""
+        """Return the call without special tokens.
+
+        Raises:
+            ApiError: 400, a role would become part of one, or values are nested without end, or the
+                body cannot be read here although it could be read before.
+        """
         names = FIELDS.get(call.path, OTHER_FIELDS)
         for name in names:
             self._check_roles(call.body.get(name))
@@ -48,8 +52,8 @@ class Escape:
         try:
             fields = members(call.raw)
             given = {name: from_json(bytes(fields[name])) for name in names if name in fields}
-        except (ValueError, *DECODE_ERRORS):
-            return call  # no JSON, by a conversation's other writer: a replica refuses it
+        except (ValueError, *DECODE_ERRORS):  # a conversation's other writer wrote no JSON
+            raise invalid(None, "the body cannot be read to escape special tokens") from None
         if not (changed := self._changed(given)):
             return call
         written = {name: msgspec.Raw(_json(value)) for name, value in changed.items()}

@@ -122,6 +122,10 @@ class Prompts:
         """The text of the ids, including special tokens."""
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
 
+    def token_strings(self, token_ids: TokenIds) -> list[str]:
+        """Return the vocabulary's string for each token."""
+        return [str(each) for each in self._tokenizer.convert_ids_to_tokens(token_ids.tolist())]
+
     def close(self) -> None:
         """Stops the worker threads after their current work."""
         self._workers.shutdown(cancel_futures=True)

@@ -22,7 +22,7 @@ from kvroute.contract.http_call import (
     rendered_in,
 )
 from kvroute.router.api.calls import CHATS, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, Call
-from kvroute.router.api.errors import DONE, ApiError, event, refusal_of_replica
+from kvroute.router.api.errors import DONE, ApiError, event, invalid, refusal_of_replica
 from kvroute.router.dispatch.batch import batched
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.relay import relayed, whole_response
@@ -46,7 +46,11 @@ encode = msgspec.json.encode
 
 
 class Prompted(Struct, frozen=True):
-    """A call's prompts. is_rendered: replicas take them as they are; else they know better."""
+    """A call's prompts.
+
+    is_rendered: the replica takes these token ids; otherwise it renders the body itself, and the
+    ids only serve placement.
+    """
 
     token_ids: Sequence[TokenIds]
     is_rendered: bool = True
@@ -88,22 +92,28 @@ class Calls:
 
     async def counted(self, call: Call, generating: Call, prefix: Prefix) -> Response:
         """Return the tokens of the prompt that a generating call would have behind a prefix."""
-        (ids,) = (await self.prompts(generating, prefix)).token_ids
+        prompts = (await self.prompts(generating, prefix)).token_ids
+        if len(prompts) != 1:
+            raise invalid("prompt", f"prompt has {len(prompts)} texts; expected one")
+        (ids,) = prompts
         if call.path == COUNT_TOKENS:
             context = {"original_input_tokens": len(ids)}
             return JSONResponse({"input_tokens": len(ids), "context_management": context})
         found = {"count": len(ids), "max_model_len": self._max_model_len(), "tokens": ids.tolist()}
-        return JSONResponse({**found, "token_strs": None})
+        texts = None
+        if call.body.get("return_token_strs") is True:
+            texts = self._prefixes.composer.token_strings(ids)
+        return JSONResponse({**found, "token_strs": texts})
 
     async def prompts(self, call: Call, prefix: Prefix | None) -> Prompted:
         """Rendered here where that is sure to be right; else by a replica. RefusedCallError."""
         has_prefix = prefix is not None
-        is_final = has_prefix or not call.needs_prompt_text
+        is_rendered = has_prefix or not call.needs_prompt_text
         try:
             if call.path == CHATS:
-                return Prompted([await self._chat(call, prefix)], is_final, has_prefix)
+                return Prompted([await self._chat(call, prefix)], is_rendered, has_prefix)
             if call.path == COMPLETIONS:
-                return Prompted(await self._completions(call, prefix), is_final, has_prefix)
+                return Prompted(await self._completions(call, prefix), is_rendered, has_prefix)
         except OnlyReplicaError as error:
             problem = str(error)
         else:
@@ -171,7 +181,7 @@ class Calls:
         return Prompted(
             [token_ids_of(prompt.token_ids) for prompt in each],
             all(prompt.is_text for prompt in each) and not call.needs_prompt_text,
-            features=rendered.features,
+            features=() if any(prompt.is_text for prompt in rendered.more) else rendered.features,
             image=image,
         )
 

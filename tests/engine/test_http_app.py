@@ -166,7 +166,7 @@ async def test_a_response_object_has_every_member_whole_and_in_events(
         assert [name for name in NEVER_NULL if found[name] is None] == []
         assert found["prompt_cache_key"] == own.get("prompt_cache_key")
         assert (found["completed_at"] is None) is (found["status"] != "completed")
-    assert whole["text"] == {"format": {"type": "text"}}
+    assert whole["text"]["format"] == {"type": "text"}
 
 
 FOR_GUIDANCE = {"type": "string", "pattern": "^[a-z]*$", "minLength": 3, "maxLength": 6}

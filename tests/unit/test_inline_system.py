@@ -107,6 +107,14 @@ def test_no_text_is_lost_or_moved(tokenizer: Any) -> None:
         assert places == sorted(places), name
 
 
+def test_reminders_in_a_row_and_the_question_behind_them_are_one_message() -> None:
+    """Templates refuse two messages of the user in a row."""
+    roles = ("system", "user", "assistant", "system", "system", "user")
+    messages = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
+    *_, last = put_in_place(messages, "joined")
+    assert last == {"role": "user", "content": "3\n\n4\n\n5"}
+
+
 def test_content_in_parts_is_joined_part_by_part() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}]
     messages = [

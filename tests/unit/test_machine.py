@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from scripts.check_machine import (
     GB,
     SHM_GB,
     Needs,
-    install,
+    may_install,
     missing_packages,
+    of_this_python,
     read_needs,
+    remedy,
     unfit,
     warnings,
 )
@@ -50,7 +53,7 @@ def test_what_a_machine_lacks_is_named_with_its_package() -> None:
     assert {lack.what: lack.packages for lack in missing_packages(lacking)} == {
         "the shared library libnothing.so.9": ("libnothing9",),
         "the command no-such-compiler": ("gcc", "libc6-dev"),
-        "Python's C header Nothing.h": ("python3-dev",),
+        "Python's C header Nothing.h": (of_this_python("python3-dev"),),
     }
 
 
@@ -80,13 +83,24 @@ def test_no_shared_memory_is_a_warning(tmp_path: Path) -> None:
 def test_who_may_not_install_gets_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert not may_install()
     command = "sudo apt-get install --no-install-recommends --yes libnuma1 python3-venv"
-    assert install(["libnuma1", "python3-venv"]) == f"run: {command}"
+    assert remedy(["libnuma1", "python3-venv"]) == f"run: {command}"
 
 
 def test_another_system_gets_the_names_of_debians_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert install(["libnuma1"]).endswith("libnuma1")
+    assert not may_install()
+    assert remedy(["libnuma1"]).endswith("libnuma1")
+
+
+def test_another_python_than_the_systems_has_packages_of_its_own(tmp_path: Path) -> None:
+    version = f"python3.{sys.version_info.minor}"
+    own, other = tmp_path / version, tmp_path / "python3.0"
+    for file in (own, other):
+        file.touch()
+    assert of_this_python("python3-venv", own) == "python3-venv"
+    assert of_this_python("python3-venv", other) == f"{version}-venv"
 
 
 @pytest.mark.parametrize("profile", PROFILES)

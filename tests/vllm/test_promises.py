@@ -169,6 +169,20 @@ def test_tokens_are_counted_with_their_named_prefix(
     assert counted.get("count", counted.get("input_tokens")) == prompt_tokens(answer)
 
 
+def test_counting_behind_a_prefix_takes_what_the_counting_routes_take(cluster: Cluster) -> None:
+    headers = {"x-kvroute-prefix": "1"}
+    thinking = {"type": "enabled", "budget_tokens": 2048}
+    body: dict[str, Any] = {"model": BUILTIN_MODEL, "messages": QUESTION, "thinking": thinking}
+    url = f"{cluster.url}/v1/messages/count_tokens"
+    assert httpx.post(url, json=body, headers=headers, timeout=60).json()["input_tokens"] > 1000
+    body = {"model": BUILTIN_MODEL, "prompt": "May I?", "return_token_strs": True}
+    found = httpx.post(f"{cluster.url}/tokenize", json=body, headers=headers, timeout=60).json()
+    assert len(found["token_strs"]) == found["count"]
+    body["prompt"] = ["May I?", "Or not?"]
+    refused = httpx.post(f"{cluster.url}/tokenize", json=body, headers=headers, timeout=60)
+    assert refused.status_code == 400
+
+
 async def test_a_killed_replica_costs_no_client_its_answer(cluster: Cluster) -> None:
     """The last test of this cluster: streams of every API go on at the other replica."""
     undisturbed = await answers(cluster, lambda replica: None)
