@@ -19,16 +19,15 @@ from kvroute.replica.vllm_engine.http_run import CURRENT
 TEXT = ResponseTextConfig.model_validate({"format": {"type": "text"}, "verbosity": "medium"})
 
 
+vllms_from_request = ResponsesResponse.from_request
+
+
 def install() -> None:
-    """Complete the response objects that vLLM's handler makes; a second call does nothing."""
-    theirs = ResponsesResponse.from_request
-    if hasattr(theirs, "completes"):
-        return
+    """Complete the response objects that vLLM's handler makes; a second call changes nothing."""
 
     def from_request(request: ResponsesRequest, *args: Any, **options: Any) -> ResponsesResponse:
-        return complete(theirs(request, *args, **options), request)
+        return complete(vllms_from_request(request, *args, **options), request)
 
-    from_request.completes = True  # type: ignore[attr-defined]
     ResponsesResponse.from_request = staticmethod(from_request)
 
 

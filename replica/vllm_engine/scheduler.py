@@ -7,7 +7,7 @@ request leaves no uncomputed block in the cache, the grammar of a response that 
 goes on where it stood, and the engine dies with its replica.
 
 vLLM loads these classes by name inside the engine's process. They use private API of the pinned
-version; tests/engine/test_engine.py checks what they rely on.
+version; tests/slow/engine/test_engine.py checks what they rely on.
 """
 
 import threading
