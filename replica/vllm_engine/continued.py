@@ -1,7 +1,7 @@
 """A response that another engine began goes on as if this engine had generated all of it.
 
 The tokens that were answered become the end of the prompt. This is vLLM's private API in part;
-tests/slow/engine/test_engine.py checks what it relies on.
+tests/slow/engines/test_engine.py checks what it relies on.
 """
 
 from collections import Counter

@@ -2,7 +2,7 @@
 
 Shapes, validation, defaults and errors of all its routes are vLLM's. The router sends each request
 with its prompt's token ids, which the application takes instead of rendering the prompt again.
-vLLM's private API; tests/slow/engine/test_http_app.py checks what this relies on.
+vLLM's private API; tests/slow/engines/test_http_app.py checks what this relies on.
 """
 
 import asyncio

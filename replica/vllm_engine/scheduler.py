@@ -7,7 +7,7 @@ request leaves no uncomputed block in the cache, the grammar of a response that 
 goes on where it stood, and the engine dies with its replica.
 
 vLLM loads these classes by name inside the engine's process. They use private API of the pinned
-version; tests/slow/engine/test_engine.py checks what they rely on.
+version; tests/slow/engines/test_engine.py checks what they rely on.
 """
 
 import threading
@@ -70,7 +70,7 @@ def _held(blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
 class _Kvroute:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.structured_output_manager.__class__ = _Grammars  # type: ignore[attr-defined]
+        _Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
         self.keeping = Keeping(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()
@@ -222,18 +222,14 @@ class _Grammars(StructuredOutputManager):
     behind what another engine has answered.
     """
 
-    @property
-    def _lock(self) -> threading.Lock:
-        lock: threading.Lock = self.__dict__.setdefault("_kvroute_lock", threading.Lock())
-        return lock
+    _lock: threading.Lock
+    _backends: dict[str, StructuredOutputBackend]  # by name
 
-    @property
-    def _backends(self) -> dict[str, StructuredOutputBackend]:
-        """By name. An object gets this class after its making, so there is no __init__."""
-        found: dict[str, StructuredOutputBackend] = self.__dict__.setdefault(
-            "_kvroute_backends", {}
-        )
-        return found
+    @classmethod
+    def take_over(cls, manager: StructuredOutputManager) -> None:
+        """Make vLLM's manager one of this class."""
+        manager.__class__ = cls
+        vars(manager).update(_lock=threading.Lock(), _backends={})
 
     def grammar_init(self, request: Request) -> None:
         if request.structured_output_request is None:

@@ -13,8 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Folders below tests/, the longest first. Folders that share clusters follow each other.
 FOLDERS = (
-    *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "slow/clients"),
-    *("vllm", "slow/engine"),
+    *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "slow/clients", "vllm"),
     *("slow/own_cluster", "slow/nodes", "redis", "slow/redis", "unit"),
 )
 # Folder to the scope that its modules share.
@@ -22,7 +21,6 @@ SHARING = {
     "slow/clusters": "simulated clusters",
     "cluster": "simulated clusters",
     "slow/engines": "engines",
-    "slow/engine": "one engine",
     "slow/clients": "vLLM cluster",
     "vllm": "vLLM cluster",
 }

@@ -6,21 +6,17 @@ answer. The tests look at shapes, not at what the model says.
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.serving import Cluster
+from tests.support.weather import CITIES, ENOUGH, QUESTION, TIMEOUT_S, Booking
 
-TIMEOUT_S = 120.0
-QUESTION = "What is the weather in Oslo?"
-City = Literal["Oslo", "Lima"]
-CITIES = ("Oslo", "Lima")
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "enum": CITIES}},
@@ -48,14 +44,6 @@ MESSAGE: Any = {
     "max_tokens": 12,
     "extra_body": {"temperature": 0},
 }
-ENOUGH = 120  # tokens for a call of the tool, or for a booking, with the spaces between
-
-
-class Booking(BaseModel):
-    """What a client wants instead of text."""
-
-    city: City
-    is_return: bool
 
 
 # openai

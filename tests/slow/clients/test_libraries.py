@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
 import httpx
@@ -27,7 +27,6 @@ from agents.items import ToolCallOutputItem
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
 from pydantic_ai import Agent as PydanticAgent
 from pydantic_ai import NativeOutput, ToolOutput
 from pydantic_ai.models import Model
@@ -42,47 +41,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
 from tests.support.documents import ADDRESS, CLIENTS, Block, steps
 from tests.support.serving import Cluster
-
-TIMEOUT_S = 120.0
-QUESTION = "What is the weather in Oslo?"
-City = Literal["Oslo", "Lima"]
-CITIES = ("Oslo", "Lima")
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": CITIES}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-# vLLM holds the model to the parameters of a strict tool only.
-FUNCTION = {"name": "weather", "parameters": PARAMETERS, "strict": True}
-CHAT_TOOL = {"type": "function", "function": FUNCTION}
-RESPONSES_TOOL = {"type": "function", **FUNCTION}
-ANTHROPIC_TOOL = {"name": "weather", "input_schema": PARAMETERS, "strict": True}
-
-USER = {"role": "user", "content": QUESTION}
-CHAT: Any = {"model": BUILTIN_MODEL, "messages": [USER], "temperature": 0, "max_tokens": 12}
-RESPONSE: Any = {
-    "model": BUILTIN_MODEL,
-    "input": QUESTION,
-    "temperature": 0,
-    "max_output_tokens": 12,
-}
-# Anthropic's client has no name for the temperature.
-MESSAGE: Any = {
-    "model": BUILTIN_MODEL,
-    "messages": [USER],
-    "max_tokens": 12,
-    "extra_body": {"temperature": 0},
-}
-ENOUGH = 120  # tokens for a call of the tool, or for a booking, with the spaces between
-
-
-class Booking(BaseModel):
-    """What a client wants instead of text."""
-
-    city: City
-    is_return: bool
-
+from tests.support.weather import CITIES, ENOUGH, QUESTION, TIMEOUT_S, Booking, City
 
 # langchain-openai
 
