@@ -1,7 +1,8 @@
 """Profiles describe a replica's speed and cache: named ones, or a JSON file with the same numbers.
 
 `h200-8b`, the default, has the results of `derived`, rounded. The others have its exact results.
-None is measured; `kvroute calibrate` measures one.
+None is measured; docs/measurements.md compares `h100-8b` with an H100, and `kvroute calibrate`
+measures your own.
 """
 
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class Model:
 
 
 # Copies from pinned host memory: of a direction of the GPU's link, about 80% is assumed to be left
-# for blocks. docs/replay.md has the links, and where NVIDIA says so.
+# for blocks. An H100 was measured at 54 GB/s. docs/replay.md has NVIDIA's figures.
 PCIE_5, PCIE_4 = 50.0, 25.0  # GB/s
 
 H200 = Gpu(989e12, 4.8e12, 141e9, PCIE_5)  # SXM
