@@ -1,5 +1,6 @@
 """Fixtures and hooks that the tests of several folders share."""
 
+import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.exceptions
 from hypothesis import HealthCheck, settings
 from openai import OpenAI
 from redis.asyncio import Redis
@@ -61,11 +63,24 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture
 async def empty_redis(redis_url: str) -> AsyncIterator[Redis]:
-    """Empty the module's Redis and return a connection to it."""
+    """Empty the module's Redis and return a connection to it.
+
+    A busy machine can take longer than the client's timeout for the first connection.
+    """
     client = connect(redis_url)
-    await client.flushall()
+    async with asyncio.timeout(60):
+        while not await _is_emptied(client):
+            await asyncio.sleep(0.1)
     yield client
     await client.aclose()
+
+
+async def _is_emptied(client: Redis) -> bool:
+    try:
+        await client.flushall()
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")
