@@ -43,11 +43,12 @@ log = logging.getLogger("kvroute.replica")
 WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
 END_S = 5.0  # for the application to end once the client has left
 OURS = "kvroute_"  # how names in extra_args begin that clients may not set
+RESPONSES = "/v1/responses"
 # What the end of an answer has when it is a tool call, by its path. In texts quotes are escaped.
 TOOL_CALL = {
     "/v1/chat/completions": b'"finish_reason":"tool_calls"',
     "/v1/messages": b'"stop_reason":"tool_use"',
-    "/v1/responses": b'"type":"function_call"',
+    RESPONSES: b'"type":"function_call"',
 }
 STARTED = "response already started"  # in the text of Starlette's RuntimeError
 NEVER = b"\0"  # JSON has none
@@ -173,7 +174,9 @@ class Run:
         self._prompts += 1
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
         has_ids = prompt["type"] in ("token", "multimodal")
-        self._can_continue = self._prompts == 1 and has_ids and can_continue(params)
+        repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None  # at its end
+        is_kept = not repeats_logprobs and can_continue(params)
+        self._can_continue = self._prompts == 1 and has_ids and is_kept
         deltas = _delta_params(params, keep_args(self.request))
         if is_whole:
             deltas.stream_interval = WHOLE_TOKENS

@@ -265,9 +265,9 @@ def calls(model: str) -> Iterator[tuple[str, Body]]:
                 yield path, {"model": model, "temperature": 0, **base, "stream": stream, **change}
 
 
-def comparable(data: bytes) -> str:
+def comparable(data: bytes | str) -> str:
     """Without what is drawn, dated, or depends on the cache."""
-    text = data.decode()
+    text = data if isinstance(data, str) else data.decode()
     text = re.sub(r'"(created|created_at|completed_at)":\s?[\d.]+', r'"\1":0', text)
     text = re.sub(r"\b(chatcmpl-tool|call_|msg_|resp_|rs_|fc_|chatcmpl|cmpl)[-\w]+", r"\1", text)
     text = re.sub(r'"signature":"\w+"', '"signature":""', text)
@@ -280,25 +280,5 @@ def texts(data: bytes) -> list[str]:
     return [text for text in _TEXT.findall(data.decode()) if text]
 
 
-def joined_events(stream: str) -> str:
-    """The kinds of a stream's events in order, and all texts and tokens in them: a busy engine's
-    events have several tokens, and the last one has a text or none."""
-    frames, texts, tokens = list[str](), list[str](), list[str]()
-    for event in stream.split("\n\n"):
-        for logprobs in _LOGPROBS.findall(event):
-            tokens += _TOKEN.findall(logprobs)
-            tokens += [each for some in _TOKENS.findall(logprobs) for each in _STRING.findall(some)]
-        texts += _TEXT.findall(event)
-        frame = _NUMBER.sub("", _LOGPROBS.sub('"logprobs":{}', _TEXT.sub('"text":""', event)))
-        frame = frame.replace('"delta":{}', '"delta":{"text":""}')
-        if frame not in frames[-1:]:
-            frames.append(frame)
-    return "\n".join([*frames, "".join(texts), "".join(tokens)])
-
-
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _TEXT = re.compile(rf'"(?:text|content|delta|partial_json|arguments)":\s?{_STRING.pattern}')
-_NUMBER = re.compile(r'"sequence_number":\s?\d+')
-_LOGPROBS = re.compile(r'"logprobs":\s?\{.*?\}(?=,\s?"finish_reason")')
-_TOKEN = re.compile(rf'"token":\s?{_STRING.pattern}')
-_TOKENS = re.compile(r'"tokens":\s?\[(.*?)\](?=[,}])')

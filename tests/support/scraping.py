@@ -43,3 +43,8 @@ def ledger(cluster: Cluster) -> Counter[str]:
     return +Counter(
         {cause: int(told[f"kvroute_prompt_tokens_total{{{cause}}}"]) for cause in CAUSES}
     )
+
+
+def attempts_that_failed(cluster: Cluster) -> float:
+    """Return how often a request was sent again because its replica was lost."""
+    return total(cluster, "router")["kvroute_requests_total{failed}"]

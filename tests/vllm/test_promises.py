@@ -1,26 +1,16 @@
 """What the README promises of a cluster of vLLM engines, on every API.
 
-A prompt's second request finds it cached; a named prefix is cached before its first request; a
-replica that is killed costs no client its answer.
+A prompt's second request finds it cached; a named prefix is cached before its first request.
 """
 
-import asyncio
-import os
-import random
-import signal
-from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from tests.support.clients import async_openai_client
 from tests.support.hits import tell_routers
 from tests.support.serving import Cluster
-from tests.support.waiting import until
 from tests.support.workloads import BLOCK, people_table
 
 DOCUMENT = people_table(20)
@@ -32,15 +22,6 @@ SAME_PROMPT: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": QUESTION, "max_output_tokens": 8},
     "/v1/messages": {"messages": QUESTION, "max_tokens": 8},
 }
-TOKENS = 500  # of each answer that a killed replica interrupts, or somewhat fewer
-NOTE = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=TOKENS))
-SCHEMA = {
-    "type": "object",
-    "properties": {"note": {"type": "string", "enum": [NOTE]}},
-    "required": ["note"],
-    "additionalProperties": False,
-}
-TOOL = {"name": "note", "parameters": SCHEMA, "strict": True}
 
 
 @pytest.mark.parametrize("path", SAME_PROMPT)
@@ -181,103 +162,3 @@ def test_counting_behind_a_prefix_takes_what_the_counting_routes_take(cluster: C
     body["prompt"] = ["May I?", "Or not?"]
     refused = httpx.post(f"{cluster.url}/tokenize", json=body, headers=headers, timeout=60)
     assert refused.status_code == 400
-
-
-async def test_a_killed_replica_costs_no_client_its_answer(cluster: Cluster) -> None:
-    """The last test of this cluster: streams of every API go on at the other replica."""
-    undisturbed = await answers(cluster, lambda replica: None)
-    begun: list[str] = []  # the replica that each piece of a completion came from
-
-    running = asyncio.create_task(answers(cluster, begun.append))
-    await until(lambda: len(begun) >= 40)
-    os.kill(pid_of(cluster, begun[0]), signal.SIGKILL)
-    assert not running.done()
-    assert await running == undisturbed
-
-
-def pid_of(cluster: Cluster, replica: str) -> int:
-    """Return the process id of a replica."""
-    replicas = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
-    return next(int(each["pid"]) for each in replicas if each["id"] == replica)
-
-
-async def answers(cluster: Cluster, got: Callable[[str], None]) -> list[Any]:
-    """Return the whole streamed answers of eight requests at once.
-
-    Args:
-        got: called with the replica of each piece of the completions, whose lengths are known.
-    """
-    salts = ("", "x", "yy", "zzz")  # prompts that differ, so that both replicas work
-    async with (
-        async_openai_client(cluster.url, timeout_s=120) as ours,
-        anthropic.AsyncAnthropic(
-            base_url=cluster.url, api_key="none", max_retries=0, timeout=120
-        ) as claude,
-    ):
-        calls = [
-            *(completion(ours, salt, got) for salt in salts),
-            chat(ours),
-            tool_call(ours),
-            response(ours),
-            message(claude),
-        ]
-        return await asyncio.gather(*calls)
-
-
-async def completion(client: openai.AsyncOpenAI, salt: str, got: Callable[[str], None]) -> Any:
-    stream = await client.completions.create(
-        model=BUILTIN_MODEL,
-        prompt=f"{salt} 1 2 3 4 5 6 7 8",
-        max_tokens=TOKENS,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    text, usage = "", None
-    async for event in stream:
-        text += "".join(choice.text for choice in event.choices)
-        usage = event.usage or usage
-        got(stream.response.headers["x-kvroute-replica"])
-    assert usage is not None
-    assert usage.completion_tokens == TOKENS
-    return text
-
-
-async def chat(client: openai.AsyncOpenAI) -> Any:
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
-    return (await streamed_chat(client, {"response_format": form})).content
-
-
-async def tool_call(client: openai.AsyncOpenAI) -> Any:
-    tool = {"type": "function", "function": TOOL}
-    message = await streamed_chat(client, {"tools": [tool], "tool_choice": "required"})
-    return [(call.function.name, call.function.arguments) for call in message.tool_calls]
-
-
-async def streamed_chat(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Any:
-    body: Any = {"model": BUILTIN_MODEL, "messages": QUESTION, "temperature": 0, **asked}
-    async with client.chat.completions.stream(**body, max_tokens=2 * TOKENS) as stream:
-        async for _ in stream:
-            pass
-        return (await stream.get_final_completion()).choices[0].message
-
-
-async def response(client: openai.AsyncOpenAI) -> Any:
-    form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}
-    body: Any = {"model": BUILTIN_MODEL, "input": QUESTION, "temperature": 0, "text": form}
-    async with client.responses.stream(**body, max_output_tokens=2 * TOKENS) as stream:
-        async for _ in stream:
-            pass
-        return (await stream.get_final_response()).output_text
-
-
-async def message(client: anthropic.AsyncAnthropic) -> Any:
-    tool: Any = {"name": "note", "input_schema": SCHEMA, "strict": True}
-    body: Any = {"model": BUILTIN_MODEL, "messages": QUESTION, "extra_body": {"temperature": 0}}
-    forced: Any = {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 2 * TOKENS}
-    async with client.messages.stream(**body, **forced) as stream:
-        async for _ in stream:
-            pass
-        content: list[Any] = [*(await stream.get_final_message()).content]
-        return [(use.name, use.input) for use in content]

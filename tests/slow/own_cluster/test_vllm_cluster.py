@@ -32,10 +32,10 @@ from tests.support.bodies import (
     TOOL,
     Body,
     comparable,
-    joined_events,
 )
 from tests.support.clients import async_openai_client
 from tests.support.collector import Collector, Span, collecting
+from tests.support.event_streams import Joined
 from tests.support.hits import tell_routers
 from tests.support.serving import COMMAND, Cluster, doctor, start_cluster
 from tests.support.waiting import until, wait_until
@@ -416,20 +416,20 @@ AGENTS = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed_agents(cluster: Cluster) -> list[str]:
-    async def all_answered() -> list[str]:
+def undisturbed_agents(cluster: Cluster) -> list[Joined]:
+    async def all_answered() -> list[Joined]:
         return await asyncio.gather(*(agents_call(cluster, *call) for call in AGENTS))
 
     return asyncio.run(all_answered())
 
 
-async def agents_call(cluster: Cluster, path: str, own: Body) -> str:
+async def agents_call(cluster: Cluster, path: str, own: Body) -> Joined:
     """A stream, without what is drawn and dated, with its pieces of text joined."""
     body = {"model": BUILTIN_MODEL, "temperature": 0, "stream": True, **own}
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         answer = await client.post(path, json=body)
     assert answer.status_code == 200, answer.text
-    return joined_events(comparable(answer.content))
+    return Joined(comparable(answer.content))
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ async def agents_call(cluster: Cluster, path: str, own: Body) -> str:
 async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
     cluster: Cluster,
     undisturbed: list[tuple[str, int]],
-    undisturbed_agents: list[str],
+    undisturbed_agents: list[Joined],
     is_engine: bool,
     blow: signal.Signals,
 ) -> None:

@@ -1,6 +1,6 @@
 """Streams of a busy engine and of an idle one are compared by what is in them."""
 
-from tests.support.bodies import joined_events
+from tests.support.event_streams import Joined
 
 
 def chat(*texts: str) -> str:
@@ -14,10 +14,16 @@ def chat(*texts: str) -> str:
 
 
 def test_it_is_the_same_however_tokens_were_joined() -> None:
-    assert joined_events(chat("a ", "b ", "c ")) == joined_events(chat("a b ", "c "))
+    assert Joined(chat("a ", "b ", "c ")) == Joined(chat("a b ", "c "))
 
 
 def test_it_differs_where_a_text_or_a_token_does() -> None:
-    assert joined_events(chat("a ", "b ")) != joined_events(chat("a ", "c "))
+    assert Joined(chat("a ", "b ")) != Joined(chat("a ", "c "))
     other = chat("a ", "b ").replace('"token":"b"', '"token":"x"')
-    assert joined_events(chat("a ", "b ")) != joined_events(other)
+    assert Joined(chat("a ", "b ")) != Joined(other)
+
+
+def test_numbers_of_tokens_and_of_events_count() -> None:
+    event = 'data: {"choices":[{"text":"a","logprobs":{"text_offset":[7]}}]}'
+    assert Joined(event) != Joined(event.replace("7", "8"))
+    assert Joined(chat("a ", "b ")) != Joined(chat("a ", "b ").replace('number":1', 'number":2'))

@@ -1,0 +1,127 @@
+"""A replica that is killed costs no client its answer: the last tests of the vLLM cluster."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+
+import httpx
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.bodies import (
+    ASK,
+    CHATS,
+    COMPLETIONS,
+    MESSAGES,
+    NAMED,
+    RESPONSES,
+    STRICT,
+    Body,
+    comparable,
+)
+from tests.support.event_streams import Joined
+from tests.support.scraping import attempts_that_failed
+from tests.support.serving import Cluster
+from tests.support.waiting import until
+
+TOKENS = 300  # of each answer, or somewhat fewer
+NOTE = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=TOKENS))
+SCHEMA = {
+    "type": "object",
+    "properties": {"note": {"type": "string", "enum": [NOTE]}},
+    "required": ["note"],
+    "additionalProperties": False,
+}
+FORM = {"name": "note", "schema": SCHEMA, "strict": True}
+TOOL = {**STRICT, "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}
+USAGE = {"stream_options": {"include_usage": True}}
+PARROTS = {"prompt": "🦜🐢" * 20, "max_tokens": TOKENS, "ignore_eos": True, **USAGE}
+LONG = {"messages": ASK, "max_tokens": TOKENS, "ignore_eos": True, **USAGE}
+FORMED = {"messages": ASK, "max_tokens": 2 * TOKENS}
+RESPONSE = {"input": ASK, "max_output_tokens": TOKENS, "ignore_eos": True}
+CALLS: list[tuple[str, Body]] = [
+    (COMPLETIONS, PARROTS),
+    (COMPLETIONS, {**PARROTS, "logprobs": 2}),
+    (COMPLETIONS, {**PARROTS, "echo": True, "prompt": [*range(100, 140)]}),
+    (COMPLETIONS, {**PARROTS, "return_token_ids": True, "frequency_penalty": 0.5}),
+    (CHATS, LONG),
+    (CHATS, {**LONG, "logprobs": True, "top_logprobs": 2}),
+    (CHATS, {**FORMED, "response_format": {"type": "json_schema", "json_schema": FORM}}),
+    (CHATS, {**FORMED, "tools": [TOOL], "tool_choice": NAMED}),
+    (CHATS, {**FORMED, "tools": [TOOL], "tool_choice": "required", "logprobs": True}),
+    (RESPONSES, RESPONSE),
+    (
+        RESPONSES,
+        {
+            "input": ASK,
+            "max_output_tokens": 2 * TOKENS,
+            "text": {"format": {"type": "json_schema", **FORM}},
+        },
+    ),
+    (
+        MESSAGES,
+        {
+            "messages": ASK,
+            "max_tokens": 2 * TOKENS,
+            "tools": [{"name": "note", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+]
+
+# These cannot go on exactly, and end in an error event of their API.
+CANNOT: list[tuple[str, Body]] = [
+    (COMPLETIONS, {**PARROTS, "presence_penalty": 0.5}),
+    (RESPONSES, {**RESPONSE, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}),
+]
+ALL = CALLS + CANNOT
+ERRORS = {COMPLETIONS: 'data: {"error"', RESPONSES: "event: error\n"}
+
+
+async def test_every_field_of_every_event_is_as_if_no_replica_had_been_killed(
+    cluster: Cluster,
+) -> None:
+    undisturbed = await answers(cluster, lambda call, replica: None)
+    pids = dict(pids_of(cluster))
+    failed = attempts_that_failed(cluster)
+    begun: dict[int, str] = {}  # call to the replica that its first events came from
+
+    running = asyncio.create_task(answers(cluster, begun.__setitem__))
+    await until(lambda: len(begun) == len(ALL))
+    os.kill(pids[begun[0]], signal.SIGKILL)
+    disturbed = await running
+    assert attempts_that_failed(cluster) - failed >= 2, "the answers had ended before the kill"
+    for call, before, after in zip(ALL, undisturbed, disturbed, strict=True):
+        cut = call in CANNOT and ERRORS[call[0]] in after
+        assert cut or Joined(comparable(after)) == Joined(comparable(before)), call
+
+
+async def answers(cluster: Cluster, got: Callable[[int, str], None]) -> list[str]:
+    """Return the streams of all calls, sent at once.
+
+    Args:
+        got: called with a call's number and its replica when its first events have come.
+    """
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=240) as client:
+        sent = (answer(client, number, got) for number in range(len(ALL)))
+        return await asyncio.gather(*sent)
+
+
+async def answer(client: httpx.AsyncClient, number: int, got: Callable[[int, str], None]) -> str:
+    """Return one call's stream."""
+    path, own = ALL[number]
+    body = {"model": BUILTIN_MODEL, "temperature": 0, "stream": True, **own}
+    data = b""
+    async with client.stream("POST", path, json=body) as response:
+        async for some in response.aiter_bytes():
+            data += some
+            got(number, response.headers["x-kvroute-replica"])
+    assert response.status_code == 200, data
+    return data.decode()
+
+
+def pids_of(cluster: Cluster) -> Iterator[tuple[str, int]]:
+    """Return the process id of each replica."""
+    for replica in httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]:
+        yield replica["id"], replica["pid"]
