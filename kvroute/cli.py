@@ -49,6 +49,8 @@ def status(url: Url = LOCAL) -> None:
     for replica in found["replicas"]:
         if reason := replica["degraded"]:
             console.print(f"{replica['id']} is DEGRADED, its cache is ignored: {reason}")
+    for line in sorted({*filter(None, map(_parsers, found["replicas"]))}):
+        console.print(line)
     for queue in found.get("queues", ()):
         if queue["all_routers"]["requests"]:
             console.print(_queued(queue))
@@ -96,6 +98,13 @@ def _table(replicas: list[dict[str, Any]]) -> Table:
         cells = replica | {"blocks": blocks}
         table.add_row(*(str(cells[column]) for column in columns))
     return table
+
+
+def _parsers(replica: dict[str, Any]) -> str:
+    """Return which of vLLM's parsers read the answers of a replica's model, as a sentence."""
+    kinds = {"tool calls": replica["tool_parser"], "reasoning": replica["reasoning_parser"]}
+    named = [f"{kind} by the parser {parser}" for kind, parser in kinds.items() if parser]
+    return f"{replica['model']}: vLLM reads {' and '.join(named)}" if named else ""
 
 
 def _queued(queue: dict[str, Any]) -> str:

@@ -68,6 +68,8 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     max_cpu_loras: Count = 0  # LoRA adapters that memory has room for
     engine: Name = "vllm"  # "vllm" | "simulated"
     content_format: Name = ""  # of messages in the chat template: "string", "openai"; empty: none
+    tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
+    reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
     layout: Layout | None = None  # None: full attention in blocks of block_size tokens
     host: HostTier | None = None  # None: it has no second tier
 

@@ -40,6 +40,7 @@ from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.vllm_engine import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
+from kvroute.replica.vllm_engine.chosen_parsers import choose_reasoning_parser
 from kvroute.replica.vllm_engine.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.cpu_affinity import Cores
@@ -103,6 +104,8 @@ class VllmEngine:
         subscriptions, stats = [Subscription() for _ in ranks], [_Stats() for _ in ranks]
         try:
             args = engine_args(settings, model, subscriptions)
+            front = front_args(settings.engine_args)
+            choose_reasoning_parser(args, front.get("chat_template"))
             llm = await asyncio.to_thread(_load, args, stats, cores)
             for subscription in subscriptions:
                 await subscription.connect(has_publisher=settings.prefix_caching)
@@ -111,7 +114,7 @@ class VllmEngine:
             adapters = [Adapters(core, settings.adapters) for core in each]
             http = await HttpApp.start(
                 llm,
-                front_args(settings.engine_args),
+                front,
                 adapters,
                 merges_system=settings.inline_system == "merge",
             )
@@ -126,7 +129,7 @@ class VllmEngine:
         return [
             cls(
                 core,
-                _facts(llm, settings, division, http.content_format),
+                _facts(llm, settings, division, http),
                 division.members,
                 subscriptions[core.rank],
                 stats[core.rank],
@@ -398,7 +401,7 @@ async def _try(core: RankCore, words: LastWords) -> None:
 
 
 def _facts(
-    llm: AsyncLLM, settings: ReplicaSettings, division: Division, content_format: str
+    llm: AsyncLLM, settings: ReplicaSettings, division: Division, http: HttpApp
 ) -> EngineFacts:
     config = llm.vllm_config
     prefill = prefill_claim()
@@ -422,7 +425,9 @@ def _facts(
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_cpu_loras=settings.kept_loras,
         engine="vllm",
-        content_format=content_format,
+        content_format=http.content_format,
+        tool_parser=http.tool_parser,
+        reasoning_parser=config.structured_outputs_config.reasoning_parser,
         layout=division.layout if prefix_caching else None,
         host=host and replace(host, pin_blocks=pins_in(capacity_blocks=host.blocks)),
     )

@@ -24,7 +24,6 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.hf import (
     HfRenderer,
-    resolve_chat_template,
     resolve_chat_template_content_format,
 )
 from vllm.sampling_params import SamplingParams
@@ -43,10 +42,10 @@ from kvroute.replica.vllm_engine import (
     response_object,
 )
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
+from kvroute.replica.vllm_engine.chosen_parsers import chosen_tool_parser
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.rank_core import AtRank
-from kvroute.replica.vllm_engine.tool_parsers import NONE, tool_parser
 
 log = logging.getLogger("kvroute.replica")
 
@@ -60,9 +59,16 @@ class HttpApp:
     """Answers requests by vLLM's application. adapters: by rank."""
 
     def __init__(
-        self, app: Any, given: "GivenPrompts", adapters: Sequence[Adapters], content_format: str
+        self,
+        app: Any,
+        given: "GivenPrompts",
+        adapters: Sequence[Adapters],
+        *,
+        content_format: str,
+        tool_parser: str,
     ) -> None:
-        self.content_format = content_format  # of EngineFacts
+        self.content_format = content_format  # of EngineFacts, as the next one
+        self.tool_parser = tool_parser
         self._given = given
         self._app = app
         self._adapters = adapters
@@ -108,7 +114,13 @@ class HttpApp:
         for name, adapter in adapters[0].known.items():
             models.lora_requests[name] = adapter
             models.lora_requests[f"{args.served_model_name[0]}:{name}"] = adapter
-        return cls(app, given, adapters, _content_format(llm, args))
+        return cls(
+            app,
+            given,
+            adapters,
+            content_format=_content_format(llm, args),
+            tool_parser=args.tool_call_parser or "",
+        )
 
     async def respond(self, request: GenerateRequest, emit: Emit) -> bool:
         """Emits the response to a request with a `call`; returns whether it ends with a tool call.
@@ -267,20 +279,6 @@ def _content_format(llm: AsyncLLM, args: Any) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _tool_parser(llm: AsyncLLM, args: Any) -> str | None:
-    """Return the parser of tool calls: the given one, or what the model's template tells."""
-    if args.tool_call_parser is not None:
-        return None if args.tool_call_parser == NONE else str(args.tool_call_parser)
-    template, config = None, llm.model_config
-    if isinstance(llm.renderer, HfRenderer) and llm.renderer.tokenizer is not None:
-        own = load_chat_template(args.chat_template)
-        template = resolve_chat_template(llm.renderer.tokenizer, own, [{}], model_config=config)
-    found = tool_parser(template, config.hf_config.model_type, config.model)
-    if found:
-        log.info("tool calls are read by vLLM's parser %s, by the model's chat template", found)
-    return found
-
-
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
     """vLLM's application imports a package that sets up the root logger for itself."""
@@ -328,7 +326,7 @@ def _arguments(llm: AsyncLLM, front_args: Mapping[str, Any]) -> Any:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if plugin := config.structured_outputs_config.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(plugin)
-    args.tool_call_parser = _tool_parser(llm, args)
+    args.tool_call_parser = chosen_tool_parser(config.model_config, args)
     if args.tool_call_parser:
         args.enable_auto_tool_choice = True
     validate_parsed_serve_args(args)

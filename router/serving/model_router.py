@@ -516,6 +516,8 @@ class ModelRouter:
             "waiting": record.load.waiting,
             "loras": record.load.loras,
             "degraded": self._fleet.handshake.degraded.get(record.id),
+            "tool_parser": record.facts.tool_parser,
+            "reasoning_parser": record.facts.reasoning_parser,
         } | self._host_tier(record)
 
     def _host_tier(self, record: ReplicaRecord) -> dict[str, Any]:

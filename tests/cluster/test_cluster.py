@@ -184,6 +184,7 @@ def test_the_cluster_tells_of_its_replicas(simulated_cluster: Cluster, client: O
     assert set(replicas[0]) == {
         *("id", "model", "pid", "incarnation", "node", "block_size", "blocks"),
         *("capacity_blocks", "running", "waiting", "loras", "degraded"),
+        *("tool_parser", "reasoning_parser"),
     }
 
 

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from tests.support.answers import data_of, ids_of, status_of
 from tests.support.applications import chunks_of, goes_on, prompt_of, request_of
 from tests.support.bodies import ASK, CHATS, MESSAGES, RESPONSES, SCHEMA, TOOL, Body, comparable
 from tests.support.engines import SHALLOW_CACHE_MB, TOOL_PARSER, Running, started, thinking_model
+from tests.support.repository import ROOT
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -26,6 +28,7 @@ pytestmark = [
 
 Stock = Callable[[str, Body], Awaitable[tuple[int, bytes]]]
 
+TEMPLATES = ROOT / "tests" / "templates"
 PARSER = "deepseek_r1"
 END = 6  # the token </think>
 BIAS = {"logit_bias": {str(END): 40}}
@@ -90,3 +93,14 @@ async def test_thoughts_end_where_the_mark_is_and_a_grammar_begins_behind_it(
     message = json.loads(data_of(chunks))["choices"][0]["message"]
     assert message["reasoning"].strip()
     assert message["content"].startswith("{")
+
+
+@pytest.mark.parametrize(("given", "chosen"), [("", "qwen3"), ("none", ""), (PARSER, PARSER)])
+def test_the_parser_is_the_users_or_follows_from_the_chat_template(given: str, chosen: str) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from kvroute.replica.vllm_engine.chosen_parsers import choose_reasoning_parser
+
+    args = AsyncEngineArgs(model=resolve(BUILTIN_MODEL), reasoning_parser=given)
+    choose_reasoning_parser(args, str(TEMPLATES / "qwen3.jinja"))
+    assert args.reasoning_parser == chosen

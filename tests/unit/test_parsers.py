@@ -1,11 +1,11 @@
-"""The parser of tool calls follows from the chat template."""
+"""The parsers of tool calls and of reasoning follow from the chat template."""
 
 from pathlib import Path
 
 import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.replica.vllm_engine.tool_parsers import tool_parser
+from kvroute.replica.vllm_engine.parsers import reasoning_parser, tool_parser
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 PARSERS = {
@@ -36,3 +36,26 @@ def test_a_model_type_and_the_built_in_model_are_known_without_a_template() -> N
     assert tool_parser(None, "gpt_oss", "openai/gpt-oss-20b") == "openai"
     assert tool_parser("no tools", "llama", f"/cache/{BUILTIN_MODEL}-v1") == "hermes"
     assert tool_parser(None, "llama", "any") is None
+
+
+# Of models that are not named here, the template says nothing of reasoning, or only that they think
+# when they are asked to in words.
+REASONING = {
+    "deepseek_r1_distill": "deepseek_r1",
+    "deepseek_v3_1": "deepseek_v3",
+    "glm4_moe": "glm45",
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen3",
+}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(TEMPLATES.glob("*.jinja"))])
+def test_a_template_tells_how_its_model_writes_reasoning(name: str) -> None:
+    if name != "gpt_oss":
+        template = (TEMPLATES / f"{name}.jinja").read_text()
+        assert reasoning_parser(template, "any") == REASONING.get(name)
+
+
+def test_where_the_template_does_not_tell_the_models_type_names_the_parser_of_reasoning() -> None:
+    assert reasoning_parser(None, "gpt_oss") == "openai_gptoss"
+    assert reasoning_parser(None, "llama") is None

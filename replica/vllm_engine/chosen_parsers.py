@@ -1,0 +1,59 @@
+"""Chooses vLLM's parsers for a model, where the user names none."""
+
+import logging
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from vllm.config import ModelConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.hf import resolve_chat_template
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from kvroute.replica.vllm_engine.parsers import NONE, reasoning_parser, tool_parser
+
+log = logging.getLogger("kvroute.replica")
+
+
+def choose_reasoning_parser(args: AsyncEngineArgs, chat_template: str | None) -> None:
+    """Set the engine's parser of reasoning, before the engine starts: grammars begin behind it.
+
+    Args:
+        args: changed.
+        chat_template: as the argument of vLLM's server: a file or the template itself.
+    """
+    if args.reasoning_parser:
+        args.reasoning_parser = "" if args.reasoning_parser == NONE else args.reasoning_parser
+        return
+    config = args.create_model_config()
+    found = reasoning_parser(_template(config, chat_template), config.hf_config.model_type)
+    if found:
+        log.info("reasoning is read by vLLM's parser %s, by the model's chat template", found)
+        args.reasoning_parser = found
+
+
+def chosen_tool_parser(config: ModelConfig, args: Any) -> str | None:
+    """Return the parser of tool calls: the given one, or what the model's template tells.
+
+    Args:
+        args: the arguments of vLLM's server.
+    """
+    if args.tool_call_parser is not None:
+        return None if args.tool_call_parser == NONE else str(args.tool_call_parser)
+    template = _template(config, args.chat_template)
+    found = tool_parser(template, config.hf_config.model_type, config.model)
+    if found:
+        log.info("tool calls are read by vLLM's parser %s, by the model's chat template", found)
+    return found
+
+
+def _template(config: ModelConfig, given: str | None) -> str | None:
+    """Return the chat template for requests with tools; None if there is none."""
+    if config.skip_tokenizer_init:
+        return None
+    tokenizer = cached_tokenizer_from_config(config)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return None
+    own = load_chat_template(given)
+    template: str | None = resolve_chat_template(tokenizer, own, [{}], model_config=config)
+    return template
