@@ -44,6 +44,7 @@ WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lo
 END_S = 5.0  # for the application to end once the client has left
 OURS = "kvroute_"  # how names in extra_args begin that clients may not set
 RESPONSES = "/v1/responses"
+ERROR_EVENT = b"event: error"
 # What the end of an answer has when it is a tool call, by its path. In texts quotes are escaped.
 TOOL_CALL = {
     "/v1/chat/completions": b'"finish_reason":"tool_calls"',
@@ -110,6 +111,8 @@ class Run:
             self._status = int(message["status"])
             self._content_type = content_type(message)
         elif body := message.get("body"):
+            if body.startswith(ERROR_EVENT):  # of /v1/messages; Anthropic has other types
+                body = body.replace(b'"type":"internal_error"', b'"type":"api_error"')
             self._data.append(body)
             self._has_calls = self._has_calls or CALLS in body
 

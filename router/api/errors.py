@@ -101,15 +101,20 @@ def _anthropic(error: ApiError) -> bytes:
 def refusal_of_replica(data: bytes, status: int, *, path: str) -> bytes:
     """Return the body of an error that a replica found, as the route's API has it.
 
-    vLLM's application gives errors of /v1/messages types of its own, such as BadRequestError.
+    vLLM's application gives errors of /v1/messages types of its own, such as BadRequestError. A
+    path that it does not have for this model is `{"detail": "Not Found"}` there.
     """
-    if not path.startswith(ANTHROPIC):
-        return data
     try:
-        message = msgspec.json.decode(data)["error"]["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
+        found = msgspec.json.decode(data)
+    except msgspec.DecodeError:
         return data
-    return _anthropic(ApiError(status, str(message)))
+    match found:
+        case {"detail": detail}:
+            error = ApiError(status, f"this model does not answer {path}: {detail}")
+            return _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
+        case {"error": {"message": message}} if path.startswith(ANTHROPIC):
+            return _anthropic(ApiError(status, str(message)))
+    return data
 
 
 def invalid(param: str | None, message: str) -> ApiError:

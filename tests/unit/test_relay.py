@@ -244,3 +244,9 @@ def test_an_error_of_a_replica_has_the_types_of_its_routes_api() -> None:
     }
     for path, data in (("/v1/messages", b"no JSON"), ("/v1/responses", found)):
         assert refusal_of_replica(data, 400, path=path) == data
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/embeddings"])
+def test_a_path_that_the_model_lacks_is_an_error_of_its_api(path: str) -> None:
+    body = json.loads(refusal_of_replica(b'{"detail":"Not Found"}', 404, path=path))
+    assert path in body["error"]["message"]
