@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from kvroute.contract.speed import Speed
+from kvroute.contract.speed import PrefillSpeed
 
 
 class Prefill(Protocol):
@@ -30,7 +30,7 @@ P = TypeVar("P", bound=Prefill)
 @dataclass(slots=True, kw_only=True)
 class PrefillQueue(Generic[P]):
     waiting: dict[str, P] = field(default_factory=dict)  # no first token yet, oldest first
-    speed: Speed = field(default_factory=Speed)  # learned from first tokens
+    speed: PrefillSpeed = field(default_factory=PrefillSpeed)  # learned from first tokens
     unknown_s: float = 0.0  # estimated prefill of requests of routers that are not heard
     last_first_token_s: float = -math.inf
     # Derived values, updated with every change: each decision reads those of all replicas.
@@ -64,7 +64,11 @@ class PrefillQueue(Generic[P]):
         if teaches:
             # Measured from the start of the oldest request, whichever first token comes first:
             # those of one step arrive in any order, and those of other routers arrive later.
-            self.speed.learn(prefill.prefill_s, now_s - self._begun_s())
+            begun_s = self._begun_s()
+            is_alone = len(self.waiting) == 1 and begun_s == prefill.ready_s
+            self.speed.first_token(
+                prefill.prefill_s, now_s - begun_s, queued_s=self.waiting_s, is_alone=is_alone
+            )
         self.last_first_token_s = now_s
         return self.leave(request_id)
 

@@ -5,6 +5,9 @@ from functools import lru_cache
 
 PRIOR_S = 1.0  # weight of the prediction itself, in seconds of prefill
 MEMORY_S = 40.0  # predicted prefill seconds after which an observation's weight is 1/e
+MOST_OFF = 4.0  # times as long as expected: what one observation can say at most
+LATEST_SHORTER = 1 / 4  # weight of the latest observation in the mean of steps, if it is shorter
+LATEST = 1 / 16  # weight of the latest observation in the mean of the fixed part, and of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,9 @@ def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
 
 @dataclass(slots=True)
 class Speed:
-    """How much slower an engine is than its PrefillModel predicts."""
+    """How much slower something is than was predicted, by decayed sums of both times."""
 
-    predicted_s: float = PRIOR_S  # this and the next: decayed sums over first tokens
+    predicted_s: float = PRIOR_S
     observed_s: float = PRIOR_S
     slowness: float = field(init=False)  # observed seconds per predicted second
 
@@ -38,8 +41,52 @@ class Speed:
         self.slowness = self.observed_s / self.predicted_s
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
-        """Records one prefill; its weight is its predicted time."""
+        """Record one observation; its weight is its predicted time."""
         keep = 1.0 - min(0.5, predicted_s / MEMORY_S)
         self.predicted_s = keep * self.predicted_s + predicted_s
         self.observed_s = keep * self.observed_s + observed_s
         self.slowness = self.observed_s / self.predicted_s
+
+
+@dataclass(slots=True)
+class PrefillSpeed(Speed):
+    """How much slower an engine computes prompts than its PrefillModel predicts.
+
+    A first token also takes a time that does not depend on the prompt: the network, the scheduler,
+    a step of the other requests. That part is learned from prompts that are computed in less time
+    than a step of the engine takes, and these teach nothing of the slowness.
+    """
+
+    step_s: float = 0.0  # between two tokens of an answer, of late; 0: none has been seen
+    fixed_s: float = 0.0  # of a first token, however short its prompt is
+
+    def step(self, seconds: float) -> None:
+        """Record the mean time between the tokens of an answer.
+
+        Clients that read slowly make it longer, so that a short one counts more.
+        """
+        if not self.step_s:
+            self.step_s = seconds
+        share = LATEST if seconds > self.step_s else LATEST_SHORTER
+        self.step_s += share * (min(seconds, 2.0 * self.step_s) - self.step_s)
+
+    def first_token(
+        self, predicted_s: float, observed_s: float, *, queued_s: float, is_alone: bool
+    ) -> None:
+        """Record the time to a first token.
+
+        One that comes far later than all prompts explain was held up by something else, and counts
+        as one that came MOST_OFF times as late as expected.
+
+        Args:
+            queued_s: predicted for all prompts that the engine may have computed in that time.
+            is_alone: there was only this one.
+        """
+        if self.slowness * predicted_s >= self.step_s:
+            most_s = MOST_OFF * self.slowness * max(queued_s, predicted_s)
+            computed_s = max(0.0, observed_s - self.fixed_s)
+            self.learn(predicted_s, min(computed_s, most_s))
+        elif is_alone:
+            expected_s = self.fixed_s or self.step_s
+            observed_s = min(observed_s, MOST_OFF * expected_s)
+            self.fixed_s = expected_s + LATEST * (observed_s - expected_s)

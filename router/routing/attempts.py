@@ -253,6 +253,7 @@ class Attempt:
             return
         self.outcome = outcome or ("ok" if self.is_complete else "cancelled")
         self.load.finish(self.request_id)
+        self._teach_step()
         self.mirror.unexpect(self.replica_id, self.dispatch.expected)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
@@ -263,6 +264,12 @@ class Attempt:
         """Another router says so."""
         self.last_chunk_s, self.is_tool_call = now_s, is_tool_call
         self.end(None if is_over else "moved")
+
+    def _teach_step(self) -> None:
+        """Tell the engine's speed how long the answer took between two tokens."""
+        later_tokens = self.output_tokens - self.first_tokens
+        if later_tokens > 0 and self.first_token_s is not None and self.last_chunk_s is not None:
+            self.load.speed.step((self.last_chunk_s - self.first_token_s) / later_tokens)
 
     @property
     def is_over(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvroute.contract.adapters import Residents
 from kvroute.contract.prefill_queue import PrefillQueue
-from kvroute.contract.speed import PRIOR_S, PrefillModel, Speed
+from kvroute.contract.speed import PRIOR_S, PrefillModel, PrefillSpeed, Speed
 from kvroute.router.routing.reloads import Reloads
 
 MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
@@ -159,7 +159,7 @@ def new_replica_load(model: PrefillModel, fleet: Collection[ReplicaLoad]) -> Rep
     """A replica without requests yet. It starts with the slowness that the others have relative to
     their reported speeds. Its own report alone would attract more requests than it can take."""
     slowness = _fleet_slowness([load.speed for load in fleet]) if fleet else 1.0
-    return ReplicaLoad(model, speed=Speed(observed_s=slowness * PRIOR_S))
+    return ReplicaLoad(model, speed=PrefillSpeed(observed_s=slowness * PRIOR_S))
 
 
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.generation import Chunk
-from kvroute.contract.speed import Speed
+from kvroute.contract.speed import PrefillSpeed
 from kvroute.keys.limits import OTHER
 from kvroute.router.observability.accounts import NAMED, US, Accounts, as_json, bounded
 from kvroute.router.observability.tenant_metrics import TenantMetrics
@@ -27,7 +27,7 @@ from tests.support.records import record
 TOKENS_PER_S = 1000.0  # of prefill, however long the prompt
 
 
-class AsPredicted(Speed):
+class AsPredicted(PrefillSpeed):
     """Of a replica that is as fast as it says, whatever is measured."""
 
     def learn(self, predicted_s: float, observed_s: float) -> None:

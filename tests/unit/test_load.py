@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.speed import PRIOR_S, PrefillModel, Speed
+from kvroute.contract.speed import PRIOR_S, PrefillModel, PrefillSpeed
 from kvroute.router.routing.load import (
     ReplicaLoad,
     Sent,
@@ -94,7 +94,7 @@ def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
 
 def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None:
     loads = [
-        ReplicaLoad(MODEL, speed=Speed(predicted_s=5.0, observed_s=seconds))
+        ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=seconds))
         for seconds in (5.0, 5.5, 5.2, 50.0)
     ]
     one, two, three, slow = learned_slowness(loads)
@@ -104,7 +104,7 @@ def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None
 
 
 def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:
-    slow = ReplicaLoad(MODEL, speed=Speed(predicted_s=5.0, observed_s=20.0))
+    slow = ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=20.0))
     load = new_replica_load(MODEL, [slow])
     assert new_replica_load(MODEL, []).speed.slowness == 1.0
     assert load.speed.slowness == 4.0
