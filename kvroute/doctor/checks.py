@@ -102,8 +102,11 @@ def deployments(found: Mapping[str, Facts] | None) -> Iterator[Check]:
 
 def redis(found: Facts) -> Iterator[Check]:
     if "error" in found:
-        finding = f"Redis is away: {found['error']}"
-        remedy = "start it, or let the routers reach it; requests go on, and are placed less well"
+        finding = f"Redis is away or refuses writes: {found['error']}"
+        remedy = (
+            "start it, let the routers reach it, or mend what it says; requests go on, and are "
+            "placed less well"
+        )
         yield Check("redis", "wrong", finding, remedy)
         return
     troubles = [*_redis_troubles(found)]

@@ -21,6 +21,15 @@ START_S = 10.0
 SECRET = "secret.conf"  # in the server's folder
 SECRET_OPTION = re.compile("(username|password)=")  # of a URL
 REDIS_SERVER = "redis-server"
+MODES = {  # of a server, that kvroute cannot use: what to do
+    "sentinel": "name the primary that it watches",
+    "cluster": "name a Redis without cluster mode: the index is changed by scripts over many keys",
+}
+NEEDED = (
+    "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has memory left "
+    "and can save"
+)
+PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"
 
 
 @contextmanager
@@ -50,11 +59,19 @@ def without_password(url: str) -> str:
 
 
 def check_redis(url: str) -> str:
-    """The server's version. Raises StartError when it cannot be reached or is too old."""
+    """Return the server's version.
+
+    Raises StartError when it cannot be reached, is too old, or takes no writes from this user.
+    """
     shown = without_password(url)
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
-            version: str = client.info("server")["redis_version"]
+            server = client.info("server")
+            if remedy := MODES.get(server.get("redis_mode")):
+                mode = server["redis_mode"]
+                raise StartError(f"redis_url is {shown!r}, which is in {mode} mode; {remedy}")
+            version: str = server["redis_version"]
+            client.eval(PROBE, 1, "kvroute:probe")
     except ValueError:  # its words may have a part of the password
         raise StartError(
             f"redis_url is {shown!r}, which is no URL of a Redis; expected redis://HOST:PORT, "
@@ -65,6 +82,11 @@ def check_redis(url: str) -> str:
         raise StartError(
             f"redis_url is {shown!r}, which refuses the password ({error}); write the right one: "
             "redis://:PASSWORD@HOST:PORT, or redis://USER:PASSWORD@HOST:PORT"
+        ) from None
+    except redis.ResponseError as error:
+        remedy = "name its primary" if "READONLY" in str(error) else NEEDED
+        raise StartError(
+            f"redis_url is {shown!r}, which refuses to be written ({error}); {remedy}"
         ) from None
     except (redis.RedisError, OSError) as error:
         raise StartError(

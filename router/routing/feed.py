@@ -105,6 +105,7 @@ class Feed:
             except (RedisError, OSError) as error:
                 self._outage.begin(error)
                 self._mirror.is_fed = False
+                self._vanished_s.clear()  # they may have lost their leases to the outage
                 await self._sweep()
                 await asyncio.sleep(RETRY_S)
 
@@ -169,7 +170,12 @@ class Feed:
             await self._poll()
 
     async def _poll(self) -> None:
-        """Reads all records: who runs, with which load. Replicas that differ are loaded again."""
+        """Reads all records: who runs, with which load. Replicas that differ are loaded again.
+
+        A Redis that refuses writes counts as unreachable: replicas cannot renew their leases there,
+        and their records vanish although they run.
+        """
+        await self._index.check_writes()
         await self._rewind()
         self._end_outage()
         readable, self._unreadable = await self._index.all_records()

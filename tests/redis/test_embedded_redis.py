@@ -5,15 +5,22 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import redis
 
-from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
+from kvroute.local.embedded_redis import (
+    _executable,
+    check_redis,
+    embedded_redis,
+    without_password,
+)
 from kvroute.local.ports import free_port
 from kvroute.local.progress import StartError
+from tests.support.waiting import wait_until
 
 PARENT = """
 import time
@@ -66,6 +73,46 @@ def test_it_dies_with_a_killed_parent() -> None:
     while answers(url) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not answers(url)
+
+
+@pytest.mark.parametrize(
+    ("refusing", "said"),
+    [
+        ("REPLICAOF 127.0.0.1 1", "refuses to be written .*; name its primary"),
+        ("CONFIG SET maxmemory 1", "refuses to be written .* has memory left"),
+        (
+            "ACL SETUSER default on nopass ~* +@all -@write",
+            "refuses to be written .* has memory left",
+        ),
+        (
+            "ACL SETUSER default on nopass resetkeys ~other:* +@all",
+            "refuses to be written .* has memory left",
+        ),
+    ],
+)
+def test_a_redis_that_refuses_writes_is_refused(refusing: str, said: str) -> None:
+    with embedded_redis() as url, redis.Redis.from_url(url) as client:
+        client.execute_command(*refusing.split())
+        with pytest.raises(StartError, match=said):
+            check_redis(url)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--sentinel", "in sentinel mode"), ("--cluster-enabled", "in cluster mode")],
+)
+def test_a_server_of_another_mode_is_refused(tmp_path: Path, option: str, said: str) -> None:
+    port = free_port()
+    (tmp_path / "server.conf").write_text(f"port {port}\ndir {tmp_path}\nbind 127.0.0.1\n")
+    mode = [option, "yes"] if option == "--cluster-enabled" else [option]
+    command = [str(_executable()), str(tmp_path / "server.conf"), *mode]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            wait_until(lambda: answers(f"redis://127.0.0.1:{port}"))
+            with pytest.raises(StartError, match=said):
+                check_redis(f"redis://127.0.0.1:{port}")
+        finally:
+            server.kill()
 
 
 def test_a_redis_that_does_not_answer_is_named_with_the_remedy() -> None:

@@ -341,6 +341,37 @@ async def test_a_replica_that_vanishes_is_known_for_a_while(
         await until(lambda: not fleet.mirror.replica_ids and not fleet.records)
 
 
+@pytest.mark.parametrize(
+    ("refusing", "taking"),
+    [
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+        ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
+    ],
+    ids=["a replica", "full", "without replicas"],
+)
+async def test_a_redis_that_refuses_writes_costs_no_replica_its_place(
+    index: Index, monkeypatch: pytest.MonkeyPatch, refusing: str, taking: str
+) -> None:
+    monkeypatch.setattr("kvroute.router.routing.feed.POLL_S", 0.05)
+    monkeypatch.setattr("kvroute.router.routing.feed.RETRY_S", 0.05)
+    monkeypatch.setattr("kvroute.router.routing.feed.LINGER_S", 0.5)
+    async with Side(index, lease_s=0.6).running() as side:
+        side.publisher.publish([stored(0, 50)])
+        await until(lambda: side.is_equal() and len(side.table) == 50)
+        await index._redis.execute_command(*refusing.split())
+        try:
+            await until(lambda: not side.feed.state.is_reachable)
+            await asyncio.sleep(1.5)  # longer than the lease and than what a vanished one is kept
+            assert len(side.fleet.mirror.held_by("a")) == 50
+            assert [record.id for record in side.fleet.records] == ["a"]
+        finally:
+            await index._redis.execute_command(*taking.split())
+        side.publisher.publish([stored(50, 5)])
+        await until(lambda: side.feed.state.is_reachable and side.is_equal())
+        assert len(side.table) == 55
+
+
 async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_is_over(
     index: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

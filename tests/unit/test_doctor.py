@@ -59,7 +59,10 @@ def test_a_redis_that_is_too_old_or_away_is_wrong() -> None:
     assert of_redis(version="6.0.16").grade == "wrong"
     assert of_redis(version="6.2.0").grade == "ok"
     (away,) = checks.redis({"error": "Connection refused"})
-    assert (away.grade, away.finding) == ("wrong", "Redis is away: Connection refused")
+    assert (away.grade, away.finding) == (
+        "wrong",
+        "Redis is away or refuses writes: Connection refused",
+    )
 
 
 def test_a_redis_that_is_nearly_full_or_slow_is_a_warning() -> None:
