@@ -41,11 +41,12 @@ def replicas(cluster: Cluster) -> dict[str, int]:
 async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
     async with async_openai_client(cluster.url, timeout_s=120) as client:
         undisturbed = await asyncio.gather(*(recited(client, n, []) for n in range(STREAMS)))
+        failed, pids = attempts_that_failed(cluster), replicas(cluster)
         pieces: list[str] = []
         reciting = asyncio.gather(*(recited(client, n, pieces) for n in range(STREAMS)))
         await until(lambda: len(pieces) > 2 * STREAMS)
-        victim, failed = pieces[0], attempts_that_failed(cluster)
-        os.kill(replicas(cluster)[victim], signal.SIGKILL)
+        victim = pieces[0]
+        os.kill(pids[victim], signal.SIGKILL)
         assert await reciting == undisturbed
         assert attempts_that_failed(cluster) > failed, "the answers had ended before the kill"
     await until(lambda: len(replicas(cluster)) == 4 and victim not in replicas(cluster))
