@@ -498,6 +498,15 @@ class Options(ModelOptions):
             "at other replicas.",
         ),
     ] = 600.0
+    drain_s: Annotated[
+        float,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "Seconds in which running answers may finish after the Ctrl-C or SIGTERM that stops "
+            "kvroute serve. The rest then ends with an error.",
+        ),
+    ] = 30.0
     log_format: Annotated[
         Literal["text", "json"],
         Option(CLUSTER, "Format of the logs of routers and replicas; json: one object per line."),
