@@ -8,7 +8,6 @@ that no OpenAI client can read. And a router cannot refuse thousands of requests
 at once, but HAProxy can.
 """
 
-import json
 import os
 import re
 import ssl
@@ -16,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvroute.local import haproxy_standin
+from kvroute.local import haproxy_errors, haproxy_standin
+from kvroute.local.haproxy_errors import BUFFER_BYTES, MOST_PARSED
 from kvroute.process.metrics_port import METRICS_HOST
 
 TLS_CERT = "KVROUTE_TLS_CERT"  # settings: PEM files of the endpoint's certificate chain ...
@@ -29,13 +29,6 @@ MOST_REQUESTS = "KVROUTE_MAX_REQUESTS"  # the setting of routers, where it is no
 DEFAULT_MOST_REQUESTS = 2000
 BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)
 ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
-UNREACHABLE = {
-    "message": "no router of this cluster can be reached; try again",
-    "type": "server_error",
-    "param": None,
-    "code": None,
-}
-REFUSAL = {"type": "rate_limit_error", "param": None, "code": "overloaded"}
 
 
 def main() -> None:
@@ -68,7 +61,10 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
         (r"^(listen stats\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
         # Our routes begin with /, so only a HAProxy that does not know them yet finds none.
         (r"http-request return status 404 .*", "http-request deny deny_status 503"),
-        (r"(errorfile 50[234]) .*", rf"\g<1> {error_page}"),
+        (r"(errorfile 50[24]) .*", rf"\g<1> {error_page}"),
+        (r"^ +errorfile 503 .*\n", _literal(haproxy_errors.replies())),
+        (r"^( +tune\.bufsize) .*", rf"\g<1> {BUFFER_BYTES}\n    tune.http.maxhdr {MOST_PARSED}"),
+        (r"^(frontend http_frontend\n\s+bind .*\n)", r"\g<1>" + _literal(haproxy_errors.checks())),
     ):
         config = re.sub(pattern, replacement, config, flags=re.MULTILINE)
     return config
@@ -78,12 +74,23 @@ def refusing(config: str, *, most_requests: int) -> str:
     """With a 429 for POST requests beyond what all routers together take. Before it knows any,
     Serve's own proxy passes them on."""
     limit = most_requests * (len(ROUTER.findall(config)) or 1)
-    refusal = REFUSAL | {"message": f"{limit} requests are under way, the most that are taken"}
-    rule = (
-        "    http-request return status 429 content-type application/json hdr retry-after 1 "
-        f"string '{json.dumps({'error': refusal})}' if METH_POST {{ be_conn(%s) ge {limit} }}\n"
+    return BACKEND.sub(lambda found: _too_many(limit, backend=found[1]) + found[0], config)
+
+
+def _too_many(limit: int, *, backend: str) -> str:
+    return haproxy_errors.refusal(
+        429,
+        f"{limit} requests are under way, the most that are taken",
+        when=f"METH_POST {{ be_conn({backend}) ge {limit} }}",
+        kind="rate_limit_error",
+        code="overloaded",
+        headers="hdr retry-after 1 ",
     )
-    return BACKEND.sub(lambda found: rule % found[1] + found[0], config)
+
+
+def _literal(text: str) -> str:
+    """Return the text as a replacement of a regular expression."""
+    return text.replace("\\", r"\\")
 
 
 def knows_routers(config: str) -> bool:
@@ -95,21 +102,9 @@ def without_listeners(config: str) -> str:
     return re.sub(r"^\s+bind .*\n", "", config, flags=re.MULTILINE)
 
 
-def error_page() -> str:
-    """What a client gets when no router answers, as HAProxy sends it."""
-    body = json.dumps({"error": UNREACHABLE})
-    head = (
-        "HTTP/1.1 503 Service Unavailable",
-        "content-type: application/json",
-        "retry-after: 1",
-        f"content-length: {len(body)}",
-    )
-    return "\r\n".join((*head, "", body))
-
-
 def _hardened(path: Path) -> str:
     page = path.with_name("unreachable.http")
-    page.write_text(error_page(), newline="")
+    page.write_text(haproxy_errors.unreachable_page(), newline="")
     config = hardened(
         path.read_text(),
         metrics_host=os.environ.get(METRICS_HOST, ""),

@@ -10,6 +10,7 @@ from typing import Final
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvroute.router.api.old_clients import WholeAnswers
 from kvroute.router.api.request_id import ValidIds
 
 Header = tuple[bytes, bytes]
@@ -40,7 +41,7 @@ def middlewares() -> list[Middleware]:
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function.
     """
-    return [Middleware(ValidIds), Middleware(WithoutServeHeaders)]
+    return [Middleware(WholeAnswers), Middleware(ValidIds), Middleware(WithoutServeHeaders)]
 
 
 def _harmless(headers: Iterable[Header]) -> list[Header]:
