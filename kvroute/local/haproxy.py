@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvroute.local import haproxy_errors, haproxy_standin
 from kvroute.local.haproxy_errors import BUFFER_BYTES, MOST_PARSED
+from kvroute.local.haproxy_pages import program_with_json
 from kvroute.process.metrics_port import METRICS_HOST
 
 TLS_CERT = "KVROUTE_TLS_CERT"  # settings: PEM files of the endpoint's certificate chain ...
@@ -39,6 +40,7 @@ def main() -> None:
     if "-f" in args:
         path = Path(args[args.index("-f") + 1])
         config, stand_in = _hardened(path), haproxy_standin.running(path)
+        command[0] = str(program_with_json(Path(command[0]), path.with_name("program")))
         if stand_in and knows_routers(config):
             args += ["-sf", str(stand_in)]
         elif stand_in:

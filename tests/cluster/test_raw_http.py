@@ -91,6 +91,27 @@ def test_a_request_without_a_path_is_refused(cluster: Cluster, line: str) -> Non
     assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"hello\r\n\r\n", 400),
+        (head_of("/caf\xe9") + b"\r\n", 400),
+        (head_of(CHATS) + b"na\xe9me: a\r\n\r\n", 400),
+        (head_of(CHATS) + b"content-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
+        (head_of(CHATS) + b"a: %s\r\n\r\n" % (b"b" * 100_000), 400),
+        (head_of(CHATS) + b"transfer-encoding: chunked\r\n\r\nno size\r\n", 400),
+        (head_of(CHATS) + b"transfer-encoding: gzip, chunked\r\n\r\n", 422),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_refused_for_clients_of_any_api(
+    cluster: Cluster, data: bytes, status: int
+) -> None:
+    answer = exchange(cluster, data)
+    assert answer.status == status
+    assert answer.error.keys() >= {"type", "message"}
+    assert json.loads(answer.body)["type"] == "error"
+
+
 def test_a_client_that_closes_its_side_is_told_that_it_counts_as_gone(cluster: Cluster) -> None:
     answer = exchange(cluster, head_of(CHATS) + chat(stream=False), is_last=True)
     assert answer.status == 400
