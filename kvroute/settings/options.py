@@ -498,6 +498,16 @@ class Options(ModelOptions):
             "at other replicas.",
         ),
     ] = 600.0
+    idle_timeout_s: Annotated[
+        float,
+        Field(ge=1, le=86_400),
+        Option(
+            CLUSTER,
+            "Seconds after which a client's connection without a request is closed. A load "
+            "balancer should close its own sooner. Under serve deploy, set KVROUTE_IDLE_TIMEOUT_S "
+            "on every node.",
+        ),
+    ] = 90.0
     drain_s: Annotated[
         float,
         NotNegative,
