@@ -8,6 +8,7 @@ from kvroute.contract.generation import CannotRunError
 
 APPLICATION = "kvroute"
 
+ROUTERS = "Router"  # the deployment's name
 REPLICAS = "Replica"  # the deployment's name; with several models the beginning of it
 
 

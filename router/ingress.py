@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process.builtin_model import resolve
+from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
 from kvroute.router.api.access import Access
 from kvroute.router.api.admission import Admission
@@ -22,6 +23,7 @@ from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.origins import guard
 from kvroute.router.api.request_id import request_id
+from kvroute.router.api.stopping import LastAnswers, RunningAnswers
 from kvroute.router.endpoints import (
     cluster_routes,
     openai_routes,
@@ -39,6 +41,8 @@ from kvroute.settings.router import RouterSettings
 
 log = logging.getLogger("kvroute.ingress")
 
+LAST_ERRORS_S = 1.0  # before Serve ends a router, the clients of unfinished answers get an error
+
 
 @serve.deployment
 @serve.ingress()
@@ -50,6 +54,7 @@ class Router:
     ) -> None:
         """models: for each one its settings (RouterSettings) and the handle of its replicas."""
         self._all = list[ModelRouter]()
+        self._answers = RunningAnswers()
         id_ = uuid.uuid4().hex[:12]
         request_spans.start(id_)
         settings = [RouterSettings.model_validate(given) for given, _ in models]
@@ -61,12 +66,27 @@ class Router:
         self._models = Models(id_, self._all)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
+        drain_s = self._models.settings.drain_timeout_s
+        self._ending = asyncio.create_task(_end_in_time(self._answers, drain_s))
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.start() for model in self._all))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application; Serve calls this after the constructor."""
-        return application(self._models, self._bodies, self._keys, self._limits)
+        return application(
+            self._models, self._bodies, self._keys, self._limits, answers=self._answers
+        )
+
+    async def stop(self) -> int:
+        """Refuse new requests from now on, and return how many answers are still running.
+
+        `kvroute serve` calls this, through Serve, when it is to stop.
+        """
+        return self._answers.stop()
+
+    async def end_answers(self) -> None:
+        """End all running answers with an error."""
+        self._answers.end()
 
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
@@ -77,6 +97,7 @@ class Router:
 
     async def __del__(self) -> None:
         """Serve's shutdown hook."""
+        self._ending.cancel()
         if self._watching:
             self._watching.cancel()
         await asyncio.gather(self._bodies.close(), *(model.close() for model in self._all))
@@ -85,6 +106,13 @@ class Router:
 
 async def _keys(path: Path | None) -> WatchedKeys | None:
     return await asyncio.to_thread(WatchedKeys, path) if path else None
+
+
+async def _end_in_time(answers: RunningAnswers, drain_s: float) -> None:
+    """End what is left shortly before Serve ends a router that it drains."""
+    await draining()
+    await asyncio.sleep(max(0.0, drain_s - LAST_ERRORS_S))
+    answers.end()
 
 
 async def _model_router(
@@ -101,16 +129,26 @@ def application(
     bodies: Bodies,
     keys: WatchedKeys | None = None,
     limits: Limits | None = None,
+    *,
+    answers: RunningAnswers | None = None,
 ) -> FastAPI:
-    """An application with all routes for these models. keys: who may ask; None: everybody. limits:
-    of the keys' tenants."""
+    """Return an application with all routes for these models.
+
+    Args:
+        keys: who may ask; None: everybody.
+        limits: of the keys' tenants.
+        answers: are told when the router stops.
+    """
+    answers = answers or RunningAnswers()
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
     http.state.bodies = bodies
+    http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
+    http.add_middleware(LastAnswers, answers=answers, refused=models.first.refused)
     if keys is not None:
         http.add_middleware(Access, keys=keys.keyring, refused=models.first.refused)
     guard(

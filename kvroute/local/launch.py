@@ -18,11 +18,13 @@ from typing import Any
 
 import httpx
 
+from kvroute.deployments import APPLICATION, ROUTERS
 from kvroute.keys import key_file
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
 from kvroute.local.haproxy import check_pair
 from kvroute.local.head_service import HEAD_SERVICE
+from kvroute.local.last_answers import finish_answers
 from kvroute.local.ports import free_port, is_local, why_not
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError
@@ -113,6 +115,7 @@ def _start(
     scheme = "https" if settings.tls_cert else "http"
     url = f"{scheme}://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
     health = _wait_until_healthy(url, signals, deadline)
+    running.callback(finish_answers, _routers(), progress, within_s=settings.drain_s)
     progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
     _announce(each, url, health, progress)
 
@@ -288,6 +291,13 @@ def _announce(
         f"{shlex.quote(body)}"
     )
     progress.say(f"kvroute ready at {url}", style="bold green")
+
+
+def _routers() -> Any:
+    """Return Serve's handle of all routers."""
+    from kvroute.process.ray_internals import handle_without_a_loop
+
+    return handle_without_a_loop(APPLICATION, ROUTERS)
 
 
 def _application(settings: ServeSettings, each: Sequence[ModelSettings]) -> Any:

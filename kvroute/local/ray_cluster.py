@@ -2,7 +2,6 @@
 
 import logging
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from kvroute.deployments import APPLICATION, final_error, last_line, model_of, plain
 from kvroute.local.embedded_redis import REDIS_SERVER
-from kvroute.local.haproxy import MOST_REQUESTS, TLS_CERT, TLS_KEY
+from kvroute.local.haproxy import IDLE_TIMEOUT_S, MOST_REQUESTS, TLS_CERT, TLS_KEY
 from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
@@ -28,7 +27,6 @@ LOOPBACK = "127.0.0.1"
 EVERY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # to listen on -> to be reached at
 LOGICAL_CPUS = 1000  # one per process; large, so that Ray's accounting limits nothing
 OBJECT_STORE_BYTES = 200_000_000
-MOST_CONNECTIONS = 20_000
 SHUTDOWN_S = 10.0  # for Serve and again for Ray, before they are killed
 POLL_S = 0.5  # each time Serve reports on all replicas
 SHOWN_CHARS = 4000  # the end of a replica's error
@@ -77,7 +75,7 @@ def gpu_count() -> int:
 
 
 def _start(settings: ServeSettings, folder: Path) -> None:
-    _prepare_environment(settings.host, folder, max_requests=settings.max_requests)
+    _prepare_environment(settings, folder)
     tls = {TLS_CERT: settings.tls_cert, TLS_KEY: settings.tls_key}
     os.environ |= {name: str(path) for name, path in tls.items() if path}
     _keep_token_private()
@@ -176,8 +174,9 @@ def _reason(status: Any) -> str:
     return plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
 
 
-def _prepare_environment(host: str, folder: Path, *, max_requests: int) -> None:
+def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
     """Ray reads these when it is imported; its processes inherit them."""
+    host = settings.host
     os.environ |= serve_environment() | {
         # HAProxy's ports and files have fixed defaults, which would conflict between two clusters.
         # The proxies behind it would even share ports and serve each other's requests.
@@ -185,10 +184,10 @@ def _prepare_environment(host: str, folder: Path, *, max_requests: int) -> None:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
-        MOST_REQUESTS: str(max_requests),
+        MOST_REQUESTS: str(settings.max_requests),
+        IDLE_TIMEOUT_S: str(settings.idle_timeout_s),
         METRICS_HOST: "" if host in EVERY_ADDRESS else host,
         REPLICA_HOST: LOOPBACK,
-        "RAY_SERVE_HAPROXY_MAXCONN": str(_connections()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
@@ -198,13 +197,6 @@ def _prepare_environment(host: str, folder: Path, *, max_requests: int) -> None:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
     }
-
-
-def _connections() -> int:
-    """How many HAProxy may hold. Each takes two and a half files, and HAProxy does not start where
-    it may not open so many."""
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(MOST_CONNECTIONS, files // 3)
 
 
 def _keep_token_private() -> None:

@@ -54,6 +54,15 @@ def set_replicas(application: str, deployment: str, replicas: int) -> None:
     _controller("update_deployment_replicas", id_, replicas)
 
 
+def handle_without_a_loop(application: str, deployment: str) -> Any:
+    """Return Serve's handle of a deployment, for a thread that has no event loop."""
+    from ray import serve
+
+    handle = serve.get_deployment_handle(deployment, application)
+    handle._init(_run_router_in_separate_loop=True)
+    return handle
+
+
 def start_less() -> None:
     """Leaves out of the Ray that this process starts what nothing here asks: its autoscaler, and
     the reader of workers' logs that shows them to a driver."""

@@ -498,6 +498,25 @@ class Options(ModelOptions):
             "at other replicas.",
         ),
     ] = 600.0
+    idle_timeout_s: Annotated[
+        float,
+        Field(ge=1, le=86_400),
+        Option(
+            CLUSTER,
+            "Seconds after which a client's connection without a request is closed. A load "
+            "balancer should close its own sooner. Under serve deploy, set KVROUTE_IDLE_TIMEOUT_S "
+            "on every node.",
+        ),
+    ] = 90.0
+    drain_s: Annotated[
+        float,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "Seconds in which running answers may finish after the Ctrl-C or SIGTERM that stops "
+            "kvroute serve. The rest then ends with an error.",
+        ),
+    ] = 30.0
     log_format: Annotated[
         Literal["text", "json"],
         Option(CLUSTER, "Format of the logs of routers and replicas; json: one object per line."),

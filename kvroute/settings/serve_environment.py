@@ -17,12 +17,12 @@ def serve_environment() -> dict[str, str]:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # Lines of Serve's logs that are buffered: more would delay warnings.
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvroute.router.api.request_id:middlewares",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvroute.router.api.serve_headers:middlewares",
         # When the routers change, a new HAProxy takes over. The old one may finish its streams for
         # this long, including those of other routers.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # For a router's idle connections from HAProxy, which uses them again: if one is closed just
-        # then, a client gets no response. For HAProxy's clients it is Serve's 90 s.
+        # then, a client gets no response. HAProxy's clients have --idle-timeout-s.
         "RAY_SERVE_HTTP_KEEP_ALIVE_TIMEOUT_S": "86400",
         # A HAProxy that was killed is replaced after three checks.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",

@@ -31,7 +31,7 @@ class Admission:
             await self._app(scope, receive, send)
             return
         if self._open >= self._limit:
-            await self._refusal()(scope, receive, send)
+            await self._refusal(scope["path"])(scope, receive, send)
             return
         self._open += 1
         try:
@@ -40,7 +40,7 @@ class Admission:
         finally:
             self._open -= 1
 
-    def _refusal(self) -> Response:
+    def _refusal(self, path: str) -> Response:
         error = ApiError(
             429,
             f"{self._open} requests are under way in this router, the most that it takes; try "
@@ -49,4 +49,4 @@ class Admission:
             code="overloaded",
         )
         self._refused(error)
-        return response(error)
+        return response(error, path=path)

@@ -21,6 +21,7 @@ ANTHROPIC_TYPES = {  # by status
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+EVENTS = "text/event-stream"  # the content type of streams
 RESPONSES = "/v1/responses"  # errors in its streams are events with a name and a number
 DONE = b"data: [DONE]\n\n"  # the end of streams of chats and completions
 _NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')

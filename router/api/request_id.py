@@ -8,7 +8,6 @@ that is not suitable for a log is removed before Serve sees it.
 import re
 import uuid
 
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,14 +23,8 @@ class ValidIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope["headers"] = _validated(scope["headers"])
+        scope["headers"] = _validated(scope["headers"])
         await self._app(scope, receive, send)
-
-
-def middlewares() -> list[Middleware]:
-    """Serve runs these before itself: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this."""
-    return [Middleware(ValidIds)]
 
 
 def request_id(request: Request) -> str:

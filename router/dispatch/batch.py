@@ -10,10 +10,10 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvroute.router.api.errors import DONE, ApiError
+from kvroute.router.api.errors import DONE, EVENTS, ApiError
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.dispatch.merge import Merged
-from kvroute.router.dispatch.relay import EVENTS, Answer, Ending, Failed
+from kvroute.router.dispatch.relay import Answer, Ending, Failed
 
 EVENT = b"data: "
 

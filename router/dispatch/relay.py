@@ -7,10 +7,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.http_call import HttpPart
-from kvroute.router.api.errors import ApiError, refusal_of_replica
+from kvroute.router.api.errors import EVENTS, ApiError, refusal_of_replica
 from kvroute.router.dispatch.dispatcher import Generation
-
-EVENTS = "text/event-stream"
 
 Ending = Callable[[bytes], bytes]  # what is sent instead of the last bytes
 # Why a stream ends too early, and what was sent last, to its last event.

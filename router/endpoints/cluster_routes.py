@@ -19,14 +19,19 @@ routes = APIRouter()
 
 
 @routes.get("/health")
-async def health(models: Served) -> Response:
-    """Status 200 while a replica of any model is ready: a load balancer that removed this router
+async def health(request: Request, models: Served) -> Response:
+    """Return 503 when the router stops, so that load balancers send nothing more.
+
+    Status 200 while a replica of any model is ready: a load balancer that removed this router
     would cut off the other models too. Requests are served without Redis and with degraded replicas
-    too, but their placement is worse."""
+    too, but their placement is worse.
+    """
     found = {model.name: model.health() for model in models.all}
     ready = sum(each.ready for each in found.values())
+    is_stopping = request.app.state.answers.is_stopping
+    problem = "stopping" if is_stopping else "" if ready else "no replica is ready"
     health = {
-        "status": "ok" if ready else "no replica is ready",
+        "status": problem or "ok",
         "replicas": ready,
         "models": {name: each.ready for name, each in found.items()},
         "index": {
@@ -39,7 +44,7 @@ async def health(models: Served) -> Response:
         ),
         "degraded": dict(chain.from_iterable(each.degraded.items() for each in found.values())),
     }
-    return JSONResponse(health, 200 if ready else 503)
+    return JSONResponse(health, 503 if problem else 200)
 
 
 @routes.get("/v1/cluster")

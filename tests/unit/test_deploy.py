@@ -164,7 +164,7 @@ def test_a_shell_reads_the_environment_that_kvroute_serve_sets() -> None:
 
 def test_no_variable_of_rays_is_set_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", {})
-    _prepare_environment("127.0.0.1", tmp_path, max_requests=7)
+    _prepare_environment(ServeSettings(), tmp_path)
     assert serve_environment().items() <= os.environ.items()
     assert not serve_environment().keys() & set(re.findall(r"\bRAY_\w+(?==)", NODE_SCRIPT))
 
@@ -175,7 +175,7 @@ def test_a_stream_may_last_as_long_as_its_router_drains() -> None:
 
 
 def test_a_router_never_closes_a_connection_that_haproxy_may_use_again() -> None:
-    """HAProxy's clients have Serve's own timeout."""
+    """HAProxy's clients have --idle-timeout-s."""
     script = (
         "from ray.serve._private.http_util import configure_http_options_with_defaults as made\n"
         "from ray.serve.config import HTTPOptions\n"

@@ -9,11 +9,16 @@ from ray.serve._private import haproxy_templates
 from kvroute.local.haproxy import (
     DEFAULT_MOST_REQUESTS,
     TLS,
-    error_page,
     hardened,
     knows_routers,
     refusing,
     without_listeners,
+)
+from kvroute.local.haproxy_errors import (
+    MESSAGES,
+    checks,
+    replies,
+    unreachable_page,
 )
 from kvroute.settings.serve import ServeSettings
 
@@ -32,7 +37,9 @@ def config() -> str:
         ("bind :{{ config.metrics_port }}", "bind 127.0.0.1:{{ config.metrics_port }}"),
         ("bind *:{{ config.stats_port }}", "bind 127.0.0.1:{{ config.stats_port }}"),
         ("http-request return status 404", "http-request deny deny_status 503"),
-        ("errorfile 503 {{ config.error_file_path }}", "errorfile 503 /folder/page"),
+        ("errorfile 502 {{ config.error_file_path }}", "errorfile 502 /folder/page"),
+        ("errorfile 503 {{ config.error_file_path }}", "http-error status 503 "),
+        ("tune.bufsize {{ config.bufsize }}", "tune.bufsize 65536\n    tune.http.maxhdr 1000\n"),
     ],
 )
 def test_what_serve_opens_is_closed(config: str, open_line: str, closed_line: str) -> None:
@@ -42,8 +49,11 @@ def test_what_serve_opens_is_closed(config: str, open_line: str, closed_line: st
 
 
 def test_a_head_must_come_in_time_and_all_else_stays(config: str) -> None:
-    assert "defaults\n    timeout http-request 30s\n    mode http" in config
-    assert len(config.splitlines()) == len(TEMPLATE.splitlines()) + 1
+    assert "defaults\n    timeout http-request 10s\n    mode http" in config
+    added = len(checks().splitlines()) + len(replies().splitlines())
+    assert "tune.http.maxhdr" not in TEMPLATE
+    added += config.count("tune.http.maxhdr") - TEMPLATE.count("    option splice-")
+    assert len(config.splitlines()) == len(TEMPLATE.splitlines()) + added
 
 
 def test_the_endpoint_alone_has_tls() -> None:
@@ -69,17 +79,21 @@ backend http-a
     server two 127.0.0.1:2 check observe layer4
     server last 127.0.0.1:3 check backup
 """
-    (rule,) = set(refusing(config, most_requests=7).splitlines()) - {*config.splitlines()}
-    assert rule.endswith("if METH_POST { be_conn(http-a) ge 14 }")
+    rules = set(refusing(config, most_requests=7).splitlines()) - {*config.splitlines()}
+    when = "if METH_POST { be_conn(http-a) ge 14 }"
+    (openais,) = (rule for rule in rules if rule.endswith(when))
+    (anthropics,) = (rule for rule in rules if rule.endswith(f"{when} {MESSAGES}"))
     of_none = config.replace("check observe layer4", "check backup")
     assert "be_conn(http-a) ge 7 }" in refusing(of_none, most_requests=7)
-    error = json.loads(rule.split("'")[1])["error"]
+    error = json.loads(openais.split("'")[1])["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    error = json.loads(anthropics.split("'")[1])
+    assert (error["type"], error["error"]["type"]) == ("error", "rate_limit_error")
     assert ServeSettings.model_fields["max_requests"].default == DEFAULT_MOST_REQUESTS
 
 
 def test_the_page_for_errors_is_one_that_clients_can_read() -> None:
-    head, _, body = error_page().partition("\r\n\r\n")
+    head, _, body = unreachable_page().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 503 ")
     assert f"content-length: {len(body)}" in head
     assert json.loads(body)["error"]["type"] == "server_error"

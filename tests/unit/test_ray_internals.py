@@ -8,6 +8,8 @@ from ray._private import node, parameter, worker
 from ray.serve._private import constants
 from ray.serve._private import replica as serves_replica
 from ray.serve._private.controller import ServeController
+from ray.serve._private.handle_options import InitHandleOptions
+from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from kvroute.process.ray_internals import DIRECT_PORTS
@@ -29,6 +31,12 @@ def test_a_request_router_knows_its_deployment_and_a_replica_its_actor() -> None
 @pytest.mark.parametrize("method", ["get_serve_instance_details", "update_deployment_replicas"])
 def test_serves_controller_can_be_asked(method: str) -> None:
     assert callable(getattr(ServeController, method))
+
+
+def test_a_thread_without_a_loop_can_have_a_handle() -> None:
+    assert hasattr(InitHandleOptions, "_run_router_in_separate_loop")
+    assert "kwargs" in inspect.signature(DeploymentHandle._init).parameters
+    assert callable(DeploymentHandle.broadcast)
 
 
 def test_rays_head_can_be_started_without_what_nobody_asks() -> None:

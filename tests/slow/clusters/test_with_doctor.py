@@ -25,8 +25,8 @@ from kvroute.settings.model_settings import ModelSettings
 
 told, prepare = ModelSettings.for_routers, ray_cluster._prepare_environment
 
-def without_haproxy(host, folder, **options):
-    prepare(host, folder, **options)
+def without_haproxy(settings, folder):
+    prepare(settings, folder)
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
 
 ModelSettings.for_routers = lambda self: told(self) | {"revision": "another"}

@@ -1,0 +1,149 @@
+"""Errors that HAProxy answers by itself, as JSON in the shape of the route's API."""
+
+import json
+
+MESSAGES = "{ path_beg /v1/messages }"  # HAProxy's condition for routes of Anthropic's API
+BUFFER_BYTES = 65_536  # a larger head is not read to its end, and is no more than malformed
+MOST_PARSED = 1000  # headers; likewise
+MOST_HEAD_BYTES = 16_384  # of all headers of a request
+MOST_HEADERS = 100
+MOST_URL_BYTES = 8192
+UNREACHABLE = "no router of this cluster can be reached; try again"
+UNREACHABLE_BODY = "txn.unreachable"  # HAProxy's variable for the error in the shape of the route
+EARLY = {  # errors that HAProxy finds before it has the whole request
+    400: "the client closed its side of the connection before the answer; keep it open",
+    408: "the request did not come in time; send it faster",
+    500: "the server failed to answer",
+}
+ANTHROPICS = {"server_error": "overloaded_error"}  # its names for types of errors
+VALID_ID = "^[!-~]{1,128}$"  # a request's id, as routers take it
+
+
+def openais(message: str, *, kind: str, code: str | None = None) -> str:
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def anthropics(message: str, *, kind: str) -> str:
+    error = {"type": ANTHROPICS.get(kind, kind), "message": message}
+    return json.dumps({"type": "error", "error": error})
+
+
+def for_both(message: str, *, kind: str) -> str:
+    """Return an error that clients of both APIs read, for requests of an unknown route."""
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    return json.dumps({"type": "error", "error": error})
+
+
+def unreachable_page() -> str:
+    """Return the whole response for a router that was lost, for HAProxy's `errorfile`."""
+    body = for_both(UNREACHABLE, kind="server_error")
+    head = (
+        "HTTP/1.1 503 Service Unavailable",
+        "content-type: application/json",
+        "retry-after: 1",
+        f"content-length: {len(body)}",
+    )
+    return "\r\n".join((*head, "", body))
+
+
+def replies() -> str:
+    """Return the lines for errors that no rule finds."""
+    early = "".join(
+        f"    http-error status {status} content-type application/json "
+        f"string {_quoted(for_both(message, kind=_kind(status)))}\n"
+        for status, message in EARLY.items()
+    )
+    return (
+        f"{early}    http-error status 503 content-type application/json hdr retry-after 1 "
+        f"lf-string %[var({UNREACHABLE_BODY})]\n"
+    )
+
+
+def refusal(
+    status: int,
+    message: str,
+    *,
+    when: str,
+    kind: str = "invalid_request_error",
+    code: str | None = None,
+    headers: str = "",
+) -> str:
+    """Return the rules that refuse requests, one for each API.
+
+    Args:
+        when: HAProxy's condition.
+        headers: as HAProxy's rules have them, with a space behind.
+    """
+    rule = f"    http-request return status {status} content-type application/json {headers}"
+    own = anthropics(message, kind=kind), openais(message, kind=kind, code=code)
+    return (
+        f"{rule}string {_quoted(own[0])} if {when} {MESSAGES}\n"
+        f"{rule}string {_quoted(own[1])} if {when}\n"
+    )
+
+
+def _kind(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def _quoted(text: str) -> str:
+    """Return the text as one word of HAProxy's configuration."""
+    return "'" + text.replace("'", r"'\''") + "'"
+
+
+def _request_id() -> str:
+    """Return the rules that name a request in each response: the client's own id, or a new one."""
+    own, header = "var(txn.request_id)", "x-request-id"
+    return (
+        "    unique-id-format %[uuid]\n"
+        f"    http-request set-var(txn.request_id) req.hdr({header}) "
+        f"if {{ req.hdr({header}) -m reg {VALID_ID} }}\n"
+        f"    http-after-response set-header {header} %[unique-id] "
+        f"if !{{ res.hdr({header}) -m found }}\n"
+        f"    http-after-response set-header {header} %[{own}] if {{ {own} -m found }}\n"
+    )
+
+
+def _unreachable() -> str:
+    """Return the rules that choose the error for the time when no router can be reached."""
+    rule = f"    http-request set-var-fmt({UNREACHABLE_BODY})"
+    return (
+        f"{rule} {_quoted(openais(UNREACHABLE, kind='server_error'))}\n"
+        f"{rule} {_quoted(anthropics(UNREACHABLE, kind='server_error'))} if {MESSAGES}\n"
+    )
+
+
+def checks() -> str:
+    """Return the rules for all requests, before any other one."""
+    return "".join(
+        (
+            _request_id(),
+            _unreachable(),
+            refusal(
+                431,
+                f"the request has more than {MOST_HEADERS} headers; send fewer",
+                when=f"{{ req.fhdr_cnt gt {MOST_HEADERS} }}",
+            ),
+            refusal(
+                431,
+                f"the request's headers have more than {MOST_HEAD_BYTES} bytes; send less",
+                when=f"{{ req.hdrs,length gt {MOST_HEAD_BYTES} }}",
+            ),
+            refusal(
+                414,
+                f"the request's URL has more than {MOST_URL_BYTES} bytes; send a shorter one",
+                when=f"{{ url,length gt {MOST_URL_BYTES} }}",
+            ),
+            refusal(
+                400,
+                "the request names no path of this server; name one that begins with /",
+                when="!{ path_beg / }",
+            ),
+            refusal(
+                400,
+                "this server has no WebSockets; send POST requests, and read streams as "
+                "server-sent events",
+                when="{ req.hdr(upgrade) -i websocket }",
+            ),
+        )
+    )

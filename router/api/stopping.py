@@ -1,0 +1,122 @@
+"""A router that is about to stop refuses new requests, and lets running answers finish."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvroute.router.api.errors import EVENTS, ApiError, event, response
+
+REFUSED = ApiError(
+    503, "the server is stopping; send the request again", "server_error", code="stopping"
+)
+CUT = ApiError(
+    503,
+    "the server stopped before the answer was complete; send the request again",
+    "server_error",
+    code="stopping",
+)
+
+
+class RunningAnswers:
+    """The POST requests that a router is answering."""
+
+    def __init__(self) -> None:
+        self.is_stopping = False  # new requests are refused
+        self.count = 0
+        self._limits = set[asyncio.Timeout]()  # one of each answer that was not ended
+
+    def stop(self) -> int:
+        """Refuse new requests from now on, and return how many answers are still running."""
+        self.is_stopping = True
+        return self.count
+
+    def end(self) -> None:
+        """End all running answers with an error, as soon as the loop runs them."""
+        now_s = asyncio.get_running_loop().time()
+        while self._limits:
+            self._limits.pop().reschedule(now_s)
+
+    @asynccontextmanager
+    async def another(self) -> AsyncIterator[asyncio.Timeout]:
+        """Count an answer while the block runs, which raises TimeoutError when it is ended."""
+        self.count += 1
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                try:
+                    yield limit
+                finally:
+                    self._limits.discard(limit)
+        finally:
+            self.count -= 1
+
+
+class LastAnswers:
+    """The middleware that refuses requests, and ends answers, when the router stops.
+
+    Args:
+        refused: is called with each refusal.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, answers: RunningAnswers, refused: Callable[[ApiError], None]
+    ) -> None:
+        self._app = app
+        self._answers = answers
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self._answers.is_stopping:
+            self._refused(REFUSED)
+            await response(REFUSED, path=scope["path"])(scope, receive, send)
+            return
+        sent = _Sent(send)
+        try:
+            async with self._answers.another() as limit:
+                await self._app(scope, receive, sent)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await _end(sent, scope, receive)
+
+
+class _Sent:
+    """Passes a response on, and knows how far it has come."""
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self.start: Message | None = None
+        self.last = b""
+        self.is_complete = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.start = message
+        elif message["type"] == "http.response.body":
+            self.last = message.get("body", b"")
+            self.is_complete = not message.get("more_body", False)
+        await self.send(message)
+
+    @property
+    def is_stream(self) -> bool:
+        headers = Headers(raw=self.start["headers"]) if self.start else {}
+        return headers.get("content-type", "").startswith(EVENTS)
+
+
+async def _end(sent: _Sent, scope: Scope, receive: Receive) -> None:
+    """Send the error in place of what is missing. A whole response that has begun is left alone.
+
+    The server then closes the connection before the response is complete, as its length says.
+    """
+    path = scope["path"]
+    if sent.start is None:
+        await response(CUT, path=path)(scope, receive, sent.send)
+    elif sent.is_stream and not sent.is_complete:
+        data = event(CUT, sent.last, path=path)
+        await sent.send({"type": "http.response.body", "body": data, "more_body": False})

@@ -1,0 +1,62 @@
+"""Idle connections end, and cannot take all that HAProxy may hold."""
+
+import resource
+
+import pytest
+from ray.serve._private import haproxy_templates
+
+from kvroute.local import haproxy_connections
+from kvroute.local.haproxy_connections import DEFAULT_IDLE_S, limited, most_connections
+from kvroute.settings.serve import ServeSettings
+
+TEMPLATE = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+GB = 10**9
+
+
+def test_the_limits_are_in_serves_configuration() -> None:
+    config = """global
+    maxconn 4096
+defaults
+    timeout http-keep-alive 86400s
+frontend http_frontend
+    bind *:8000
+"""
+    assert (
+        limited(config, most=1000, idle_s=1.5)
+        == """global
+    maxconn 1000
+defaults
+    timeout http-keep-alive 1500ms
+frontend http_frontend
+    bind *:8000
+    http-after-response set-header connection close if { fe_conn ge 800 }
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["    maxconn {{ config.maxconn }}\n", "timeout http-keep-alive ", "option splice-"]
+)
+def test_serve_has_these_lines_still(line: str) -> None:
+    assert line in TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("files", "memory_gb", "most"),
+    [
+        (65_536, 64, 32_518),  # by files
+        (1_048_576, 64, 125_000),  # by memory
+        (resource.RLIM_INFINITY, 64, 125_000),
+        (256, 64, 64),  # hardly any files
+    ],
+)
+def test_as_many_as_files_and_memory_allow(
+    monkeypatch: pytest.MonkeyPatch, files: int, memory_gb: int, most: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    monkeypatch.setattr(haproxy_connections, "memory_bytes", lambda: memory_gb * GB)
+    assert most_connections() == most
+
+
+def test_the_default_is_the_setting() -> None:
+    assert ServeSettings.model_fields["idle_timeout_s"].default == DEFAULT_IDLE_S
