@@ -96,7 +96,8 @@ def _broken(tokens: int, places: Sequence[Facts], total: int) -> Iterator[Check]
 
 
 def _where(place: Facts) -> str:
-    return f"at token {place['token']:,}, {WHERE.get(place['role'], 'in a message')}"
+    kind = f": {place['kind']}" if place.get("kind") else ""
+    return f"at token {place['token']:,}, {WHERE.get(place['role'], 'in a message')}{kind}"
 
 
 def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:

@@ -21,6 +21,7 @@ Key = tuple[str, int]  # role; token, in steps of NEAR
 class Place:
     role: str  # of chats.PLACES
     token: int  # the first that changed there
+    kind: str = ""  # of the text that changed there, as `volatile` names it
     tokens: int = 0  # lost
     requests: int = 0
 
@@ -50,6 +51,7 @@ class Places(RequestObserver):
         places, token = self._buckets[-1][1], broken.difference.token
         if place := _at(places, broken.role, token):
             place.add(token, tokens, 1)
+            place.kind = broken.kind or place.kind
 
     def worst(self) -> list[dict[str, Any]]:
         """The places where most was lost, as JSON."""
@@ -59,11 +61,13 @@ class Places(RequestObserver):
             for each in places.values():
                 if place := _at(sums, each.role, each.token, most=KEPT * len(self._buckets)):
                     place.add(each.token, each.tokens, each.requests)
+                    place.kind = each.kind or place.kind
         found = sorted(sums.values(), key=lambda place: -place.tokens)[:WORST]
         return [
             {
                 "role": place.role,
                 "token": place.token,
+                "kind": place.kind,
                 "tokens": place.tokens,
                 "requests": place.requests,
             }

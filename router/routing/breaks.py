@@ -38,6 +38,10 @@ class Difference:
     after: Span  # what stands there now
     alike: int  # tokens behind it that both prompts have
 
+    def around(self, tokens: int) -> slice:
+        """Return where it stands in the later prompt, with so many tokens before and behind it."""
+        return slice(max(0, self.token - tokens), self.token + self.after.tokens + tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Break:
@@ -46,6 +50,7 @@ class Break:
     role: str  # of chats.PLACES: of the message that changed, or what else did
     message: int | None  # its number in the chat, from 0; None: no message changed
     difference: Difference
+    kind: str = ""  # of the text that changed, as `volatile` names it; empty: no such kind
 
     @property
     def lost(self) -> range:
@@ -62,6 +67,7 @@ class Break:
         before, after = self.difference.before, self.difference.after
         return {
             "message": {"index": self.message, "role": self.role},
+            "kind": self.kind or None,
             "token": self.difference.token,
             "tokens": tokens,
             "before": {"tokens": before.tokens, "hash": before.hash},

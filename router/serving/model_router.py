@@ -5,7 +5,7 @@ import datetime
 import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,7 @@ from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.receipts import receipt
 from kvroute.router.routing.recent_prompts import RecentPrompts
 from kvroute.router.routing.returns import NOTHING_SAID, Said
+from kvroute.router.routing.volatile import CONTEXT_TOKENS, MOST_TOKENS, kind_of
 from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError, placed_by
 from kvroute.router.serving.conversations import Conversations, asked
@@ -356,7 +357,12 @@ class ModelRouter:
         name = prefix.id if prefix else ""
         scope = f"{self.adapter(call.model)}|{name}|{call.cache_salt}"
         ids = told_apart(prompted.token_ids[0], prompted.features)
-        return compare(messages, ids, tools=call.body.get("tools"), scope=scope)
+        found = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
+        if found and found.difference.after.tokens <= MOST_TOKENS:
+            around = found.difference.around(CONTEXT_TOKENS)
+            text = self._tokenizer.decode(prompted.token_ids[0][around])
+            found = replace(found, kind=kind_of(text))
+        return found
 
     async def _prefix_of(self, call: Call, name: str | None) -> Prefix | None:
         named = call.prefix() or (("x-kvroute-prefix", name) if name else None)

@@ -195,6 +195,14 @@ def test_few_misses_are_told_largest_first_and_are_well() -> None:
     )
 
 
+def test_what_changes_is_named_by_its_kind() -> None:
+    place = {"role": "system", "token": 7, "tokens": 500, "kind": "a date"}
+    ledger = dict.fromkeys(CAUSES, 0) | {"hit": 500, "broken": 500}
+    found = {"window_s": 300, "requests": 100, "tokens": ledger, "broken": [place]}
+    (check,) = load_checks.hits(found)
+    assert check.finding.endswith("change at token 7, in the system message: a date")
+
+
 def test_chats_that_change_near_their_beginning_are_a_warning_with_the_place() -> None:
     (check,) = of_changes(("system", 1203, 120))
     assert (check.name, check.grade) == ("hits", "warning")

@@ -98,13 +98,15 @@ def test_one_replica_needs_no_reason_and_none_has_no_choice() -> None:
     assert receipt(placement(), policy="kvroute")["choice"] is None
 
 
-BROKEN = Break("system", 0, Difference(120, Span(4, "0a"), Span(6, "0b"), alike=500))
+CHANGE = Difference(120, Span(4, "0a"), Span(6, "0b"), alike=500)
+BROKEN = Break("system", 0, CHANGE, kind="a date")
 
 
 def test_a_receipt_names_the_place_where_the_chat_changed_and_what_stood_there() -> None:
     found = receipt(placement(replica("a")), policy="kvroute", broken=BROKEN)
     assert found["broken"] == {
         "message": {"index": 0, "role": "system"},
+        "kind": "a date",
         "token": 120,
         "tokens": 500,
         "before": {"tokens": 4, "hash": "0a"},
