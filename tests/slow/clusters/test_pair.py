@@ -80,6 +80,7 @@ def test_a_chat_whose_system_message_has_a_new_id_each_turn_is_told_where_it_bre
         assert each["message"] == {"index": 0, "role": "system"}
         assert each["token"] == later[0]["token"] < 40
         assert each["before"]["tokens"] == each["after"]["tokens"] < 5
+        assert each["kind"] == "a number"
         assert each["tokens"] > 10 * BLOCK
     lost = sum(each["tokens"] for each in later)
     wait_until(lambda: lost - 2 * BLOCK < broken() - before <= lost)
