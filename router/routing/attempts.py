@@ -254,7 +254,10 @@ class Attempt:
         self.outcome = outcome or ("ok" if self.is_complete else "cancelled")
         self.load.finish(self.request_id)
         self._teach_step()
-        self.mirror.unexpect(self.replica_id, self.dispatch.expected)
+        if self.is_over and self.last_chunk_s is not None and self.capacity_blocks:
+            self.mirror.computed(self.replica_id, self.dispatch.expected, self.last_chunk_s)
+        else:
+            self.mirror.unexpect(self.replica_id, self.dispatch.expected)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
         self._finish_turn()

@@ -394,6 +394,7 @@ class Fleet:
         )
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
         self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
+        self.mirror.forget_computed(now_s)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
         if dispatch.turn and dispatch.keep:
             self.returns.begin(dispatch.turn, dispatch.keep, now_s, dispatch.replica_id)

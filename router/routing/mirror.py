@@ -10,6 +10,7 @@ have such a tier are asked for them.
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvroute.contract.cache_groups import in_host
@@ -17,6 +18,10 @@ from kvroute.contract.fingerprint import Fingerprint
 from kvroute.router.routing.boundaries import Boundaries
 from kvroute.router.routing.eviction_history import EvictionHistory
 from kvroute.router.routing.masks import TABLES, Masks
+
+# After that time the index has told what an engine stored: within two of the feed's polls, it has
+# noticed any change that it missed.
+TOLD_S = 2.0
 
 Holders = Callable[[Sequence[Fingerprint], int], int]  # the bits of those that have block i
 
@@ -34,6 +39,8 @@ class Mirror:
         self.is_fed = True  # the index announces changes
         self._held = Masks()
         self._expected = Masks()
+        # When requests ended, where, and the blocks that they computed; the oldest first.
+        self._computed: deque[tuple[float, str, Sequence[Fingerprint]]] = deque()
         self._history = EvictionHistory()
         self._slots: dict[str, int] = {}  # replica id -> its bit
         self._predicted: dict[str, int] = {}  # replica id -> bit of its predicted slot, if any
@@ -80,8 +87,11 @@ class Mirror:
         self.join(replica_id)
         return self._held.fill(self._slots[replica_id], packed)
 
-    def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        self._held.mark(self._slots[replica_id], fingerprints)
+    def add(self, replica_id: str, fingerprints: Sequence[Fingerprint]) -> None:
+        """Take over what the index tells; from now on, it also tells when they are gone."""
+        slot = self._slots[replica_id]
+        self._held.mark(slot, fingerprints)
+        self._expected.unmark(slot, fingerprints)
 
     def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         self._remember(self._held.unmark(self._slots[replica_id], fingerprints))
@@ -112,6 +122,20 @@ class Mirror:
 
     def unexpect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         self._expected.unmark(self._bits(replica_id), fingerprints)
+
+    def computed(self, replica_id: str, fingerprints: Sequence[Fingerprint], now_s: float) -> None:
+        """Expect the blocks of a request that has ended until the index must have told of them.
+
+        The next turn of its conversation may come sooner than that.
+        """
+        if fingerprints:
+            self._computed.append((now_s, replica_id, fingerprints))
+
+    def forget_computed(self, now_s: float) -> None:
+        """Expect no longer what the index must have told of by now."""
+        while self._computed and self._computed[0][0] <= now_s - TOLD_S:
+            _, replica_id, fingerprints = self._computed.popleft()
+            self.unexpect(replica_id, fingerprints)
 
     def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
         """replica id -> leading blocks of the chain held or expected in GPU memory there; no entry:

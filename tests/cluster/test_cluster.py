@@ -49,6 +49,19 @@ def ask_and_tell_routers(cluster: Cluster, client: OpenAI, text: str) -> Answer:
     return answer
 
 
+def test_a_turn_that_follows_at_once_finds_the_one_before(
+    simulated_cluster: Cluster, client: OpenAI
+) -> None:
+    """The index needs a moment to tell what an engine has stored; agents do not wait for it."""
+    for number in range(20):
+        history = user(f"Chat {number} {people_table()}")
+        first = ask(client, history, max_tokens=1)
+        history += [{"role": "assistant", "content": "Yes."}, *user("And then?")]
+        second = ask(client, history, max_tokens=1)
+        assert second.replica == first.replica
+        assert second.cached_tokens >= (first.prompt_tokens - BLOCK) // BLOCK * BLOCK > 0
+
+
 def test_the_second_time_a_prompt_is_served_from_its_replicas_cache(
     simulated_cluster: Cluster, client: OpenAI
 ) -> None:

@@ -9,7 +9,7 @@ from kvroute.contract.cache_groups import in_host
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.router.routing.eviction_history import GENERATION
 from kvroute.router.routing.masks import Masks
-from kvroute.router.routing.mirror import Mirror
+from kvroute.router.routing.mirror import TOLD_S, Mirror
 from kvroute.store.index import pack
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
@@ -302,3 +302,18 @@ def test_what_left_long_ago_is_forgotten() -> None:
     mirror.add("a", others := [Fingerprint(10_000 + i) for i in range(2 * GENERATION)])
     mirror.remove("a", others)
     assert (mirror.known(CHAIN), mirror.known(others[-10:])) == (0, 10)
+
+
+def test_what_a_request_computed_is_expected_until_the_index_has_told_of_it() -> None:
+    mirror = Mirror()
+    mirror.join("a")
+    mirror.expect("a", CHAIN[:4])
+    mirror.computed("a", CHAIN[:4], 10.0)
+    mirror.forget_computed(10.0 + TOLD_S / 2)
+    assert mirror.hits(CHAIN) == {"a": 4}
+    mirror.add("a", CHAIN[:2])
+    mirror.remove("a", CHAIN[1:2])
+    assert mirror.hits(CHAIN) == {"a": 1}  # the index has told of it, and that it is gone
+    mirror.forget_computed(10.0 + TOLD_S)
+    assert not mirror.is_held("a", CHAIN[3])
+    assert mirror.hits(CHAIN[2:]) == {}

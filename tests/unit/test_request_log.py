@@ -1,6 +1,7 @@
 """The request log tells what happened, replay reads it, and no request ever waits for it."""
 
 import asyncio
+import math
 import os
 import random
 import resource
@@ -111,6 +112,7 @@ async def logged(router: Router) -> list[dict[str, Any]]:
 
 async def test_a_line_tells_what_was_expected_and_what_happened(router: Router) -> None:
     await router.answer(1000)
+    router.fleet.mirror.forget_computed(math.inf)
     router.fleet.mirror.add("a", router.fleet.chain(np.arange(1000, dtype=np.uint32))[:20])
     await router.answer(1000)
     first, second = await logged(router)
@@ -218,6 +220,7 @@ async def test_a_line_tells_what_came_from_host_memory(router: Router) -> None:
     router.fleet.update([ReplicaRecord("a", "1", 0, facts, LOAD)])
     await router.answer(400)
     chain = router.fleet.chain(np.arange(400, dtype=np.uint32))
+    router.fleet.mirror.forget_computed(math.inf)
     router.fleet.mirror.add("a", [*chain[:2], *map(in_host, chain)])
     await router.answer(400)
     first, second = await logged(router)
