@@ -87,11 +87,11 @@ class Mirror:
         self.join(replica_id)
         return self._held.fill(self._slots[replica_id], packed)
 
-    def add(self, replica_id: str, fingerprints: Sequence[Fingerprint]) -> None:
+    def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         """Take over what the index tells; from now on, it also tells when they are gone."""
-        slot = self._slots[replica_id]
-        self._held.mark(slot, fingerprints)
-        self._expected.unmark(slot, fingerprints)
+        slot, told = self._slots[replica_id], [*fingerprints]
+        self._held.mark(slot, told)
+        self._expected.unmark(slot, told)
 
     def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         self._remember(self._held.unmark(self._slots[replica_id], fingerprints))
