@@ -24,7 +24,9 @@ ANTHROPIC_TYPES = {  # by status
 RESPONSES = "/v1/responses"  # errors in its streams are events with a name and a number
 DONE = b"data: [DONE]\n\n"  # the end of streams of chats and completions
 _NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
-FINAL = frozenset({"replicas_died"})  # codes of errors that a retry would only repeat
+FINAL = frozenset(
+    {"replicas_died", "request_blamed"}
+)  # codes of errors that a retry would only repeat
 
 
 @dataclass(eq=False)
