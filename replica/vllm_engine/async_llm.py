@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -116,10 +117,12 @@ class VllmEngine:
                 llm,
                 front,
                 adapters,
+                max_compile_s=settings.max_compile_s,
                 merges_system=settings.inline_system == "merge",
             )
             for core in each:
                 await _try(core, words)
+            await asyncio.to_thread(_settle)
         except BaseException as error:
             for subscription in subscriptions:
                 subscription.close()
@@ -284,6 +287,7 @@ class VllmEngine:
         for task in self._labelling:
             task.cancel()
         if self._core.rank == 0:
+            self._http.close()
             await asyncio.to_thread(self._llm.shutdown)
         self._subscription.close()
 
@@ -367,6 +371,13 @@ def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> Conti
         loggers = [lambda _, rank: stats[rank]]
         llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=loggers)
         return llm
+
+
+def _settle() -> None:
+    """Leave all that the start has made out of further collections of garbage, of which each would
+    stop this process's event loop for 0.4 s."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
