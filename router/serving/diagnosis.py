@@ -8,6 +8,7 @@ import importlib.metadata
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -118,6 +119,7 @@ async def redis_facts(redis: Any) -> Facts:
     }
 
 
+@cache
 def versions() -> dict[str, str]:
     """The versions of the PACKAGES that are installed here."""
     found = {}

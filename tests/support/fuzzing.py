@@ -31,7 +31,7 @@ BASES: dict[str, tuple[dict[str, Any], Iterable[str]]] = {
     "/v1/prefixes": (PREFIX, PrefixDeclaration.model_fields),
 }
 PATHS = (
-    *("/health", "/metrics", "/v1", "/v1/models", "/v1/models/{}", "/v1/prefixes"),
+    *("/health", "/metrics", "/version", "/v1", "/v1/models", "/v1/models/{}", "/v1/prefixes"),
     *("/v1/prefixes/{}", "/v1/cluster", "/v1/cluster/{}", "/v1/metrics/targets", "/{}"),
 )
 LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens")  # null asks for thousands of tokens

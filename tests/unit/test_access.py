@@ -17,7 +17,12 @@ from tests.support.routes import routes
 
 EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
     "none": ["GET /health", "GET /ui", "GET /ui/{name}"],
-    "any": ["GET /v1/models", "GET /v1/models/", "GET /v1/models/{name:path}"],
+    "any": [
+        "GET /v1/models",
+        "GET /v1/models/",
+        "GET /v1/models/{name:path}",
+        "GET /version",
+    ],
     "use": [
         "DELETE /v1/responses/{response_id}",
         "DELETE /v1/sessions/{session_id:path}",
