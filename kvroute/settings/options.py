@@ -192,6 +192,15 @@ class ReplicaOptions(CommonOptions):
             "cost a router less.",
         ),
     ] = 1
+    max_compile_s: Annotated[
+        float,
+        Field(gt=0, le=600),
+        Option(
+            MODEL,
+            "CPU seconds that the JSON schema, regex or grammar of a request may take to compile; "
+            "one that takes more is refused with 400.",
+        ),
+    ] = 5.0
     inline_system: Annotated[
         Literal["keep", "merge"],
         Option(

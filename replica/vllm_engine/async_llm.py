@@ -116,6 +116,7 @@ class VllmEngine:
                 llm,
                 front,
                 adapters,
+                max_compile_s=settings.max_compile_s,
                 merges_system=settings.inline_system == "merge",
             )
             for core in each:
@@ -284,6 +285,7 @@ class VllmEngine:
         for task in self._labelling:
             task.cancel()
         if self._core.rank == 0:
+            self._http.close()
             await asyncio.to_thread(self._llm.shutdown)
         self._subscription.close()
 

@@ -31,9 +31,9 @@ def install() -> None:
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import coordinator, utils
 
-    def context() -> _Context:
+    def context() -> Context:
         get_mp_context()  # which also prepares the environment
-        return _Context()
+        return Context()
 
     for module in (coordinator, utils):
         module.get_mp_context = context
@@ -46,7 +46,7 @@ class _Process(ForkServerProcess):
         super().start()
 
 
-class _Context(ForkServerContext):
+class Context(ForkServerContext):
     Process = _Process
 
 

@@ -34,7 +34,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.replica.vllm_engine import (
+    bad_words,
     fail_fast,
+    grammar_check,
     inline_system,
     media,
     missing_parser,
@@ -43,6 +45,7 @@ from kvroute.replica.vllm_engine import (
 )
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.chosen_parsers import chosen_tool_parser
+from kvroute.replica.vllm_engine.grammar_check import GrammarCheck
 from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
 from kvroute.replica.vllm_engine.lora import Adapters
 from kvroute.replica.vllm_engine.rank_core import AtRank
@@ -66,12 +69,14 @@ class HttpApp:
         *,
         content_format: str,
         tool_parser: str,
+        grammars: GrammarCheck,
     ) -> None:
         self.content_format = content_format  # of EngineFacts, as the next one
         self.tool_parser = tool_parser
         self._given = given
         self._app = app
         self._adapters = adapters
+        self._grammars = grammars
 
     @classmethod
     async def start(
@@ -80,6 +85,7 @@ class HttpApp:
         front_args: Mapping[str, Any],
         adapters: Sequence[Adapters],
         *,
+        max_compile_s: float,
         merges_system: bool = False,
     ) -> "HttpApp":
         """Build vLLM's application.
@@ -87,6 +93,7 @@ class HttpApp:
         Args:
             front_args: arguments of vLLM's server, by name.
             adapters: by rank.
+            max_compile_s: CPU time to compile one grammar.
             merges_system: inline system messages of /v1/messages move to the front.
         """
         repeatable.install()
@@ -95,7 +102,10 @@ class HttpApp:
         _shorten_logs()
         given = GivenPrompts(llm.renderer)
         args = await asyncio.to_thread(_arguments, llm, front_args)
-        client: Any = _Client(llm, adapters)
+        grammar_check.install()
+        bad_words.install()
+        grammars = GrammarCheck(llm.vllm_config, max_compile_s)
+        client: Any = _Client(llm, adapters, grammars)
         tasks = await llm.get_supported_tasks()
         with _root_logger_kept():
             app = await asyncio.to_thread(build_app, args, tasks, client.model_config)
@@ -120,6 +130,7 @@ class HttpApp:
             adapters,
             content_format=_content_format(llm, args),
             tool_parser=args.tool_call_parser or "",
+            grammars=grammars,
         )
 
     async def respond(self, request: GenerateRequest, emit: Emit) -> bool:
@@ -130,6 +141,10 @@ class HttpApp:
         run = Run(request, request.call, emit, lora)
         await run.respond(self._app)
         return run.is_tool_call
+
+    def close(self) -> None:
+        """End the process that compiles grammars."""
+        self._grammars.close()
 
     def rendering_differences(self, rank: int) -> int:
         """Return how many prompts to that rank a router has rendered in another way than vLLM."""
@@ -143,9 +158,10 @@ class HttpApp:
 class _Client:
     """The engine client that vLLM's handlers get."""
 
-    def __init__(self, llm: AsyncLLM, adapters: Sequence[Adapters]) -> None:
+    def __init__(self, llm: AsyncLLM, adapters: Sequence[Adapters], grammars: GrammarCheck) -> None:
         self._llm = llm
         self._adapters = adapters
+        self._grammars = grammars
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -160,7 +176,7 @@ class _Client:
     ) -> AsyncIterator[RequestOutput]:
         run = CURRENT.get()
         assert run is not None, "only HTTP requests come here"
-        return run.outputs(self._llm, prompt, sampling_params, options)
+        return run.outputs(self._llm, self._grammars, prompt, sampling_params, options)
 
     async def encode(
         self, prompt: Any, *args: Any, lora_request: LoRARequest | None = None, **options: Any

@@ -35,6 +35,7 @@ from kvroute.contract.generation import (
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
+from kvroute.replica.vllm_engine.grammar_check import GrammarCheck
 from kvroute.replica.vllm_engine.keeping import keep_args
 from kvroute.replica.vllm_engine.priority import priority_of
 
@@ -171,9 +172,14 @@ class Run:
     # What vLLM's handlers ask the engine.
 
     def outputs(
-        self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
+        self,
+        llm: AsyncLLM,
+        grammars: GrammarCheck,
+        prompt: Any,
+        params: SamplingParams,
+        options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """In the place of AsyncLLM.generate."""
+        """Replace AsyncLLM.generate."""
         self._prompts += 1
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
         has_ids = prompt["type"] in ("token", "multimodal")
@@ -183,7 +189,7 @@ class Run:
         deltas = _delta_params(params, keep_args(self.request))
         if is_whole:
             deltas.stream_interval = WHOLE_TOKENS
-        outputs = self._outputs(llm, self.salted(prompt), deltas, options)
+        outputs = self._outputs(llm, grammars, self.salted(prompt), deltas, options)
         return _whole(outputs) if is_whole else outputs
 
     def salted(self, prompt: Any) -> Any:
@@ -192,8 +198,14 @@ class Run:
         return {**prompt, "cache_salt": salt} if salt else prompt
 
     async def _outputs(
-        self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
+        self,
+        llm: AsyncLLM,
+        grammars: GrammarCheck,
+        prompt: Any,
+        params: SamplingParams,
+        options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
+        await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
         ids = prompt["prompt_token_ids"]
         if self.call.deltas and self._prompts == 1:
@@ -259,7 +271,12 @@ class Rendering(Run):
         return msgspec.structs.replace(first, more=tuple(more))
 
     async def outputs(
-        self, llm: AsyncLLM, prompt: Any, params: SamplingParams, options: Mapping[str, Any]
+        self,
+        llm: AsyncLLM,
+        grammars: GrammarCheck,
+        prompt: Any,
+        params: SamplingParams,
+        options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         self._asked = prompt
         raise asyncio.CancelledError  # past every handler of errors

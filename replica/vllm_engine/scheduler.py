@@ -10,9 +10,11 @@ vLLM loads these classes by name inside the engine's process. They use private A
 version; tests/slow/engines/test_engine.py checks what they rely on.
 """
 
+import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ from kvroute.replica.vllm_engine.die_with_parent import die_with_parent
 from kvroute.replica.vllm_engine.division import Division, division_of
 from kvroute.replica.vllm_engine.early_frees import tell_early_frees
 from kvroute.replica.vllm_engine.events import EventBatch, Evicted, Held
+from kvroute.replica.vllm_engine.grammar_process import NICE
 from kvroute.replica.vllm_engine.keeping import Keeping
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ def _held(blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
 class _Kvroute:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
+        Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
         self.keeping = Keeping(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()
@@ -214,7 +217,13 @@ class _Kvroute:
             )
 
 
-class _Grammars(StructuredOutputManager):
+def _yield_cores() -> None:
+    """Give the engine's steps precedence over this thread and those that it starts: Linux has a
+    priority for each thread. A compiler does not hold Python's lock."""
+    os.nice(NICE)
+
+
+class Grammars(StructuredOutputManager):
     """Compiles each request's grammar by the backend that vLLM has chosen for the request.
 
     vLLM itself keeps the backend of the first request for all requests. If that one's schema needed
@@ -230,6 +239,9 @@ class _Grammars(StructuredOutputManager):
         """Make vLLM's manager one of this class."""
         manager.__class__ = cls
         vars(manager).update(_lock=threading.Lock(), _backends={})
+        if executor := vars(manager).get("executor"):  # without a tokenizer there is none
+            executor.shutdown()
+            manager.executor = ThreadPoolExecutor(executor._max_workers, initializer=_yield_cores)
 
     def grammar_init(self, request: Request) -> None:
         if request.structured_output_request is None:

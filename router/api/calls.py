@@ -54,8 +54,18 @@ MEDIA = (
 )
 # Lists of which each item takes a replica's loop 100 us; of the scoring routes, it is a prompt.
 SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
-MOST_ITEMS = {"messages": MAX_MESSAGES, **dict.fromkeys(("input", "tools", *SCORED), 4096)}
-MOST_NAMES = 4096  # in an object such as metadata or logit_bias; a bad value takes 20 us there
+# Each token of an answer is compared with every stop string, and every bad word is tokenised, on
+# the replica's loop. vLLM's engines on GPUs have places for so many ids, and die of more.
+MOST_ITEMS = {
+    "messages": MAX_MESSAGES,
+    **dict.fromkeys(("input", "tools", *SCORED), 4096),
+    **dict.fromkeys(("stop", "stop_sequences"), 256),
+    **dict.fromkeys(("bad_words", "stop_token_ids"), 128),
+    **dict.fromkeys(("allowed_token_ids", "logit_bias"), 1024),
+}
+MOST_NAMES = 4096  # in an object such as metadata; a bad value takes 20 us there
+LISTED_TEXTS = ("stop", "stop_sequences", "bad_words")
+MOST_TEXT = 16_384  # characters of all texts in one of these lists
 PROMPT_FIELDS = ("prompt", "prompt_embeds")  # of a completion
 # Fields with which a response has the prompt's text.
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
@@ -282,13 +292,23 @@ def _check_lengths(path: str, body: Mapping[str, Any]) -> None:
     """Of lists and objects in the body's fields."""
     for name, items in body.items():
         if isinstance(items, dict):
-            most = MOST_NAMES
+            most = MOST_ITEMS.get(name, MOST_NAMES)
         elif isinstance(items, list) and name in MOST_ITEMS and not _is_prompt(path, name, items):
             most = MOST_ITEMS[name]
         else:
             continue
         if len(items) > most:
             raise invalid(name, f"{name} has {len(items)} items; send {most} at most")
+    for name in LISTED_TEXTS:
+        _check_text(name, body.get(name))
+
+
+def _check_text(name: str, texts: object) -> None:
+    """ApiError for a text, or a list of texts, that is too long."""
+    listed = texts if isinstance(texts, list) else [texts]
+    size = sum(len(text) for text in listed if isinstance(text, str))
+    if size > MOST_TEXT:
+        raise invalid(name, f"{name} has {size} characters; send {MOST_TEXT} at most")
 
 
 def _is_prompt(path: str, name: str, items: Sequence[Any]) -> bool:

@@ -421,7 +421,7 @@ async def bare(running: Running) -> Any:
     from kvroute.replica.vllm_engine.http_app import HttpApp
 
     engine = engine_of(running)
-    return await HttpApp.start(engine._llm, {}, [engine._adapters])
+    return await HttpApp.start(engine._llm, {}, [engine._adapters], max_compile_s=5)
 
 
 FLAT = {"type": "function", **FUNCTION}

@@ -1,0 +1,215 @@
+"""Grammars of clients reach the engine only after another process has compiled them.
+
+vLLM validates a grammar on the event loop and compiles it in the engine's process. A schema can
+take minutes of either, and stop every stream of the replica meanwhile.
+"""
+
+import asyncio
+import hashlib
+import logging
+import multiprocessing
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.utils import choice_as_grammar
+
+from kvroute.replica.vllm_engine import fork_server
+from kvroute.replica.vllm_engine.grammar_process import (
+    MEMORY_BYTES,
+    STEP_S,
+    WALL_FACTOR,
+    Job,
+    Verdict,
+    serve,
+)
+
+log = logging.getLogger("kvroute.replica")
+
+PARALLEL = 4  # grammars that are compiled at a time; each may take MEMORY_BYTES
+MOST_WAITING = 64  # further grammars are refused; each may have the size of a body
+KNOWN = 4096  # verdicts that are remembered; an error has up to 2,000 characters
+FIELDS = (
+    *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
+    *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
+)
+REMEDY = "simplify it: fewer optional properties, alternatives, values or repetitions"
+
+
+class GrammarCheck:
+    """Has each grammar compiled once in a process of its own, and remembers the verdict.
+
+    Use it from one event loop. config: vLLM's. cpu_s: CPU time for one grammar.
+    """
+
+    def __init__(self, config: Any, cpu_s: float) -> None:
+        self._config = config
+        self._cpu_s = cpu_s
+        self._known: dict[bytes, Verdict] = {}  # by digest; the one used last is at the end
+        self._asked: dict[bytes, asyncio.Task[Verdict]] = {}  # by digest
+        self._answers: dict[int, asyncio.Future[Verdict]] = {}  # by a job's number
+        self._parallel = asyncio.Semaphore(PARALLEL)
+        self._starting = asyncio.Lock()
+        self._process: _Process | None = None
+        self._jobs = 0  # since the start
+
+    async def check(self, params: SamplingParams) -> None:
+        """Choose the backend for a request's grammar, if it has one.
+
+        Raises:
+            VLLMValidationError: the grammar is invalid or exceeds a limit.
+            GracefulHTTPError: too many grammars wait.
+        """
+        wanted = params.structured_outputs
+        if wanted is None or wanted.all_constraints_none():
+            return
+        spec = {name: value for name in FIELDS if (value := getattr(wanted, name)) is not None}
+        verdict = await self._verdict(spec)
+        if verdict.limit:
+            raise VLLMValidationError(_over(verdict.limit, _name(spec), self._cpu_s))
+        if verdict.error:
+            raise VLLMValidationError(verdict.error)
+        _choose(wanted, verdict.backend)
+
+    def close(self) -> None:
+        """End the process."""
+        for task in self._asked.values():
+            task.cancel()
+        self._end()
+
+    async def _verdict(self, spec: Mapping[str, Any]) -> Verdict:
+        digest = hashlib.blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
+        if known := self._known.pop(digest, None):
+            self._known[digest] = known
+            return known
+        task = self._asked.get(digest)
+        if task is None:
+            if len(self._asked) >= PARALLEL + MOST_WAITING:
+                raise GracefulHTTPError(
+                    "too many grammars wait to be compiled; try again later",
+                    HTTPStatus.TOO_MANY_REQUESTS,
+                )
+            task = asyncio.create_task(self._ask(digest, dict(spec)), name="grammar")
+            self._asked[digest] = task
+            task.add_done_callback(lambda _: self._asked.pop(digest, None))
+        return await asyncio.shield(task)  # others may wait for it too
+
+    async def _ask(self, digest: bytes, spec: dict[str, Any]) -> Verdict:
+        async with self._parallel:
+            self._jobs += 1
+            answer = asyncio.get_running_loop().create_future()
+            self._answers[self._jobs] = answer
+            process = await self._running()
+            job = msgspec.msgpack.encode(Job(self._jobs, spec))
+            await asyncio.to_thread(process.send, job)
+            verdict: Verdict = await answer
+        self._known[digest] = verdict
+        if len(self._known) > KNOWN:
+            del self._known[next(iter(self._known))]
+        return verdict
+
+    async def _running(self) -> "_Process":
+        """Return the process, started if there is none."""
+        async with self._starting:
+            if self._process is None:
+                self._process = await asyncio.to_thread(_Process, self._config, self._cpu_s)
+                loop, results = asyncio.get_running_loop(), self._process.results
+                loop.add_reader(results.fileno(), self._receive, results)
+            return self._process
+
+    def _receive(self, results: Connection) -> None:
+        """Take one verdict."""
+        try:
+            verdict = msgspec.msgpack.decode(results.recv_bytes(), type=Verdict)
+        except (EOFError, OSError):
+            self._end()
+            return
+        if (answer := self._answers.pop(verdict.number, None)) and not answer.done():
+            answer.set_result(verdict)
+
+    def _end(self) -> None:
+        """End the process; requests that wait for it fail, and the next one starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            asyncio.get_running_loop().remove_reader(process.results.fileno())
+            process.close()
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            if not answer.done():
+                answer.set_exception(
+                    GracefulHTTPError(
+                        "the process that compiles grammars has ended; try again",
+                        HTTPStatus.SERVICE_UNAVAILABLE,
+                    )
+                )
+
+
+class _Process:
+    """The process, and both pipes to it. Starting it takes seconds on a GPU host."""
+
+    def __init__(self, config: Any, cpu_s: float) -> None:
+        receiver, self._jobs = multiprocessing.Pipe(duplex=False)
+        self.results, sender = multiprocessing.Pipe(duplex=False)
+        on_cpu = current_platform.is_cpu()
+        context: Any = fork_server.Context() if on_cpu else multiprocessing.get_context("spawn")
+        self._process: BaseProcess = context.Process(
+            target=serve, args=(receiver, sender, config, cpu_s), name="grammars", daemon=True
+        )
+        self._process.start()
+        receiver.close()  # this process has only its own ends
+        sender.close()
+        self._turn = threading.Lock()
+
+    def send(self, job: bytes) -> None:
+        """Send one job; blocks until the process has read it, but for the last 64 KiB."""
+        with self._turn, suppress(OSError):  # it has ended, which the results tell
+            self._jobs.send_bytes(job)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._jobs.close()
+        self.results.close()
+
+
+def _choose(wanted: StructuredOutputsParams, backend: str) -> None:
+    """Set what vLLM's own validation sets."""
+    wanted._backend, wanted._backend_was_auto = backend, True
+    if backend == "xgrammar" and wanted.choice:
+        wanted.grammar, wanted.choice = choice_as_grammar(wanted.choice), None
+
+
+def _name(spec: Mapping[str, Any]) -> str:
+    return next(name for name in FIELDS if name in spec)
+
+
+def _over(limit: str, name: str, cpu_s: float) -> str:
+    """Return the error for a grammar over a limit."""
+    exceeded = {
+        "cpu": f"takes more than {cpu_s:g} s of CPU time to compile; that is the limit "
+        "(--max-compile-s)",
+        "wall": f"is not compiled after {WALL_FACTOR * cpu_s:g} s; that is the limit "
+        "(--max-compile-s, times 10)",
+        "memory": f"takes more than {MEMORY_BYTES >> 20} MB of memory to compile; that is the "
+        "limit",
+        "step": f"takes more than {STEP_S * 1000:g} ms of each token's time; that is the limit",
+        "crash": "crashes the compiler; it is nested or repeated too deeply",
+    }[limit]
+    kind = "JSON schema" if name == "json" else name
+    return f"the {kind} of the structured output {exceeded}. Please {REMEDY}"
+
+
+def install() -> None:
+    """Leave out vLLM's validation in this process: the other one has done it."""
+    SamplingParams._validate_structured_outputs = _checked
+
+
+def _checked(self: SamplingParams, *_: object) -> None:
+    pass
