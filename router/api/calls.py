@@ -58,7 +58,8 @@ SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2
 # the replica's loop. vLLM's engines on GPUs have places for so many ids, and die of more.
 MOST_ITEMS = {
     "messages": MAX_MESSAGES,
-    **dict.fromkeys(("input", "tools", *SCORED), 4096),
+    **dict.fromkeys(("input", *SCORED), 4096),
+    "tools": 1024,
     **dict.fromkeys(("stop", "stop_sequences"), 256),
     **dict.fromkeys(("bad_words", "stop_token_ids"), 128),
     **dict.fromkeys(("allowed_token_ids", "logit_bias"), 1024),
@@ -66,6 +67,11 @@ MOST_ITEMS = {
 MOST_NAMES = 4096  # in an object such as metadata; a bad value takes 20 us there
 LISTED_TEXTS = ("stop", "stop_sequences", "bad_words")
 MOST_TEXT = 16_384  # characters of all texts in one of these lists
+# vLLM makes a grammar of these fields, which takes a replica's loop 6 us for each JSON value, and
+# 0.6 us for each character of a structural tag that is a text.
+GRAMMARS = ("response_format", "structured_outputs", "text", "output_config", "output_format")
+MOST_GRAMMAR_VALUES = 16_384  # in these fields and the tools together
+MOST_GRAMMAR_BYTES = 131_072  # of one of these fields, as JSON
 PROMPT_FIELDS = ("prompt", "prompt_embeds")  # of a completion
 # Fields with which a response has the prompt's text.
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
@@ -208,6 +214,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     if path == COMPLETIONS and isinstance(prompt, list):
         body["prompt"] = _compact(prompt)
     _check_values(body)
+    _check_grammars(body)
     _check_images(raw, body)
     call = Call(path, raw, body, _input_values(body.get("input")))
     choices = call.n * (max(1, call.prompt_count) if path == COMPLETIONS else 1)
@@ -301,6 +308,25 @@ def _check_lengths(path: str, body: Mapping[str, Any]) -> None:
             raise invalid(name, f"{name} has {len(items)} items; send {most} at most")
     for name in LISTED_TEXTS:
         _check_text(name, body.get(name))
+
+
+def _check_grammars(body: Mapping[str, Any]) -> None:
+    """ApiError for a schema, a grammar or tools of more parts than a replica's loop can take."""
+    given = {name: body[name] for name in GRAMMARS if isinstance(body.get(name), dict)}
+    values = values_in([*given.values(), body.get("tools")])
+    if values > MOST_GRAMMAR_VALUES:
+        names = " and ".join([*given, *(["tools"] if body.get("tools") else [])])
+        raise invalid(
+            names,
+            f"{names} has more than {MOST_GRAMMAR_VALUES} JSON values; send a smaller schema, or "
+            "fewer tools",
+        )
+    for name, value in given.items():
+        size = len(msgspec.json.encode(value))
+        if size > MOST_GRAMMAR_BYTES:
+            raise invalid(
+                name, f"{name} has {size} bytes; send a schema of {MOST_GRAMMAR_BYTES} at most"
+            )
 
 
 def _check_text(name: str, texts: object) -> None:

@@ -18,6 +18,9 @@ from kvroute.router.api.calls import (
     MAX_N,
     MAX_VALUES,
     MESSAGES,
+    MOST_GRAMMAR_BYTES,
+    MOST_GRAMMAR_VALUES,
+    MOST_TEXT,
     RESPONSES,
     Call,
     parse_any,
@@ -103,11 +106,22 @@ def test_a_text_to_embed_may_have_many_token_ids() -> None:
         ("cache_salt", {"cache_salt": 5}),
         ("messages", {"messages": [0] * (MAX_MESSAGES + 1)}),
         ("input", {"input": [0] * 4097}),
-        ("tools", {"tools": [0] * 4097}),
+        ("tools", {"tools": [0] * 1025}),
         ("documents", {"documents": ["a"] * 4097}),
         ("text_2", {"text_2": ["a"] * 4097}),
         ("metadata", {"metadata": dict.fromkeys(map(str, range(4097)), 1)}),
-        ("logit_bias", {"logit_bias": dict.fromkeys(map(str, range(4097)), "x")}),
+        ("logit_bias", {"logit_bias": dict.fromkeys(map(str, range(1025)), "x")}),
+        ("allowed_token_ids", {"allowed_token_ids": [0] * 1025}),
+        ("stop_token_ids", {"stop_token_ids": [0] * 129}),
+        ("stop", {"stop": ["a"] * 257}),
+        ("stop", {"stop": "a" * (MOST_TEXT + 1)}),
+        ("stop_sequences", {"stop_sequences": ["a" * MOST_TEXT, "b"]}),
+        ("bad_words", {"bad_words": ["a"] * 129}),
+        ("bad_words", {"bad_words": ["a" * (MOST_TEXT + 1)]}),
+        ("tools", {"tools": [{"a": [0] * MOST_GRAMMAR_VALUES}]}),
+        ("response_format", {"response_format": {"enum": [0] * MOST_GRAMMAR_VALUES}}),
+        ("text", {"text": {"format": {"enum": [0] * MOST_GRAMMAR_VALUES}}}),
+        ("structured_outputs", {"structured_outputs": {"regex": "a" * MOST_GRAMMAR_BYTES}}),
         ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
         ("background", {"background": True}),
     ],
@@ -117,7 +131,7 @@ def test_what_no_replica_should_get_is_refused(param: str, body: dict[str, Any])
 
 
 def test_as_many_tokens_have_a_bias_as_a_replica_checks_at_once() -> None:
-    bias = dict.fromkeys(map(str, range(4096)), 1.0)
+    bias = dict.fromkeys(map(str, range(1024)), 1.0)
     assert called(logit_bias=bias).body["logit_bias"] == bias
 
 
@@ -129,10 +143,10 @@ def test_a_body_of_too_many_values_is_refused_but_not_for_its_token_ids() -> Non
 
 
 def test_many_prompts_take_no_large_fields_with_them() -> None:
-    stops, most = "x" * 40_000, MAX_COPIED // 40_100
-    assert len(called(prompt=["a"] * most, stop=stops).prompts() or ()) == most
+    suffix, most = "x" * 40_000, MAX_COPIED // 40_100
+    assert len(called(prompt=["a"] * most, suffix=suffix).prompts() or ()) == most
     assert called(prompt=["a" * 4000] * 1000).prompts()
-    refused = refusal(prompt=["a"] * (most + 3), stop=stops)
+    refused = refusal(prompt=["a"] * (most + 3), suffix=suffix)
     assert (refused.status, refused.code) == (413, "request_too_large")
 
 
