@@ -47,7 +47,13 @@ class SessionEnded(Struct, tag="d", array_like=True):
     session: Session
 
 
-Event = Sent | FirstToken | Ended | Restarted | SessionEnded
+class Blamed(Struct, tag="b", array_like=True):
+    """A request stopped a replica: no router sends it for some minutes."""
+
+    digest: Annotated[bytes, Meta(max_length=16)]
+
+
+Event = Blamed | Sent | FirstToken | Ended | Restarted | SessionEnded
 
 
 class TenantCounts(Struct, array_like=True):

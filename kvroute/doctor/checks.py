@@ -82,6 +82,17 @@ def connections(health: Facts) -> Iterator[Check]:
         yield Check("connections", "wrong", finding, remedy)
 
 
+def blamed(found: Sequence[Facts]) -> Check:
+    """Requests that stopped a replica. found: the model, the age and the reason of each."""
+    if not found:
+        return Check("requests", "ok", "no request has stopped a replica lately")
+    last = min(found, key=lambda each: float(each["age_s"]))
+    finding = f"{len(found)} kinds of requests for {last['model']} are refused for some minutes; "
+    finding += f"the last one since {last['age_s']:.0f} s: {last['why']}"
+    remedy = "the router's log has the request's id; its client should send something smaller"
+    return Check("requests", "warning", finding, remedy)
+
+
 def deployments(found: Mapping[str, Facts] | None) -> Iterator[Check]:
     """The deployments' target and actual states in Serve."""
     if found is None:

@@ -26,6 +26,8 @@ class Kind(IntEnum):
     DELTAS = 7
     REPLY = 8
     PENDING = 9
+    TAKEN = 10
+    PREPARED = 11
 
 
 class FramingError(ValueError):

@@ -51,12 +51,24 @@ class Stream:
     most: weight (contract/generation.py) of what may wait.
     """
 
-    __slots__ = ("_chunks", "_end", "_link", "_most", "_number", "_waiter", "_waiting")
+    __slots__ = (
+        "_chunks",
+        "_end",
+        "_link",
+        "_most",
+        "_number",
+        "_waiter",
+        "_waiting",
+        "is_preparing",
+        "stopped_alone",
+    )
 
     def __init__(self, link: "Link", number: int, most: int) -> None:
         self._link = link
         self._number = number
         self._most = most
+        self.is_preparing = False  # the replica's loop is at work on it, and not yet the engine
+        self.stopped_alone = False  # the replica was lost while it prepared only this request
         self._chunks: list[Chunk] = []
         self._waiting = 0
         self._end: Exception | None = None  # after these chunks
@@ -87,6 +99,7 @@ class Stream:
             self._link.cancel(self._number)
 
     def push(self, chunk: Chunk) -> None:
+        self.is_preparing = False
         self._chunks.append(chunk)
         self._waiting += weight(chunk)
         if self._waiting > self._most:
@@ -137,6 +150,8 @@ class Link(Connection):
             Kind.DELTAS: self._deltas,
             Kind.REPLY: self._reply,
             Kind.PENDING: self._pending,
+            Kind.TAKEN: self._taken,
+            Kind.PREPARED: self._prepared,
         }
 
     def __str__(self) -> str:
@@ -186,6 +201,9 @@ class Link(Connection):
 
     def lose(self, error: Exception) -> None:
         """Ends the connection and everything on it, with this error."""
+        preparing = [stream for stream in self._streams.values() if stream.is_preparing]
+        if len(preparing) == 1:
+            preparing[0].stopped_alone = True
         for stream in self._streams.values():
             stream.end(error)
         for answer in self._calls.values():
@@ -263,6 +281,14 @@ class Link(Connection):
 
     def _pending(self, payload: bytes) -> None:
         self._told(structs.decode_pending(payload).tokens)
+
+    def _taken(self, payload: bytes) -> None:
+        if stream := self._streams.get(structs.decode_preparing(payload).stream):
+            stream.is_preparing = True
+
+    def _prepared(self, payload: bytes) -> None:
+        if stream := self._streams.get(structs.decode_preparing(payload).stream):
+            stream.is_preparing = False
 
     def _reply(self, payload: bytes) -> None:
         reply = structs.decode_reply(payload)

@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, weight
+from kvroute.contract.preparation import on_prepared
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import LARGEST_MESSAGE, Kind
@@ -225,6 +226,8 @@ class Peer(Connection):
         stream = begin.stream
         try:
             request = structs.request_of(begin)
+            self.send(Kind.TAKEN, encode(structs.Preparing(stream)))
+            on_prepared(lambda: self.send(Kind.PREPARED, encode(structs.Preparing(stream))))
             await self._server.generate(request, partial(self._push, stream))
         except Exception as error:  # any of the engine's
             self._fail(stream, error)

@@ -68,6 +68,12 @@ class Cancel(Struct, array_like=True):
     stream: int
 
 
+class Preparing(Struct, array_like=True):
+    """The replica's loop prepares the request of this stream (TAKEN), or has done so (PREPARED)."""
+
+    stream: int
+
+
 class Call(Struct, array_like=True):
     """A question with one answer: Reply, or Ended."""
 
@@ -107,6 +113,7 @@ decode_proof = msgspec.msgpack.Decoder(Proof).decode
 decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
 decode_begin = msgspec.msgpack.Decoder(Begin).decode
 decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+decode_preparing = msgspec.msgpack.Decoder(Preparing).decode
 decode_call = msgspec.msgpack.Decoder(Call).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 decode_pending = msgspec.msgpack.Decoder(Pending).decode

@@ -16,6 +16,7 @@ from kvroute.contract.cache_groups import HOST_GROUPS
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import KEEP, Keep, over
+from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, HostTier, Load
 from kvroute.contract.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
@@ -204,6 +205,7 @@ class SimulatedEngine(Engine):
     ) -> AsyncGenerator[Output, None]:
         """First what another engine has answered, an output for each of its deltas; then what is
         new. ValueError for a request that can never run here."""
+        prepared()
         job = self._job(request, sampling)
         for output in self._repeated(job):
             yield output

@@ -11,6 +11,7 @@ import multiprocessing
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -29,6 +30,7 @@ from kvroute.replica.vllm_engine.grammar_process import (
     WALL_FACTOR,
     Job,
     Verdict,
+    loaded,
     serve,
 )
 
@@ -161,7 +163,10 @@ class _Process:
         on_cpu = current_platform.is_cpu()
         context: Any = fork_server.Context() if on_cpu else multiprocessing.get_context("spawn")
         self._process: BaseProcess = context.Process(
-            target=serve, args=(receiver, sender, config, cpu_s), name="grammars", daemon=True
+            target=serve,
+            args=(receiver, sender, partial(loaded, config), cpu_s),
+            name="grammars",
+            daemon=True,
         )
         self._process.start()
         receiver.close()  # this process has only its own ends

@@ -9,9 +9,10 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,40 +55,70 @@ class Verdict(Struct, array_like=True):
     limit: str = ""  # that the grammar exceeded: a value of KILLED, or "step"
 
 
-def serve(jobs: Connection, results: Connection, config: Any, cpu_s: float) -> None:
-    """Compile grammars until `jobs` is closed. config: the engine's VllmConfig."""
+Compile = Callable[[dict[str, Any]], str]  # the spec of a Job; returns the backend, or raises
+
+
+def serve(
+    jobs: Connection, results: Connection, loaded: Callable[[], Compile], cpu_s: float
+) -> None:
+    """Compile grammars until `jobs` is closed.
+
+    Args:
+        loaded: makes the function that compiles a grammar, in this process.
+        cpu_s: CPU time for each grammar.
+    """
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica decides when this process ends
-    compiler, running = Compiler(config), dict[int, int]()
+    compile_, running = loaded(), dict[int, int]()  # the jobs' numbers by process id
 
-    def reap(*_: object) -> None:
-        for pid, number in [*running.items()]:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del running[pid]
-                if os.WIFSIGNALED(status):
-                    limit = KILLED.get(signal.Signals(os.WTERMSIG(status)), "crash")
-                    results.send_bytes(msgspec.msgpack.encode(Verdict(number, limit=limit)))
-
-    signal.signal(signal.SIGCHLD, reap)
+    ended = _ended_children()
     while True:
-        try:
-            job = msgspec.msgpack.decode(jobs.recv_bytes(), type=Job)
-        except EOFError:
-            return
-        pid = os.fork()
-        if pid == 0:
-            _run(job, results, compiler, cpu_s)
-        running[pid] = job.number
-        reap()  # it may have ended before it was noted
+        ready = wait([jobs, ended])
+        if ended in ready:
+            os.read(ended, 4096)
+            _reap(running, results)
+        if jobs in ready:
+            try:
+                job = msgspec.msgpack.decode(jobs.recv_bytes(), type=Job)
+            except EOFError:
+                return
+            pid = os.fork()
+            if pid == 0:
+                _run(job, results, compile_, cpu_s)
+            running[pid] = job.number
 
 
-def _run(job: Job, results: Connection, compiler: "Compiler", cpu_s: float) -> None:
+def _ended_children() -> int:
+    """Return the reading end of a pipe that gets a byte whenever a child ends.
+
+    A signal that comes just before a blocking read would not interrupt the read.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler there is no byte
+    return reader
+
+
+def _reap(running: dict[int, int], results: Connection) -> None:
+    """Send the verdicts on grammars whose processes were killed."""
+    for pid, number in [*running.items()]:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            continue
+        del running[pid]
+        if os.WIFSIGNALED(status):
+            limit = KILLED.get(signal.Signals(os.WTERMSIG(status)), "crash")
+            results.send_bytes(msgspec.msgpack.encode(Verdict(number, limit=limit)))
+
+
+def _run(job: Job, results: Connection, compile_: Compile, cpu_s: float) -> None:
     """Send the verdict on one grammar, in its own process, and end that."""
     try:
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _limit(cpu_s)
-        results.send_bytes(msgspec.msgpack.encode(_verdict(job, compiler)))
+        results.send_bytes(msgspec.msgpack.encode(_verdict(job, compile_)))
     finally:
         os._exit(0)
 
@@ -102,9 +133,9 @@ def _limit(cpu_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * cpu_s)
 
 
-def _verdict(job: Job, compiler: "Compiler") -> Verdict:
+def _verdict(job: Job, compile_: Compile) -> Verdict:
     try:
-        return Verdict(job.number, backend=compiler.compile(job.spec))
+        return Verdict(job.number, backend=compile_(job.spec))
     except SlowStepError:
         return Verdict(job.number, limit="step")
     except MemoryError:
@@ -117,6 +148,11 @@ def _verdict(job: Job, compiler: "Compiler") -> Verdict:
 
 class SlowStepError(Exception):
     """The mask of one token takes too long."""
+
+
+def loaded(config: Any) -> Compile:
+    """Return what compiles grammars as the engine does. config: its VllmConfig."""
+    return Compiler(config).compile
 
 
 class Compiler:

@@ -33,6 +33,7 @@ from kvroute.contract.generation import (
     client_id,
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
+from kvroute.contract.preparation import prepared
 from kvroute.replica.vllm_engine.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
 from kvroute.replica.vllm_engine.grammar_check import GrammarCheck
@@ -205,6 +206,7 @@ class Run:
         params: SamplingParams,
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
+        prepared()  # another process checks the grammar
         await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
         ids = prompt["prompt_token_ids"]

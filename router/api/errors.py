@@ -25,7 +25,9 @@ EVENTS = "text/event-stream"  # the content type of streams
 RESPONSES = "/v1/responses"  # errors in its streams are events with a name and a number
 DONE = b"data: [DONE]\n\n"  # the end of streams of chats and completions
 _NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
-FINAL = frozenset({"replicas_died"})  # codes of errors that a retry would only repeat
+FINAL = frozenset(
+    {"replicas_died", "request_blamed"}
+)  # codes of errors that a retry would only repeat
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.turns import Turns
+from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.holding import RECOVERY_S, WAITING, Holding, Turn, no_replica
 from kvroute.router.dispatch.links import LateError, Links, UnansweredError
 from kvroute.router.dispatch.liveness import HungError, Liveness
@@ -190,7 +191,9 @@ class Dispatcher:
         holding: Holding,
         *,
         shared_tokens: Callable[[TokenIds], int] = lambda token_ids: 0,
+        blamed: Blamed | None = None,
     ) -> None:
+        self._blamed = blamed or Blamed()
         self._shared_tokens = shared_tokens
         self._links = links
         self._fleet = fleet
@@ -294,7 +297,8 @@ class Dispatcher:
         pause_s = FIRST_PAUSE_S
         turn = Turn(context.at_s) if context.is_resumed else None
         while True:
-            losses.check()
+            self._blamed.check(request)
+            self._check(losses, request)
             running = await self._running(losses.gone, context.urgency)
             if turn and turn.among:
                 running = [id_ for id_ in running if id_ in turn.among] or running
@@ -327,6 +331,15 @@ class Dispatcher:
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             except LOST:
                 continue
+
+    def _check(self, losses: Losses, request: GenerateRequest) -> None:
+        """ApiError when no other replica may get the request; then none gets its like either."""
+        try:
+            losses.check()
+        except ApiError as error:
+            if losses.is_cause:
+                self._blamed.add(request, f"earlier, {error}")
+            raise
 
     async def _running(self, gone: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
         """The ranks that may get a request; waits for one if there is none, for no longer than the
@@ -394,6 +407,8 @@ class Dispatcher:
             attempt.end(_outcome(error))
             if stream is not None:
                 stream.cancel()
+                if stream.stopped_alone and isinstance(error, HungError):
+                    self._blame(request, attempt.replica_id)
             if refusal := _refusal(error):
                 raise refusal from error
             raise
@@ -403,6 +418,11 @@ class Dispatcher:
         else:
             attempt.receive(first, time.monotonic())
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
+
+    def _blame(self, request: GenerateRequest, replica_id: str) -> None:
+        """The replica stopped while its loop prepared this request and no other."""
+        log.warning("request %s has stopped replica %s", request.request_id, replica_id)
+        self._blamed.add(request, f"replica {replica_id} stopped while it prepared this request")
 
 
 def _left(rank_ids: list[str], gone: Collection[str]) -> list[str]:

@@ -40,9 +40,14 @@ class Losses:
             self._died_soon.append(replica_id)
             self._words = words
 
+    @property
+    def is_cause(self) -> bool:
+        """Whether so many replicas have died of the request that it may be the cause."""
+        return len(self._died_soon) >= CAUSED
+
     def check(self) -> None:
         """ApiError when no other replica may get the request."""
-        if len(self._died_soon) >= CAUSED:
+        if self.is_cause:
             raise ApiError(
                 502,
                 f"replicas {' and '.join(self._died_soon)} died soon after they got this request, "

@@ -17,6 +17,7 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.api.errors import ApiError
+from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.links import Links
 from kvroute.router.observability.accounts import NAMED, named
@@ -47,7 +48,7 @@ REFUSALS = (
     *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
     *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
-    *("rate_limit_exceeded", "wait_too_long"),
+    *("rate_limit_exceeded", "wait_too_long", "replicas_died", "request_blamed"),
 )
 
 
@@ -303,6 +304,13 @@ class RouterMetrics(RequestObservers):
             "Times that something in Redis, or from another process, was skipped since it cannot "
             "be read: of another version, of another cluster, or garbage.",
             lambda: unreadable.counts,
+        )
+
+    def export_blamed(self, blamed: Blamed) -> None:
+        self._readings.counter(
+            "kvroute_blamed_requests",
+            "Requests that stopped replicas, so that no replica gets them for some minutes.",
+            lambda: blamed.added,
         )
 
     def export_links(self, links: Links) -> None:

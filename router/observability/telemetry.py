@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.exposition import Process
 from kvroute.process.metrics_port import exposed
+from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.links import Links
 from kvroute.router.observability import request_spans
@@ -71,6 +72,7 @@ class Telemetry:
         audit: Audit,
         unreadable: Unreadable,
         links: Links,
+        blamed: Blamed,
         responses: Responses | None,
         queue: Queue[Any],
         handover: HandOver,
@@ -83,6 +85,7 @@ class Telemetry:
         self._metrics.export_audit(audit)
         self._metrics.export_unreadable(unreadable)
         self._metrics.export_links(links)
+        self._metrics.export_blamed(blamed)
         self._metrics.export_queue(queue)
         self._metrics.export_handover(handover)
         if responses is not None:

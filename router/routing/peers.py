@@ -18,6 +18,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from kvroute.contract.messages import (
+    Blamed,
     Ended,
     Event,
     FirstToken,
@@ -94,6 +95,10 @@ class PeerPublisher(RequestObserver):
     def ended(self, attempt: Attempt) -> None:
         self._emit(Ended(attempt.request_id, attempt.is_tool_call, attempt.is_over))
 
+    def blamed(self, digest: bytes) -> None:
+        """Publish that a request stopped a replica."""
+        self._emit(Blamed(digest))
+
     def session_ended(self, session: int) -> None:
         self._emit(SessionEnded(session))
 
@@ -147,8 +152,10 @@ class PeerSubscriber:
         clock: Callable[[], float] = time.monotonic,
         limits: Limits | None = None,
         queue: Queue[Any] | None = None,
+        blamed: Callable[[bytes], object] = lambda digest: None,
     ) -> None:
         self.own = own
+        self._blamed = blamed
         self._fleet = fleet
         self._queue = queue
         self._limits = limits
@@ -217,6 +224,8 @@ class PeerSubscriber:
                             is_tool_call=event.is_tool_call,
                             is_over=event.is_over,
                         )
+                case Blamed():
+                    self._blamed(event.digest)
                 case SessionEnded():
                     self._fleet.returns.end(event.session)
                 case Restarted():

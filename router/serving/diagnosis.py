@@ -50,6 +50,7 @@ class Diagnosis:
             "redis": redis,
             "clusters": clusters,
             "unreadable": [each for model in self._models for each in model.unreadable()],
+            "blamed": [each for model in self._models for each in model.blamed()],
             "replicas": {
                 "running": running,
                 "leases_s": leases,

@@ -27,6 +27,7 @@ from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.urgency import sharer_of
 from kvroute.router.dispatch import replicas as serves
+from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
 from kvroute.router.dispatch.handover import HandOver
@@ -127,7 +128,10 @@ class ModelRouter:
         self._feed = Feed(self._index, self._fleet)
         learned = Learned(redis, self.name, cluster=settings.cluster)
         self._learning = Learning(learned, self._fleet.returns, unreadable)
-        self._subscriber = PeerSubscriber(self._fleet, own=router_id, limits=limits, queue=queue)
+        self._blamed = Blamed(self._publisher.blamed)
+        self._subscriber = PeerSubscriber(
+            self._fleet, own=router_id, limits=limits, queue=queue, blamed=self._blamed.hear
+        )
         known = partial(serves.replicas, self._deployment)
         self._links = Links(known, self._fleet.told)
         self._liveness = Liveness(
@@ -143,6 +147,7 @@ class ModelRouter:
         self._dispatcher = Dispatcher(
             *(self._links, self._fleet, self._liveness, self.holding),
             shared_tokens=self.prefixes.catalogue.shared_tokens,
+            blamed=self._blamed,
         )
         self._handover = HandOver(
             *(self._fleet, RecentPrompts(), canary_sender(self._links)),
@@ -177,6 +182,7 @@ class ModelRouter:
             audit=self._audit,
             unreadable=self._unreadable,
             links=self._links,
+            blamed=self._blamed,
             responses=self._responses,
             queue=self._queue,
             handover=self._handover,
@@ -500,6 +506,10 @@ class ModelRouter:
         """What waits in this router and, as far as it knows, in all; and who waited lately."""
         now = waiting.as_json(self._queue, time.monotonic())
         return {"model": self.name, **now, "recent": self._telemetry.recent_waits.as_json()}
+
+    def blamed(self) -> list[dict[str, Any]]:
+        """Requests that stopped a replica and are refused for some minutes."""
+        return [{"model": self.name, **each} for each in self._blamed.as_json()]
 
     def recent_sums(self) -> list[Sums]:
         """The sums over the prompts of the last minutes, for each replica."""

@@ -17,6 +17,7 @@ from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import ghosts_of
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.replicas import replicas
@@ -67,6 +68,7 @@ def router() -> CollectorRegistry:
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None]())
     metrics.export_links(Links(lambda: replicas("unused")))
+    metrics.export_blamed(Blamed())
     metrics.export_handover(_handover(fleet))
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
     metrics.export_responses(responses)

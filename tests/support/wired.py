@@ -35,7 +35,7 @@ class Wired:
         }
         self.links = Links(lambda: self)
         self.killed: list[str] = []
-        self._listed = list(self.servers)
+        self._listed = [*self.servers]
         self._ranks = ranks
 
     async def __aenter__(self) -> Self:
@@ -54,6 +54,10 @@ class Wired:
     def drop(self, replica_id: str) -> None:
         """Serve no longer runs it."""
         self._listed.remove(replica_id)
+
+    def list(self, replica_id: str) -> None:
+        """Have Serve run a replica again that was dropped."""
+        self._listed.append(replica_id)
 
     def ids(self) -> Collection[str]:
         return self._listed

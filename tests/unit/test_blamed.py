@@ -1,0 +1,152 @@
+"""A request that stops a replica is sent to no other; requests beside it are continued."""
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import numpy as np
+
+from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest, TokenIds
+from kvroute.contract.messages import decode, encode
+from kvroute.contract.preparation import prepared
+from kvroute.doctor.checks import blamed as doctors_view
+from kvroute.router.api.errors import ApiError, response
+from kvroute.router.dispatch.blamed import KEPT_S, MOST, Blamed
+from kvroute.router.dispatch.liveness import HungError
+from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
+from kvroute.wire.link import LostError
+from tests.support.answers import completion
+from tests.support.waiting import until
+from tests.support.wired import Wired, dispatcher_of
+
+PROMPT = np.arange(100, dtype=np.uint32)
+HUNG = HungError("replica r0 does not answer")
+
+
+def request_of(prompt: TokenIds = PROMPT, **fields: Any) -> GenerateRequest:
+    return GenerateRequest("id-1", prompt, call=completion(**fields))
+
+
+class Replicas:
+    """r0 answers nothing until it is lost, or dies of each request; r1 answers at once."""
+
+    def __init__(self, *, is_prepared: bool = False, dies: bool = False) -> None:
+        self.asked: list[str] = []
+        self._is_prepared = is_prepared
+        self._dies = dies
+        self._wired = Wired({"r0": self._hangs, "r1": self._answers})
+        fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+        self.dispatcher = dispatcher_of(self._wired, fleet)
+
+    async def _hangs(self, request: GenerateRequest, emit: Emit) -> None:
+        self.asked.append("r0")
+        if self._is_prepared:
+            prepared()
+        await asyncio.Event().wait()
+
+    async def _answers(self, request: GenerateRequest, emit: Emit) -> None:
+        self.asked.append("r1")
+        if self._dies:
+            raise EngineDeadError("as planned")
+        emit(Chunk((1,), 0, is_last=True))
+
+    async def lose(self, error: Exception, *prompts: TokenIds) -> list[Any]:
+        """Return what becomes of requests to r0, which is lost with this error, and of the first
+        one when its client sends it again."""
+        async with self._wired:
+            self._wired.drop("r1")
+            await until(lambda: self._wired.links.connected() == ["r0"])
+            tasks = [asyncio.create_task(self._ask(prompt)) for prompt in prompts]
+            await until(lambda: len(self.asked) == len(prompts))
+            await until(lambda: self._wired.links.heard("r0") > len(prompts))
+            self._wired.list("r1")
+            await until(lambda: "r1" in self._wired.links.connected())
+            self._wired.links.lose("r0", error)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            self._wired.drop("r0")
+            return [*ended, *await asyncio.gather(self._ask(prompts[0]), return_exceptions=True)]
+
+    async def _ask(self, prompt: TokenIds) -> str:
+        context = RequestContext(time.monotonic())
+        return (await self.dispatcher.begin(prompt, completion(), context)).replica_id
+
+
+async def test_a_request_that_stops_a_replica_is_sent_to_no_other() -> None:
+    replicas = Replicas()
+    first, again = await replicas.lose(HUNG, PROMPT)
+    assert replicas.asked == ["r0"]
+    for refused in (first, again):
+        assert isinstance(refused, ApiError)
+        assert (refused.status, refused.code) == (400, "request_blamed")
+        assert "replica r0 stopped while it prepared this request" in refused.message
+        assert response(refused).headers["x-should-retry"] == "false"
+
+
+async def test_a_request_that_the_engine_has_is_not_blamed_for_a_stop() -> None:
+    assert await Replicas(is_prepared=True).lose(HUNG, PROMPT) == ["r1", "r1"]
+
+
+async def test_of_several_requests_in_preparation_none_is_blamed_for_a_stop() -> None:
+    assert await Replicas().lose(HUNG, PROMPT, PROMPT + 1) == ["r1", "r1", "r1"]
+
+
+async def test_a_replica_that_is_killed_leaves_no_blame() -> None:
+    assert await Replicas().lose(LostError("killed"), PROMPT) == ["r1", "r1"]
+
+
+async def test_a_request_of_which_two_replicas_die_is_refused_from_then_on() -> None:
+    replicas = Replicas(dies=True)
+    first, again = await replicas.lose(EngineDeadError("as planned"), PROMPT)
+    assert (first.code, again.code) == ("replicas_died", "request_blamed")
+    assert "replicas r0 and r1 died soon" in again.message
+    assert replicas.asked == ["r0", "r1"]
+
+
+def is_refused(blamed: Blamed, request: GenerateRequest) -> bool:
+    try:
+        blamed.check(request)
+    except ApiError:
+        return True
+    return False
+
+
+def test_a_blamed_request_is_known_by_its_content_for_some_minutes() -> None:
+    now_s = [0.0]
+    blamed = Blamed(clock=lambda: now_s[0])
+    blamed.add(request_of(), "it stopped r0")
+    assert is_refused(blamed, request_of())
+    assert is_refused(blamed, request_of().after([1, 2]))
+    assert not is_refused(blamed, request_of(PROMPT + 1))
+    assert not is_refused(blamed, request_of(stop="a"))
+    now_s[0] = KEPT_S + 1
+    assert not is_refused(blamed, request_of())
+    assert blamed.as_json() == []
+
+
+def test_the_list_of_blamed_requests_has_a_bound() -> None:
+    blamed = Blamed()
+    for number in range(MOST + 1):
+        blamed.add(request_of(PROMPT + number), "it stopped r0")
+    assert len(blamed.as_json()) == MOST
+    assert not is_refused(blamed, request_of())
+    assert is_refused(blamed, request_of(PROMPT + MOST))
+
+
+def test_routers_share_blamed_requests() -> None:
+    publisher, there = PeerPublisher("here"), Blamed()
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+    subscriber = PeerSubscriber(fleet, own="there", blamed=there.hear)
+    Blamed(publisher.blamed).add(request_of(), "it stopped r0")
+    subscriber.receive(decode(encode(publisher.take())))
+    assert is_refused(there, request_of())
+
+
+def test_the_doctor_names_blamed_requests() -> None:
+    blamed = Blamed()
+    assert doctors_view([]).grade == "ok"
+    blamed.add(request_of(), "replica r0 stopped")
+    found = doctors_view([{"model": "m", **each} for each in blamed.as_json()])
+    assert (found.grade, "replica r0 stopped" in found.finding) == ("warning", True)
