@@ -64,6 +64,8 @@ from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
 
+REGEX_TIMEOUT = "VLLM_REGEX_COMPILATION_TIMEOUT_S"
+
 
 class VllmEngine:
     """One rank of an AsyncLLM, with its prefix cache, KV events and statistics. Ranks share the
@@ -367,6 +369,7 @@ def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> Conti
         os.environ[fork_server.THREADS] = str(cores.threads(len(stats)))
         fork_server.install()
     die_with_parent.install()
+    os.environ[REGEX_TIMEOUT] = "0"  # vLLM's own limit; --max-compile-s is the one of ours
     with cores.bound():
         loggers = [lambda _, rank: stats[rank]]
         llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=loggers)

@@ -193,7 +193,12 @@ class Compiler:
         return str(wanted._backend)
 
     def _try(self, grammar: Any) -> None:
-        """Compute masks as the engine does at each step. SlowStepError."""
+        """Compute masks as the engine does at each step.
+
+        Raises:
+            SlowStepError: a mask takes too long.
+            ValueError: no answer is allowed; the engine would fail with it.
+        """
         backend = self._manager.backend
         assert backend is not None
         mask = backend.allocate_token_bitmask(1)
@@ -202,6 +207,8 @@ class Compiler:
             grammar.fill_bitmask(mask, 0)
             bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
             allowed = bits.nonzero()[0]
+            if step == 0 and not len(allowed):
+                raise ValueError("no answer can match the grammar, for example since it has no end")
             if len(allowed) and not grammar.is_terminated():
                 token = int(allowed[len(allowed) * step // TRIED_STEPS])
                 grammar.accept_tokens("grammar", [token])
