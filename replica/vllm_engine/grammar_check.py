@@ -211,10 +211,15 @@ def _over(limit: str, name: str, cpu_s: float) -> str:
     return f"the {kind} of the structured output {exceeded}. Please {REMEDY}"
 
 
+_validate = SamplingParams._validate_structured_outputs
+
+
 def install() -> None:
-    """Leave out vLLM's validation in this process: the other one has done it."""
-    SamplingParams._validate_structured_outputs = _checked
+    """Leave out vLLM's validation of grammars that the other process has validated."""
+    SamplingParams._validate_structured_outputs = _unless_checked
 
 
-def _checked(self: SamplingParams, *_: object) -> None:
-    pass
+def _unless_checked(self: SamplingParams, *args: Any) -> None:
+    wanted = self.structured_outputs
+    if wanted is None or wanted._backend is None:  # no client can set this field
+        _validate(self, *args)
