@@ -16,7 +16,7 @@ def connect(url: str) -> "redis.Redis":
     return redis.from_url(
         url,
         protocol=2,  # the same reply types from every server version
-        socket_connect_timeout=2,
+        socket_connect_timeout=ANSWER_S,
         # `answered` below bounds every call. With a timeout here, redis-py writes under
         # asyncio.wait_for. Before Python 3.12 that loses a cancellation at the end of the write.
         socket_timeout=None,

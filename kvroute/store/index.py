@@ -66,7 +66,6 @@ STREAM_MS = 30_000
 STREAM_CHANGES = 50_000
 READ_CHANGES = 500  # the most that `follow` reads at once
 SEQ_DIGITS = 18
-PROBE_MS = 10_000  # for which the key of `check_writes` is kept
 READ_RECORDS = 100  # the most that `records` reads at once: about 2 ms of a router's time
 
 
@@ -244,11 +243,12 @@ class Index:
 
     @answered
     async def check_writes(self) -> None:
-        """Write a key that nobody reads. RedisError where Redis refuses writes.
+        """Write nothing, which a Redis that takes no writes refuses with RedisError.
 
-        It does so as a replica of another one, without memory, and when it cannot save to its disk.
+        It takes none as a replica of another one, without memory, and when it cannot save to its
+        disk.
         """
-        await self._redis.set(f"{self._prefix}:probe", 1, px=PROBE_MS)
+        await self._redis.setrange(f"{self._prefix}:probe", 0, "")
 
     @answered
     async def position(self) -> Position:

