@@ -23,10 +23,11 @@ SHARING = {
     "slow/engines": "engines",
     "slow/clients": "vLLM cluster",
     "vllm": "vLLM cluster",
+    "slow/suites": "suites",
 }
-# Fixtures of shared clusters, in the order in which their tests run.
+# Fixtures of shared clusters and servers, in the order in which their tests run.
 SIMULATED = ("slow", "wired", "plain", "node", "trio", "named", "pair", "simulated_cluster")
-SHARED_CLUSTERS = (*SIMULATED, "vllm_cluster")
+SHARED_CLUSTERS = (*SIMULATED, "vllm_cluster", "suite_cluster", "stock_url")
 
 
 class Scopes(LoadScopeScheduling):

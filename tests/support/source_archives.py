@@ -1,23 +1,26 @@
 """Source archives from the package index: downloaded once, checked, and unpacked for a test."""
 
 import hashlib
+import subprocess
 import tarfile
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-FOLDER = Path.home() / ".cache/kvroute/source-archives"
+from tests.support.environments import CACHE, UV
+
 TIMEOUT_S = 120.0  # for each read from the index
 
 
-def source_archive(url: str, *, sha256: str) -> Path:
-    """Return the archive's path; skip the test if it cannot be downloaded."""
-    path = FOLDER / url.rpartition("/")[2]
+def source_archive(package: str, version: str, *, sha256: str) -> Path:
+    """Return the path of a package's source archive; skip the test if it cannot be downloaded."""
+    path = CACHE / "source-archives" / f"{package}-{version}.tar.gz"
     if not path.exists() or _sha256(path.read_bytes()) != sha256:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_download(url))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_download(package, version))
     assert _sha256(path.read_bytes()) == sha256, f"{path} is not the archive that we pinned"
     return path
 
@@ -31,12 +34,29 @@ def unpack(archive: Path, folder: Path, *, wanted: Callable[[str], bool]) -> Non
                 opened.extract(member, folder, filter="data")
 
 
-def _download(url: str) -> bytes:
+def _download(package: str, version: str) -> bytes:
     try:
+        url = _address(package, version)
         response = httpx.get(url, timeout=TIMEOUT_S, follow_redirects=True).raise_for_status()
-    except httpx.HTTPError as error:
-        pytest.skip(f"{url} cannot be downloaded: {error!r}")
+    except (subprocess.CalledProcessError, httpx.HTTPError) as error:
+        pytest.skip(f"the sources of {package} {version} cannot be downloaded: {error!r}")
     return response.content
+
+
+def _address(package: str, version: str) -> str:
+    """Ask the package index, as uv is set up to, for the address of a source archive.
+
+    pip and uv can only download such an archive by also preparing its build, for which vLLM needs
+    a compiler.
+    """
+    locked = subprocess.run(
+        [UV, "pip", "compile", "-", "--no-deps", "--quiet", "--format", "pylock.toml"],
+        input=f"{package}=={version}",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return str(tomllib.loads(locked.stdout)["packages"][0]["sdist"]["url"])
 
 
 def _sha256(content: bytes) -> str:
