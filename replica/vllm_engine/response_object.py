@@ -1,12 +1,15 @@
-"""Response objects of the Responses API have every member that OpenAI's objects have.
+"""Objects of the Responses API have every member that the Open Responses specification requires.
 
 vLLM leaves some out, and has null for others that are never null. Clients with strict types refuse
 such an object.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from openai.types.responses import response_output_text, response_text_delta_event
+from vllm.entrypoints.openai.responses import streaming_events
 from vllm.entrypoints.openai.responses.protocol import (
     ResponsesRequest,
     ResponsesResponse,
@@ -29,6 +32,7 @@ def install() -> None:
         return complete(vllms_from_request(request, *args, **options), request)
 
     ResponsesResponse.from_request = staticmethod(from_request)
+    streaming_events._to_stream_logprobs = with_bytes
 
 
 def complete(response: ResponsesResponse, request: ResponsesRequest) -> ResponsesResponse:
@@ -46,3 +50,12 @@ def complete(response: ResponsesResponse, request: ResponsesRequest) -> Response
     for name, value in values.items():
         setattr(response, name, value)
     return response
+
+
+def with_bytes(
+    logprobs: Sequence[response_output_text.Logprob],
+) -> list[response_text_delta_event.Logprob]:
+    """Return log-probabilities for an event, with the bytes of each token: vLLM leaves them out."""
+    return [
+        response_text_delta_event.Logprob.model_validate(each.model_dump()) for each in logprobs
+    ]

@@ -130,6 +130,20 @@ def test_a_response_is_retrieved_listed_and_deleted(client: OpenAI) -> None:
         client.responses.cancel(second.id)
 
 
+def test_log_probabilities_in_events_are_those_of_the_whole_response(client: OpenAI) -> None:
+    asked: Any = {"input": NAME, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    streamed = [
+        each.to_dict()
+        for event in client.responses.create(**ASKED, **asked, stream=True)
+        if event.type == "response.output_text.delta"
+        for each in event.logprobs
+    ]
+    (part,) = whole(client, **asked).output[0].content
+    assert [each["bytes"] for each in streamed] == [each.bytes for each in part.logprobs]
+    likeliest = [[top.bytes for top in each.top_logprobs] for each in part.logprobs]
+    assert [[top["bytes"] for top in each["top_logprobs"]] for each in streamed] == likeliest
+
+
 def test_what_is_not_to_be_stored_is_not(client: OpenAI) -> None:
     first = whole(client, input=NAME, store=False)
     with pytest.raises(openai.NotFoundError):
