@@ -4,7 +4,7 @@ from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +19,7 @@ from kvroute.router.api.calls import (
     parse_any,
     parse_call,
 )
+from kvroute.router.api.load_report import FORM, REPORTING, report_headers
 from kvroute.router.api.request_id import request_id
 from kvroute.router.api.sessions import said_of
 from kvroute.router.api.urgency import urgency_of
@@ -126,4 +127,7 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
             said=said_of(request.headers, call),
         )
     add_headers(request, entry, response)
+    is_whole = response.status_code == 200 and not isinstance(response, StreamingResponse)
+    if is_whole and path in REPORTING and (form := request.headers.get(FORM)):
+        response.headers.update(report_headers(form, model.load()))
     return response

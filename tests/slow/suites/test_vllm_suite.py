@@ -61,7 +61,6 @@ REASONS = {
     "openai.chat_completion.test_chat::test_invocations": "`/invocations`",
     "openai.chat_completion.test_chat_completion::test_kv_transfer_": "`kv_transfer_params`",
     "openai.responses.test_stateful::test_background_error": "`background`",
-    "serve.instrumentator.test_orca_metrics::": "`endpoint-load-metrics`",
     "generate.generative_scoring.": "`/generative_scoring`",
 }
 LEAST_PASSED = 75  # 82 of 153 pass on kvroute
