@@ -18,7 +18,7 @@ from kvroute.keys.keyring import Caller, Keyring
 from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, PASSED_ON, RESPONSES
 from kvroute.router.api.errors import ApiError, response
 
-OPEN = ("/health", "/ui")  # the page asks for a key, and then for its events
+OPEN = ("/health", "/ping", "/ui")  # the page asks for a key, and then for its events
 ANY = ("/v1/models", "/version")  # with a key of any role
 USE = (CHATS, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON, "/v1/route", "/v1/sessions")
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")

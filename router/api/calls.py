@@ -27,6 +27,7 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 TOKENIZE = "/tokenize"
 COUNT_TOKENS = "/v1/messages/count_tokens"
+INVOCATIONS = "/invocations"  # SageMaker's: the body says what it asks for
 # Any replica answers them, without its engine's KV cache.
 PASSED_ON = (
     TOKENIZE,
@@ -40,6 +41,7 @@ PASSED_ON = (
     "/v1/score",
     "/classify",
     "/pooling",
+    INVOCATIONS,
 )
 
 MAX_N = 128
@@ -227,6 +229,15 @@ def parse_call(path: str, raw: bytes) -> Call:
 def parse_any(raw: bytes) -> Call:
     """The same for a body of any generating route."""
     return parse_call(_route_of(json_object(raw)), raw)
+
+
+def parse_invocation(raw: bytes) -> Call:
+    """Return a chat, a completion, or a call of a pooling model, which a replica tells apart."""
+    body = json_object(raw.removeprefix(BOM))
+    if "messages" in body:
+        return parse_call(CHATS, raw)
+    is_completion = not body.keys().isdisjoint(PROMPT_FIELDS)
+    return parse_call(COMPLETIONS if is_completion else INVOCATIONS, raw)
 
 
 def _route_of(body: Mapping[str, Any]) -> str:

@@ -49,14 +49,14 @@ async def batched(
         if not is_streamed:
             _close(answers)
     return Response(
-        ending(one_body([decode(whole) for whole in wholes], n=n)),
+        ending(encode(one_body([decode(whole) for whole in wholes], n=n))),
         headers=headers,
         media_type="application/json",
     )
 
 
-def one_body(bodies: Sequence[dict[str, Any]], *, n: int) -> bytes:
-    """The whole responses to each prompt as the response to all."""
+def one_body(bodies: Sequence[dict[str, Any]], *, n: int) -> dict[str, Any]:
+    """Return the whole responses to each prompt as the response to all."""
     first, *others = bodies
     choices = [
         _moved(choice, prompt * n)
@@ -66,7 +66,7 @@ def one_body(bodies: Sequence[dict[str, Any]], *, n: int) -> bytes:
     usage = first.get("usage")
     for body in others:
         usage = _sum(usage, body.get("usage"))
-    return encode({**first, "choices": choices, "usage": usage})
+    return {**first, "choices": choices, "usage": usage}
 
 
 class _Events(StreamingResponse):

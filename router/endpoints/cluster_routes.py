@@ -19,6 +19,8 @@ from kvroute.store.accounts import KEPT_DAYS
 routes = APIRouter()
 
 
+@routes.get("/ping")  # SageMaker's
+@routes.post("/ping")
 @routes.get("/health")
 async def health(request: Request, models: Served) -> Response:
     """Return 503 when the router stops, so that load balancers send nothing more.

@@ -13,16 +13,21 @@ from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
     CHATS,
     COMPLETIONS,
+    INVOCATIONS,
     MESSAGES,
     PASSED_ON,
     RESPONSES,
+    Call,
     parse_any,
     parse_call,
+    parse_invocation,
 )
+from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.load_report import FORM, REPORTING, report_headers
 from kvroute.router.api.request_id import request_id
 from kvroute.router.api.sessions import said_of
 from kvroute.router.api.urgency import urgency_of
+from kvroute.router.dispatch.chat_batch import answered_together
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.endpoints.limited import (
     add_headers,
@@ -60,7 +65,8 @@ class Answers:
 
 
 routes.routes += [
-    Answers(path).route() for path in (CHATS, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON)
+    Answers(path).route()
+    for path in (CHATS, CHAT_BATCH, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON)
 ]
 
 
@@ -112,22 +118,45 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
     models: Models = request.app.state.models
     bodies: Bodies = request.app.state.bodies
     with counting_refusals(request, models):
-        call = await bodies.read(partial(parse_call, path), request)
-        call = call.asked_by(caller_of(request))
-        request.state.model = model = models.named(call.model, limits_of(request))
-        response = await model.answer(
-            call,
-            request_id=request_id(request),
-            with_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
-            prefix_name=_prefix_name(request),
-            entry=entry,
-            urgency=urgency_of(
-                request.headers, call.body, call.caller, most_s=model.settings.max_wait_s
-            ),
-            said=said_of(request.headers, call),
-        )
+        if path == CHAT_BATCH:
+            calls, id_ = await bodies.read(parse_chat_batch, request), request_id(request)
+            each = (
+                _answer(call, request, entry, id_=f"{id_}-{number}", is_first=not number)
+                for number, call in enumerate(calls)
+            )
+            response = await answered_together(each, id_=id_)
+        else:
+            parse = parse_invocation if path == INVOCATIONS else partial(parse_call, path)
+            call = await bodies.read(parse, request)
+            response = await _answer(call, request, entry, id_=request_id(request))
     add_headers(request, entry, response)
+    return response
+
+
+async def _answer(
+    call: Call, request: Request, entry: Entry | None, *, id_: str, is_first: bool = True
+) -> Response:
+    """Return the response to one call.
+
+    Args:
+        id_: of the request.
+        is_first: of the calls in its body. The first one decides whether all wait too long.
+    """
+    models: Models = request.app.state.models
+    call = call.asked_by(caller_of(request))
+    request.state.model = model = models.named(call.model, limits_of(request))
+    most_s = model.settings.max_wait_s
+    urgency = urgency_of(request.headers, call.body, call.caller, most_s=most_s)
+    response = await model.answer(
+        call,
+        request_id=id_,
+        with_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
+        prefix_name=_prefix_name(request),
+        entry=entry,
+        urgency=urgency if is_first else urgency.without_bound(),
+        said=said_of(request.headers, call),
+    )
     is_whole = response.status_code == 200 and not isinstance(response, StreamingResponse)
-    if is_whole and path in REPORTING and (form := request.headers.get(FORM)):
+    if is_whole and call.path in REPORTING and (form := request.headers.get(FORM)):
         response.headers.update(report_headers(form, model.load()))
     return response

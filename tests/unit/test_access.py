@@ -16,7 +16,7 @@ from kvroute.router.api.access import Access, Failures, roles_for
 from tests.support.routes import routes
 
 EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
-    "none": ["GET /health", "GET /ui", "GET /ui/{name}"],
+    "none": ["GET /health", "GET /ping", "GET /ui", "GET /ui/{name}", "POST /ping"],
     "any": [
         "GET /v1/models",
         "GET /v1/models/",
@@ -30,11 +30,13 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "GET /v1/responses/{response_id}/input_items",
         "POST /classify",
         "POST /detokenize",
+        "POST /invocations",
         "POST /pooling",
         "POST /rerank",
         "POST /score",
         "POST /tokenize",
         "POST /v1/chat/completions",
+        "POST /v1/chat/completions/batch",
         "POST /v1/completions",
         "POST /v1/embeddings",
         "POST /v1/messages",

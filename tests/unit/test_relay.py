@@ -210,7 +210,7 @@ async def test_several_prompts_survive_a_replica() -> None:
 def test_choices_of_several_prompts_are_numbered_through() -> None:
     choices = [{"index": 0}, {"index": 1}]
     counts: dict[str, Any] = {"total": 2, "details": {"cached": 1, "other": None}}
-    body = json.loads(one_body([{"choices": choices, "usage": counts}] * 2, n=2))
+    body = one_body([{"choices": choices, "usage": counts}] * 2, n=2)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert body["usage"] == {"total": 4, "details": {"cached": 2, "other": None}}
 

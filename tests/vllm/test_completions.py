@@ -107,3 +107,25 @@ def test_json_with_a_byte_order_mark_and_deep_values_is_read(cluster: Cluster, p
     raw = b"\xef\xbb\xbf" + json.dumps(body).encode()
     answer = httpx.post(cluster.url + path, content=raw, timeout=60)
     assert answer.status_code == 200, answer.text
+
+
+def test_a_batch_of_chats_is_answered_as_if_each_came_alone(cluster: Cluster) -> None:
+    url = f"{cluster.url}/v1/chat/completions"
+    chats = [[{"role": "user", "content": text}] for text in TEXTS]
+    own = {"model": BUILTIN_MODEL, "temperature": 0, "max_tokens": 6, "logprobs": True}
+    alone = [httpx.post(url, json={**own, "messages": chat}, timeout=60).json() for chat in chats]
+    batch = httpx.post(f"{url}/batch", json={**own, "messages": chats}, timeout=60).json()
+    expected = [answer["choices"][0]["message"]["content"] for answer in alone]
+    assert [choice["message"]["content"] for choice in batch["choices"]] == expected
+    assert [choice["index"] for choice in batch["choices"]] == [0, 1, 2]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert batch["usage"][name] == sum(answer["usage"][name] for answer in alone)
+
+
+def test_an_invocation_is_answered_by_the_route_of_its_body(cluster: Cluster) -> None:
+    completion = {"model": BUILTIN_MODEL, "prompt": TEXTS[0], "temperature": 0, "max_tokens": 4}
+    answer = httpx.post(f"{cluster.url}/invocations", json=completion, timeout=60).json()
+    assert answer["choices"][0]["text"] == complete(cluster, **completion)["choices"][0]["text"]
+    refusal = httpx.post(f"{cluster.url}/invocations", json={"input": "x"}, timeout=60)
+    assert refusal.status_code == 400
+    assert "Cannot find suitable handler" in refusal.json()["error"]["message"]

@@ -57,8 +57,6 @@ MODEL_NAMES = re.compile(
 )
 # Modules or tests below tests.entrypoints that kvroute fails, and the difference in docs/api.md.
 REASONS = {
-    "openai.chat_completion.test_batched_chat_completions::": "`/v1/chat/completions/batch`",
-    "openai.chat_completion.test_chat::test_invocations": "`/invocations`",
     "openai.chat_completion.test_chat_completion::test_kv_transfer_": "`kv_transfer_params`",
     "openai.responses.test_stateful::test_background_error": "`background`",
     "generate.generative_scoring.": "`/generative_scoring`",

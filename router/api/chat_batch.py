@@ -1,0 +1,66 @@
+"""Several chats in one body, as vLLM's route for batches of chats takes them."""
+
+from msgspec import Raw
+from msgspec.json import decode, encode
+
+from kvroute.router.api.calls import CHATS, MAX_CHOICES, MAX_COPIED, Call, parse_call
+from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+from kvroute.router.api.parsing import BOM, json_object
+from kvroute.router.api.response_object import members
+from kvroute.router.api.typed_fields import read_as_vllm_does
+
+CHAT_BATCH = f"{CHATS}/batch"
+SINGLE_CHATS = ("stream", "tools", "use_beam_search")  # fields that vLLM's batches do not have
+
+
+def parse_chat_batch(raw: bytes) -> list[Call]:
+    """Return one call for each conversation, with all other fields of the body.
+
+    Raises:
+        ApiError: the body is not a batch, or one of its chats is not one.
+    """
+    raw = raw.removeprefix(BOM)
+    body = json_object(raw)
+    read_as_vllm_does(body)
+    _check(body)
+    fields = members(raw)
+    conversations = decode(fields.pop("messages"), type=list[Raw])
+    size = sum(len(bytes(value)) for value in fields.values())
+    if size * len(conversations) > MAX_COPIED:
+        raise ApiError(
+            413,
+            f"the fields next to messages take {size} bytes, and each of the {len(conversations)} "
+            f"conversations needs a copy; the limit is {MAX_COPIED} together. Send fewer at once",
+            code="request_too_large",
+        )
+    return [parse_call(CHATS, encode({**fields, "messages": each})) for each in conversations]
+
+
+def _check(body: dict[str, object]) -> None:
+    conversations = body.get("messages")
+    if not isinstance(conversations, list) or not conversations:
+        raise _no_conversations(conversations)
+    for each in conversations:
+        if not isinstance(each, list) or not each:
+            raise _no_conversations(conversations)
+    if len(conversations) > MAX_CHOICES:
+        raise invalid(
+            "messages",
+            f"these are {len(conversations)} conversations; send {MAX_CHOICES} at most",
+        )
+    if body.get("n") not in (None, 1):
+        raise invalid("n", f"n is {shown(body['n'])}; a batch of chats has one choice for each")
+    for name in SINGLE_CHATS:
+        if body.get(name):
+            raise unsupported(
+                name,
+                f"{name} is {shown(body[name])}, which a batch of chats does not support; "
+                f"leave {name} out, or send each conversation to {CHATS}",
+            )
+
+
+def _no_conversations(given: object) -> ApiError:
+    return invalid(
+        "messages",
+        f"messages is {shown(given)}; expected a list of conversations, each a list of messages",
+    )
