@@ -12,6 +12,7 @@ LEDGER = (  # from the prompt's start to its end, as in router/routing/ledger.py
     ("stale", "red"),
     ("spilled", "orange"),
     ("unpinned", "yellow"),
+    ("partial", "light-orange"),
     ("evicted", "dark-orange"),
     ("broken", "dark-yellow"),
     ("new", "blue"),
@@ -22,7 +23,8 @@ CAUSES = (
     "hit: cached, as expected. unexpected_hit: cached, not expected; see the index's age in the "
     "dashboard Routing. stale: expected, but evicted; see the publishers' lag. spilled: cached on "
     "another replica, mostly a busy one; more replicas. unpinned: of a named prefix that no "
-    "replica kept; a larger `--pin-share`. evicted: cached before, but not now; more memory for "
+    "replica kept; a larger `--pin-share`. partial: cached but for windows or states; "
+    "`prefix_cache_retention_interval`. evicted: cached before, but not now; more memory for "
     "caches. broken: behind a place where a chat changed; `kvroute doctor` names it. new: never "
     "cached; let prompts begin alike. isolated: new, of a prompt with a `cache_salt`; fewer salts, "
     "if that is allowed. tail: not a full block; a smaller `--block-size`."

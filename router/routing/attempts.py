@@ -36,6 +36,7 @@ class Placement(Struct, frozen=True):
     pressure: float = 0.0  # how tight the caches are
     lora: str = ""  # the request's LoRA adapter
     known_blocks: int = 0  # the longest part that any replica has now or had once
+    partial_blocks: int = 0  # the longest part that any replica's first cache group has now
     shared_tokens: int = 0  # at the beginning, which are everybody's though the prompt is not
 
     def at(self, replica_id: str) -> Candidate:
@@ -71,9 +72,13 @@ class Placement(Struct, frozen=True):
         return self.known_blocks * self.block_size
 
     @property
+    def partial_tokens(self) -> int:
+        return self.partial_blocks * self.block_size
+
+    @property
     def evicted_tokens(self) -> int:
         """Those that some replica once had, and none has now."""
-        return max(0, self.known_tokens - self.reusable_tokens)
+        return max(0, self.known_tokens - max(self.reusable_tokens, self.partial_tokens))
 
     def expected_tokens(self, replica_id: str) -> int:
         return self.at(replica_id).hit_blocks * self.block_size
@@ -330,6 +335,7 @@ class Attempt:
             expected=self.placement.expected_tokens(self.replica_id),
             delivered=self.cached_tokens,
             named=max(self.context.named_tokens, self.placement.shared_tokens),
+            partial=self.placement.partial_tokens,
             known=self.placement.known_tokens,
             broken=self.context.broken.lost if self.context.broken else NOTHING,
             is_salted=bool(self.context.namespace),

@@ -48,10 +48,7 @@ class Boundaries:
     ) -> Iterator[tuple[int, int]]:
         """Pairs of replicas and the deepest boundary that they can serve, the deepest first; none
         for replicas that can serve none."""
-        lookups = [
-            (_PrefixLookup if group.needs_all else _Lookup)(group, chain, holders)
-            for group in self._groups
-        ]
+        lookups = [_lookup(group, chain, holders) for group in self._groups]
         end = self.usable(len(chain))
         while replicas and end:
             able, hole = replicas, end
@@ -64,6 +61,17 @@ class Boundaries:
                 yield able, end
                 replicas &= ~able
             end = self.usable(hole - 1)
+
+    def in_first(self, chain: Sequence[Fingerprint], holders: Holders) -> int:
+        """Return the deepest boundary that the first group alone can serve, on any replica."""
+        lookup = _lookup(self._groups[0], chain, holders)
+        end = self.usable(len(chain))
+        while end:
+            held, hole = lookup.at(end, ALL)
+            if held:
+                return end
+            end = self.usable(hole - 1)
+        return 0
 
     def known(self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]) -> int:
         """The deepest boundary whose block in the first group is known."""
@@ -169,6 +177,10 @@ class _PrefixLookup(_Lookup):
             missing = bisect_left(able, True, hi=known, key=lambda each: not each & replicas)
             return 0, missing * size
         return able[known] & (self._held(end) if rest else ALL), end
+
+
+def _lookup(group: _Group, chain: Sequence[Fingerprint], holders: Holders) -> _Lookup:
+    return (_PrefixLookup if group.needs_all else _Lookup)(group, chain, holders)
 
 
 def _blocks(tokens: int, block_size: int) -> int:

@@ -309,6 +309,7 @@ class Fleet:
             pressure=pressure,
             lora=lora,
             known_blocks=self._known(chain, best),
+            partial_blocks=self._partial(chain, best),
         )
 
     def retention(self, placement: Placement, now_s: float, said: Said = NOTHING_SAID) -> Retention:
@@ -508,6 +509,12 @@ class Fleet:
         if len(layouts) < len(self._records) or not layouts:
             return blocks
         return max(boundaries.usable(blocks) for boundaries in layouts)
+
+    def _partial(self, chain: Sequence[Fingerprint], at_least: int) -> int:
+        """Return the leading blocks that the first cache group of some replica has."""
+        for boundaries in self._boundaries.values():
+            return max(at_least, self.mirror.in_first_group(chain, boundaries))
+        return at_least
 
     def _known(self, chain: Sequence[Fingerprint], at_least: int) -> int:
         """Leading blocks of the chain that some replica holds or once held."""

@@ -7,6 +7,8 @@ tokens from the prompt's start:
     expected    tokens that the router expected in the chosen replica's cache
     reusable    the longest part that any replica held or was about to hold
     named       whole blocks of the named prefix that the request starts with, if it may share them
+    partial     the longest part of which a replica's layers with full attention hold all, whatever
+                its other layers hold; 0 for models with one kind of attention
     known       the longest part that any replica ever held, as far as the router remembers
     broken      not a length: the part that stood in the chat's earlier prompt too, behind a place
                 that has changed since (breaks.py)
@@ -19,6 +21,7 @@ such a token is the first of these whose length reaches beyond the token's posit
     stale       expected: evicted in the meantime, not there yet, or the index was wrong
     spilled     reusable: another replica had it, but the request did not go there
     unpinned    named: declared to be kept warm, but no replica had it
+    partial     partial: cached, but the layers with windows or states kept nothing at its end
     evicted     known: some replica had it once, but none has it now, or only in host memory from
                 where reloading it would take longer than computing it
     broken      inside that part: had the prompt before it not changed, a cache could have held it
@@ -27,7 +30,7 @@ such a token is the first of these whose length reaches beyond the token's posit
                 text, but only the owners of the salts can know: this is the most isolation can cost
     tail        not cacheable
 
-The ten causes add up to the prompt's tokens, whatever the lengths are.
+The eleven causes add up to the prompt's tokens, whatever the lengths are.
 """
 
 import msgspec
@@ -41,6 +44,7 @@ class Ledger(msgspec.Struct, frozen=True):
     stale: int
     spilled: int
     unpinned: int
+    partial: int
     evicted: int
     broken: int
     new: int
@@ -60,6 +64,7 @@ def account(
     expected: int,
     delivered: int,
     named: int = 0,
+    partial: int = 0,
     known: int = 0,
     broken: range = NOTHING,
     is_salted: bool = False,
@@ -80,6 +85,7 @@ def account(
         "stale": until(expected),
         "spilled": until(reusable),
         "unpinned": until(named),
+        "partial": until(partial),
         "evicted": until(known),
     }
     before_broken = until(min(broken.start, cacheable))

@@ -157,6 +157,10 @@ class Mirror:
         """As `hits_in_any_tier`, for engines with several cache groups."""
         return self._depths_at(chain, boundaries, self._holders_in_any_tier, self._tiered)
 
+    def in_first_group(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> int:
+        """Return how much of the chain some replica's first cache group has, in blocks."""
+        return boundaries.in_first(chain, lambda each: self._holders((each,), 0))
+
     def known(self, chain: Sequence[Fingerprint], *, at_least: int = 0) -> int:
         """Leading blocks of the chain that some replica holds or once held, as far as the eviction
         history remembers; of a chain's blocks, those evicted first also leave the history first."""

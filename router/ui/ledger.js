@@ -21,6 +21,7 @@ export const CAUSES = [
   ["stale", "were expected but did not come: evicted meanwhile, or the index was wrong", "more memory for the cache; look at kvroute_publisher_lag_seconds"],
   ["spilled", "were cached on a replica that was not chosen, mostly because it was busy", "more replicas"],
   ["unpinned", "belong to the request's named prefix, but were cached nowhere", "GET /v1/prefixes/ID says where it is warm; a larger --pin-share, or fewer prefixes"],
+  ["partial", "were cached by the layers with full attention, but those with windows or states kept nothing at that place", "--engine-arg prefix_cache_retention_interval=N, or a named prefix"],
   ["evicted", "were cached once, but no longer: evicted, cleared, or lost with their replica", "more memory for the cache, more replicas, or named prefixes"],
   ["broken", "are in the chat's earlier prompt too, but behind a place that has changed since, so that no cache had them", "let chats change at their end only: dates and ids into the last user message; kvroute doctor names the place"],
   ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks), or are of a prompt with prompt_logprobs, for which vLLM reads no cache", "see whether prompts could begin alike"],

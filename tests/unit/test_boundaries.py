@@ -134,6 +134,31 @@ def test_what_a_prompt_adds_makes_all_of_it_a_hit(layout: Layout, blocks: int, b
     assert mirror.hits_at(chain, boundaries).get("a", 0) == len(chain)
 
 
+@given(layouts(), st.randoms(use_true_random=False), st.integers(0, len(CHAIN)))
+def test_what_the_first_group_alone_could_serve_is_told(
+    layout: Layout, rng: random.Random, blocks: int
+) -> None:
+    mirror, first = Mirror(), layout.groups[0]
+    mirror.join("a")
+    held = {(0, end) for number, end in all_blocks(layout) if not number and rng.random() < 0.9}
+    mirror.add("a", [member(CHAIN[end // UNIT - 1], 0) for _, end in held])
+    found = mirror.in_first_group(CHAIN[:blocks], Boundaries(layout, UNIT))
+    assert found == hit(Layout((first,), layout.hit_tokens), held, blocks)
+
+
+def test_a_prompt_that_lacks_only_states_is_not_taken_for_evicted() -> None:
+    fleet = new_fleet()
+    layout = Layout((CacheGroup("full_attention", 8), CacheGroup("mamba", 16)), 16)
+    fleet.mirror.join("a")
+    fleet.update([record("a", layout=layout)])
+    fleet.mirror.add("a", fleet.added("a", CHAIN[:24]))  # with states at its end only
+    placement = fleet.place_chain(CHAIN[:17], 17 * UNIT, ["a"], 0.0)
+    assert (placement.best_hit_blocks, placement.partial_blocks) == (0, 16)
+    assert placement.evicted_tokens == 0
+    again = fleet.place_chain(CHAIN[:25], 25 * UNIT, ["a"], 0.0)
+    assert (again.best_hit_blocks, again.partial_blocks) == (24, 24)
+
+
 @given(layouts(), st.integers(0, len(CHAIN)))
 def test_a_boundary_stays_known_after_its_blocks_are_evicted(layout: Layout, blocks: int) -> None:
     boundaries, mirror = Boundaries(layout, UNIT), Mirror()

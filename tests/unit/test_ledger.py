@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvroute.router.routing.ledger import account
 
 TOKENS = st.integers(0, 10_000)
-LENGTHS = "cacheable reusable expected delivered named known".split()
+LENGTHS = "cacheable reusable expected delivered named partial known".split()
 
 
 def ledger(**lengths: Any) -> dict[str, int]:
@@ -69,6 +69,11 @@ def test_what_is_new_under_a_salt_may_be_somebody_elses() -> None:
 def test_what_was_once_cached_and_is_no_more_is_evicted() -> None:
     found = ledger(reusable=32, expected=32, delivered=32, known=64)
     assert found == {"hit": 32, "evicted": 32, "new": 32, "tail": 4}
+
+
+def test_what_lacks_only_windows_or_states_is_partial_and_not_evicted() -> None:
+    found = ledger(reusable=32, expected=32, delivered=32, partial=64, known=80)
+    assert found == {"hit": 32, "partial": 32, "evicted": 16, "new": 16, "tail": 4}
 
 
 def test_what_is_known_to_have_been_evicted_is_not_blamed_on_a_salt() -> None:
