@@ -32,7 +32,11 @@ class ReplicaMetrics:
 
         self._readings = Readings(registry)
         self._requests = counter("requests", "Requests that got a first token.")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of those requests.")
+        self._prompt_tokens = counter(
+            "prompt_tokens",
+            "Prompt tokens of those requests, once for each request. vllm:prompt_tokens_total has "
+            "them once for each of its n choices.",
+        )
         self._cached_tokens = counter(
             "cached_tokens", "Those prompt tokens that came from the KV cache."
         )

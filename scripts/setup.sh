@@ -67,6 +67,7 @@ install_everything() {
     stage 3 "installing $(count_packages) packages"
     install --require-hashes "${locks[@]/#/--requirement=}"
     install --build-constraint requirements/build.lock --editable .
+    .venv/bin/python scripts/name_vllm.py
 }
 
 count_packages() { cat "${locks[@]}" | grep -c '^[a-z]'; }

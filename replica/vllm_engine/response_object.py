@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from openai.types.responses import response_output_text, response_text_delta_event
 from vllm.entrypoints.openai.responses import streaming_events
 from vllm.entrypoints.openai.responses.protocol import (
     ResponsesRequest,
@@ -52,10 +51,7 @@ def complete(response: ResponsesResponse, request: ResponsesRequest) -> Response
     return response
 
 
-def with_bytes(
-    logprobs: Sequence[response_output_text.Logprob],
-) -> list[response_text_delta_event.Logprob]:
+def with_bytes(logprobs: Sequence[Any]) -> list[Any]:
     """Return log-probabilities for an event, with the bytes of each token: vLLM leaves them out."""
-    return [
-        response_text_delta_event.Logprob.model_validate(each.model_dump()) for each in logprobs
-    ]
+    event = streaming_events.response_text_delta_event.Logprob
+    return [event.model_validate(each.model_dump()) for each in logprobs]

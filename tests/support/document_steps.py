@@ -60,6 +60,7 @@ NOT_HERE = {
     ),
     "kvroute scale": "would take a replica from other tests: test_rollout.py runs it",
     "kvroute calibrate": f"{MINUTES}: test_calibrate.py runs it",
+    ".venv/bin/vllm bench serve": f"{MINUTES}: test_bench_serve.py runs it",
     "ray up": CLOUD,
     "ray exec": CLOUD,
     "ray down": CLOUD,

