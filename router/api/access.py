@@ -17,10 +17,14 @@ from kvroute.keys.key_file import ROLES, Role
 from kvroute.keys.keyring import Caller, Keyring
 from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, PASSED_ON, RESPONSES
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.api.scoring import SCORING
 
 OPEN = ("/health", "/ping", "/ui")  # the page asks for a key, and then for its events
 ANY = ("/v1/models", "/version")  # with a key of any role
-USE = (CHATS, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON, "/v1/route", "/v1/sessions")
+USE = (
+    *(CHATS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *PASSED_ON),
+    *("/v1/route", "/v1/sessions"),
+)
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")
 READ = ("/v1/prefixes",)  # GET is to observe, all else to manage
 MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")

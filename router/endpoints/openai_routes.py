@@ -5,6 +5,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from msgspec.json import decode, encode
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -25,6 +26,7 @@ from kvroute.router.api.calls import (
 from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.load_report import FORM, REPORTING, report_headers
 from kvroute.router.api.request_id import request_id
+from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import said_of
 from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.chat_batch import answered_together
@@ -66,7 +68,7 @@ class Answers:
 
 routes.routes += [
     Answers(path).route()
-    for path in (CHATS, CHAT_BATCH, COMPLETIONS, RESPONSES, MESSAGES, *PASSED_ON)
+    for path in (CHATS, CHAT_BATCH, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *PASSED_ON)
 ]
 
 
@@ -118,7 +120,9 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
     models: Models = request.app.state.models
     bodies: Bodies = request.app.state.bodies
     with counting_refusals(request, models):
-        if path == CHAT_BATCH:
+        if path == SCORING:
+            response = await _score(request, entry)
+        elif path == CHAT_BATCH:
             calls, id_ = await bodies.read(parse_chat_batch, request), request_id(request)
             each = (
                 _answer(call, request, entry, id_=f"{id_}-{number}", is_first=not number)
@@ -130,6 +134,20 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
             call = await bodies.read(parse, request)
             response = await _answer(call, request, entry, id_=request_id(request))
     add_headers(request, entry, response)
+    return response
+
+
+async def _score(request: Request, entry: Entry | None) -> Response:
+    """Return the response to a request for scores."""
+    models: Models = request.app.state.models
+    scoring, raw, name = await request.app.state.bodies.read(parse_scoring, request)
+    request.state.model = model = models.named(name, limits_of(request))
+    call, id_ = await model.scoring(scoring, raw), request_id(request)
+    response = await _answer(call, request, entry, id_=id_)
+    if response.status_code != 200:
+        return response
+    response.body = encode(scores(scoring, decode(response.body), id_=id_))
+    response.headers["content-length"] = str(len(response.body))
     return response
 
 

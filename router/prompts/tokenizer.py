@@ -90,7 +90,7 @@ class Prompts:
     async def beginning(self, text: str, *, max_model_len: int | None = None) -> TokenIds:
         """Plain text that other text will follow, with the special tokens before it."""
         self.check_length("prompt", text, max_model_len)
-        return np.concatenate([self._opening, *await self._encode([text])])
+        return np.concatenate([self._opening, *await self.encode([text])])
 
     async def rests(
         self, prompts: Sequence[str], max_model_len: int | None = None
@@ -98,7 +98,7 @@ class Prompts:
         """Plain texts that each follow a beginning, with the special tokens after them."""
         for prompt in prompts:
             self.check_length("prompt", prompt, max_model_len)
-        return [*map(self.without_opening, await self._encode(prompts, special=True))]
+        return [*map(self.without_opening, await self.encode(prompts, special=True))]
 
     def without_opening(self, token_ids: TokenIds) -> TokenIds:
         """The ids without the special tokens that the tokenizer puts before any text."""
@@ -188,7 +188,7 @@ class Prompts:
         segments = self._cutter.cut(text) if self._cutter else [text]
         found = {segment: self._known.get(segment) for segment in segments}
         missing = [segment for segment, token_ids in found.items() if token_ids is None]
-        for segment, token_ids in zip(missing, await self._encode(missing), strict=True):
+        for segment, token_ids in zip(missing, await self.encode(missing), strict=True):
             found[segment] = token_ids
             self._known.put(segment, token_ids)
         return np.concatenate([found[segment] for segment in segments])
@@ -203,7 +203,8 @@ class Prompts:
                 "length.",
             )
 
-    async def _encode(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+    async def encode(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        """Return the ids of each text; special: with special tokens around it."""
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return self._token_ids(texts, special)
         loop, token_ids = asyncio.get_running_loop(), list[TokenIds]()

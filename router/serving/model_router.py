@@ -26,6 +26,7 @@ from kvroute.process.draining import draining
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import load_of
+from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.api.urgency import sharer_of
 from kvroute.router.dispatch import replicas as serves
 from kvroute.router.dispatch.blamed import Blamed
@@ -69,6 +70,7 @@ from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError, placed_by
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
+from kvroute.router.serving.scored import scored_prompts
 from kvroute.router.serving.stored_response import stored
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
@@ -399,6 +401,12 @@ class ModelRouter:
             receipts.append(receipt(placement, policy=policy, broken=broken, retention=retention))
             await asyncio.sleep(0)  # other requests come first
         return receipts
+
+    async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
+        """Return the completion that answers a request for scores; raw: its body. ApiError."""
+        length = self.max_model_len
+        prompts = await scored_prompts(scoring, self._tokenizer, max_model_len=length)
+        return completion(scoring, raw, prompts)
 
     async def end_session(self, session: int) -> dict[str, str]:
         """A client says that no further turn will come. Returns the ranks that do not know it, and

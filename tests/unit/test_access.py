@@ -30,6 +30,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "GET /v1/responses/{response_id}/input_items",
         "POST /classify",
         "POST /detokenize",
+        "POST /generative_scoring",
         "POST /invocations",
         "POST /pooling",
         "POST /rerank",

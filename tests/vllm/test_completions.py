@@ -1,6 +1,7 @@
 """Completions with several prompts, echoes and odd but valid values have the right choices."""
 
 import json
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -129,3 +130,20 @@ def test_an_invocation_is_answered_by_the_route_of_its_body(cluster: Cluster) ->
     refusal = httpx.post(f"{cluster.url}/invocations", json={"input": "x"}, timeout=60)
     assert refusal.status_code == 400
     assert "Cannot find suitable handler" in refusal.json()["error"]["message"]
+
+
+def test_a_score_is_the_likelihood_of_the_next_token(cluster: Cluster) -> None:
+    labels = {"apply_softmax": False, "label_token_ids": [253, 28725]}
+    asked = {"model": BUILTIN_MODEL, "query": "Paris is in", "items": [" France", "", " Asia"]}
+    url = f"{cluster.url}/generative_scoring"
+    scored = httpx.post(url, json={**asked, **labels}, timeout=60).json()
+    for item, found in zip(asked["items"], scored["data"], strict=True):
+        own = {"logprob_token_ids": [253], "logprobs": 1, "return_tokens_as_token_ids": True}
+        alone = complete(cluster, prompt=f"Paris is in{item}", max_tokens=1, **own)
+        logprob = alone["choices"][0]["logprobs"]["top_logprobs"][0]["token_id:253"]
+        assert found["score"] == pytest.approx(math.exp(logprob), rel=1e-4)
+    assert scored["usage"]["completion_tokens"] == 3
+    first = httpx.post(url, json={**asked, **labels, "item_first": True}, timeout=60).json()
+    assert [each["index"] for each in first["data"]] == [0, 1, 2]
+    refusal = httpx.post(url, json={**asked, "label_token_ids": [999_999]}, timeout=60)
+    assert refusal.status_code == 400

@@ -59,7 +59,6 @@ MODEL_NAMES = re.compile(
 REASONS = {
     "openai.chat_completion.test_chat_completion::test_kv_transfer_": "`kv_transfer_params`",
     "openai.responses.test_stateful::test_background_error": "`background`",
-    "generate.generative_scoring.": "`/generative_scoring`",
 }
 LEAST_PASSED = 75  # 82 of 153 pass on kvroute
 

@@ -1,0 +1,81 @@
+"""A request for scores becomes a completion, and its log-probabilities the scores."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.scoring import MOST_TOKENS, Scoring, completion, parse_scoring, scores
+
+BODY: dict[str, Any] = {"query": "Is it?", "items": ["a", "b"], "label_token_ids": [7, 5]}
+
+
+def parsed(**own: Any) -> tuple[Scoring, bytes, str | None]:
+    return parse_scoring(json.dumps({**BODY, **own}).encode())
+
+
+def test_the_completion_has_the_prompts_and_the_fields_about_the_request() -> None:
+    scoring, raw, model = parsed(model="m", cache_salt="s", stream=True, temperature=2, n=3)
+    call = completion(scoring, raw, [np.array([1, 2], np.uint32), np.array([3], np.uint32)])
+    assert model == "m"
+    assert (call.model, call.cache_salt, call.n) == ("m", "s", 1)
+    second = json.loads(call.with_prompt(1))
+    assert second["prompt"] == [3]
+    assert (second["max_tokens"], second["logprob_token_ids"]) == (1, [7, 5])
+    assert "stream" not in second
+
+
+def test_the_completion_of_one_item_has_its_prompt_in_the_body() -> None:
+    scoring, raw, _ = parsed(items=["a"])
+    call = completion(scoring, raw, [np.array([1, 2], np.uint32)])
+    assert json.loads(call.raw)["prompt"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("field", "own"),
+    [
+        ("query", {"query": 3}),
+        ("items", {"items": []}),
+        ("items", {"items": ["a", 3]}),
+        ("label_token_ids", {"label_token_ids": []}),
+        ("label_token_ids.0", {"label_token_ids": [-1]}),
+        ("apply_softmax", {"apply_softmax": "perhaps"}),
+    ],
+)
+def test_what_is_no_request_is_refused_by_its_field(field: str, own: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        parsed(**own)
+    assert refused.value.status == 400
+    assert (refused.value.param or "").startswith(field)
+
+
+def test_too_many_tokens_are_refused() -> None:
+    scoring, raw, _ = parsed()
+    half = np.zeros(MOST_TOKENS // 2 + 1, np.uint32)
+    with pytest.raises(ApiError) as refused:
+        completion(scoring, raw, [half, half])
+    assert refused.value.status == 413
+
+
+def completed(*logprobs: float) -> dict[str, Any]:
+    """Return a completion with these log-probabilities of the tokens 7 and 5."""
+    found = {"token_id:9": -0.1, "token_id:5": logprobs[1], "token_id:7": logprobs[0]}
+    choice = {"index": 0, "logprobs": {"top_logprobs": [found]}}
+    return {"model": "m", "choices": [choice], "usage": {"prompt_tokens": 3}}
+
+
+def test_a_score_is_the_first_labels_likelihood() -> None:
+    scoring, _, _ = parsed(apply_softmax=False)
+    found = scores(scoring, completed(-1.0, -2.0), id_="r")
+    assert found["id"] == "generative-scoring-r"
+    assert found["data"] == [{"index": 0, "object": "score", "score": pytest.approx(math.exp(-1))}]
+    assert found["usage"] == {"prompt_tokens": 3}
+
+
+def test_with_softmax_the_labels_share_it() -> None:
+    scoring, _, _ = parsed()
+    (found,) = scores(scoring, completed(-1001.0, -1000.0), id_="r")["data"]
+    assert found["score"] == pytest.approx(1 / (1 + math.e))
