@@ -223,12 +223,17 @@ class Run:
             "data_parallel_rank": self.request.rank,
             "priority": self.priority,
         }
+        prompt_logprobs = None  # of the prompt's tokens, once the engine has told them
         outputs = llm.generate(prompt, params, id_, **{**options, **ours})
         async with self.reporting_a_dead_engine(), aclosing(outputs):
             with _outside():
                 output = await anext(outputs, None)
             while output is not None:
                 output.prompt_token_ids = ids
+                if params.n > 1:  # vLLM loses a choice's own when its first output is joined to a
+                    # later one of another choice; with `echo`, each choice begins with them
+                    prompt_logprobs = output.prompt_logprobs or prompt_logprobs
+                    output.prompt_logprobs = prompt_logprobs
                 for choice in output.outputs:
                     self._token_ids += choice.token_ids
                 yield self._counted(output)

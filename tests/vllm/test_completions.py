@@ -22,6 +22,7 @@ RENDERED_BY_REPLICA: dict[str, Body] = {
     "truncated, several choices": {"truncate_prompt_tokens": 3, "n": 2, **GREEDY},
     "echo": {"echo": True},
     "echo and log-probabilities": {"echo": True, "logprobs": 1, "max_tokens": 1},
+    "echo, log-probabilities, several choices": {"echo": True, "logprobs": 1, "n": 2, **GREEDY},
     "echo alone": {"echo": True, "logprobs": 1, "max_tokens": 0},
 }
 PROMPTS = {"texts": TEXTS, "token ids": IDS, "one": TEXTS[:1], "one of token ids": IDS[:1]}
