@@ -1,7 +1,7 @@
 """Traffic that no public trace has enough of, as traces for `kvroute replay`.
 
 `python -m tests.support.traces agents 7 >agents.jsonl` writes one, with its seed. Those that are
-made of chats need a trace of chats: `... mix 7 conversation_trace.jsonl`.
+made of recorded chats need a trace of them: `... mix 7 conversation_trace.jsonl`.
 """
 
 import json
@@ -90,9 +90,26 @@ def documents(seed: int, *, visits: int = 6000) -> list[Request]:
     return _in_order(requests)
 
 
-def mix(seed: int, chats: Path) -> list[Request]:
+def chats(seed: int, *, talks: int = 3000) -> list[Request]:
+    """Make the chats of an online service: one short system prompt, first messages that may have a
+    long document in them, and few turns."""
+    rng, fresh = random.Random(seed), count(1)
+    system = Text(fresh).add(BLOCK_TOKENS)
+    requests = []
+    for number in range(talks):
+        text, at_s = system.copy(), rng.uniform(-BEFORE_S, SPAN_S)
+        for _ in range(1 + int(rng.expovariate(1.0))):
+            text.add(_size(rng, 4500, most=100_000))
+            output_tokens = _size(rng, 250, most=2000)
+            requests.append(text.request(at_s, output_tokens, str(number)))
+            text.add(output_tokens)
+            at_s += 10 + rng.expovariate(1 / 60)
+    return _in_order(requests)
+
+
+def mix(seed: int, recorded: Path | None = None) -> list[Request]:
     """Chats, agents, and a batch job whose prompts nobody asks again."""
-    talks = read(chats, limit=None, seed=seed)
+    talks = read(recorded, limit=None, seed=seed) if recorded else chats(seed)
     span_s = talks[-1].arrival_s
     rng, fresh = random.Random(seed), count(1)
     job = [
@@ -103,9 +120,9 @@ def mix(seed: int, chats: Path) -> list[Request]:
     return _together([talks, coders, job], span_s)
 
 
-def clones(seed: int, chats: Path) -> list[Request]:
+def clones(seed: int, recorded: Path) -> list[Request]:
     """Four times the users of some chats, each with their own prompts and the same pauses."""
-    copies = [read(chats, limit=None, seed=seed + number) for number in range(4)]
+    copies = [read(recorded, limit=None, seed=seed + number) for number in range(4)]
     return _together(copies, max(copy[-1].arrival_s for copy in copies) + 1)
 
 
@@ -133,7 +150,11 @@ def _together(traces: Sequence[Sequence[Request]], span_s: float) -> list[Reques
     )
 
 
-WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {"agents": agents, "documents": documents}
+WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {
+    "agents": agents,
+    "chats": chats,
+    "documents": documents,
+}
 OF_CHATS: Mapping[str, Callable[[int, Path], list[Request]]] = {"mix": mix, "clones": clones}
 
 
