@@ -5,6 +5,7 @@ made of recorded chats need a trace of them: `... mix 7 conversation_trace.jsonl
 """
 
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +72,52 @@ def agents(seed: int, *, sessions: int = 900, span_s: float = SPAN_S) -> list[Re
             text.add(output_tokens + _size(rng, 1200, most=30_000))
             at_s += 5 + rng.expovariate(1 / 10 if is_tool_call else 1 / 120)
     return _in_order(requests, span_s)
+
+
+def rollouts(seed: int, *, sessions: int = 600) -> list[Request]:
+    """Make the sessions of coding agents that all start together, as in reinforcement learning.
+
+    Their numbers of turns are like those of the replay in pull request 3663 of NVIDIA's NeMo-RL: 5
+    to 99, 29 in the middle, 56 at the 90th percentile. What a turn adds and how long tools take are
+    assumptions.
+    """
+    rng, fresh = random.Random(seed), count(1)
+    system = Text(fresh).add(6 * BLOCK_TOKENS)
+    spread = math.log(56 / 29) / 1.2816  # of the logarithm; 1.2816 is the normal 90th percentile
+    requests = []
+    for number in range(sessions):
+        text, at_s = system.copy().add(_size(rng, 3000, most=20_000)), 0.001 * number
+        for _ in range(min(99, max(5, round(29 * rng.lognormvariate(0, spread))))):
+            output_tokens = _size(rng, 150, most=2000)
+            requests.append(text.request(at_s, output_tokens, str(number), is_tool_call=True))
+            text.add(output_tokens + _size(rng, 600, most=8000))
+            at_s += 2 + rng.expovariate(1 / 3)
+    return _in_order(requests, math.inf)
+
+
+def fan_outs(
+    seed: int, *, families: int = 80, width: tuple[int, int] = (2, 20), tokens: int = 20_000
+) -> list[Request]:
+    """Make families of sub-agents: all of a family start at once, from one long prefix that nobody
+    has computed yet, and then go on alone.
+
+    width: the least and the most sub-agents of a family. tokens: the median of the prefixes.
+    """
+    rng, fresh = random.Random(seed), count(1)
+    requests = []
+    for family in range(families):
+        prefix, start_s = Text(fresh).add(_size(rng, tokens, most=100_000)), rng.uniform(0, SPAN_S)
+        for member in range(rng.randint(*width)):
+            text, at_s = (
+                prefix.copy().add(_size(rng, 500, most=4000)),
+                start_s + rng.uniform(0, 0.1),
+            )
+            for _ in range(1 + int(rng.expovariate(1 / 4))):
+                output_tokens = _size(rng, 150, most=2000)
+                requests.append(text.request(at_s, output_tokens, f"{family}/{member}"))
+                text.add(output_tokens + _size(rng, 1200, most=30_000))
+                at_s += 3 + rng.expovariate(1 / 10)
+    return _in_order(requests, math.inf)
 
 
 def documents(seed: int, *, visits: int = 6000) -> list[Request]:
@@ -154,6 +201,8 @@ WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {
     "agents": agents,
     "chats": chats,
     "documents": documents,
+    "fan-outs": fan_outs,
+    "rollouts": rollouts,
 }
 OF_CHATS: Mapping[str, Callable[[int, Path], list[Request]]] = {"mix": mix, "clones": clones}
 

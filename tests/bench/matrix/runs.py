@@ -54,7 +54,7 @@ def measure(
     rate = cell.rate or _rate(cell, recorded, replicas, saturations)
     arrivals = _arrivals(cell, rate, recorded, replicas.engine)
     outcome = simulate(
-        arrivals.requests, replicas, policy, seed=seed, follow_ups=arrivals.follow_ups
+        arrivals.requests, replicas, policy, seed=seed, follow_ups=arrivals.loop.follow_ups
     )
     summary = summarise(policy, arrivals.requests, outcome)
     return Result(
