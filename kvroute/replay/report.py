@@ -32,14 +32,17 @@ COLUMNS: Sequence[Column] = (
 )
 SESSION_COLUMNS: Sequence[Column] = (
     ("policy", "policy", "{}"),
-    ("session mean", "session_mean_s", "{:.1f}"),
+    ("session mean, s", "session_mean_s", "{:.1f}"),
     ("p50", "session_p50_s", "{:.1f}"),
     ("p90", "session_p90_s", "{:.1f}"),
+    ("90% done, s", "most_sessions_s", "{:.1f}"),
+    ("turns/min", "turns_per_min", "{:.1f}"),
+)
+SLOWDOWN_COLUMNS: Sequence[Column] = (
+    ("policy", "policy", "{}"),
     ("slowdown p50", "slowdown_p50", "{:.2f}"),
     ("p90", "slowdown_p90", "{:.2f}"),
     ("p99", "slowdown_p99", "{:.2f}"),
-    ("turns/min", "turns_per_min", "{:.1f}"),
-    ("90% done", "most_sessions_s", "{:.1f}"),
 )
 MORE_COLUMNS: Sequence[Column] = (
     ("policy", "policy", "{}"),
@@ -134,7 +137,7 @@ def table_columns(summaries: Sequence[Summary]) -> list[Sequence[Column]]:
     has_sessions = any(summary.session_times.sessions for summary in summaries)
     return [
         COLUMNS,
-        *([SESSION_COLUMNS] if has_sessions else []),
+        *([SESSION_COLUMNS, SLOWDOWN_COLUMNS] if has_sessions else []),
         MORE_COLUMNS,
         *([HOST_COLUMNS] if has_host else []),
     ]

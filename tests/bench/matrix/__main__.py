@@ -6,7 +6,7 @@ Times are modelled, so that results depend on nothing but the code and the seed.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,11 +17,14 @@ import typer
 from kvroute.replay.policies import POLICIES
 from tests.bench.matrix.cells import CELLS, Cell
 from tests.bench.matrix.runs import Result, measure, saturation
-from tests.bench.matrix.table import compared
+from tests.bench.matrix.table import compared, compared_sessions
 from tests.bench.matrix.workloads import FILES, Files
 from tests.bench.report import Section
 
 RIVALS = "llm-d,llm-d-spec,sglang,dynamo-wspt,lmetric"  # the best of all is nearly always of these
+RIVALS_OF_SLOW = ["least-loaded"]  # besides, where replicas are slow: it needs no estimates
+
+Run = tuple[str, str, int]  # cell, policy and seed
 
 
 def main(
@@ -62,23 +65,27 @@ def main(
     ours, theirs = _policies(policy), _policies(rivals)
     files = _files(trace or [])
     before = json.loads(earlier.read_text()) if earlier else {"saturations": {}, "results": []}
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        saturations = _saturations(pool, cells, files, before["saturations"])
-        known = [Result(**row) for row in before["results"] if row["policy"] in theirs]
-        results = [*_results(pool, cells, [*ours, *theirs], seeds, files, saturations, known)]
-    rows = compared(results, ours)
-    if json_file:
-        found: dict[str, Any] = {
-            "traces": {name: str(file) for name, file in files.items()},
-            "saturations": saturations,
-            "rows": rows,
-            "results": [each.row() for each in results],
-        }
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if rows:
-        typer.echo(
-            Section("Policies: ratios to the best rival, the worst cell first", rows).markdown()
-        )
+    known = [Result(**row) for row in before["results"] if row["policy"] not in ours]
+    saturations: dict[str, float] = before["saturations"]
+    results: list[Result] = []
+    try:
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            for name, found_rps in _saturations(pool, cells, files, saturations):
+                saturations[name] = found_rps
+            runs = _runs(cells, ours, theirs, seeds)
+            results += [each for each in known if _run_of(each) in runs]
+            results += _measured(pool, runs, known, files, saturations)
+    finally:  # so that --earlier can go on where a run was stopped
+        if json_file:
+            found = {"saturations": saturations, "results": [each.row() for each in results]}
+            json_file.write_text(json.dumps(found, indent=1) + "\n")
+    for title, rows in (
+        ("First tokens", compared(results, ours)),
+        ("Sessions", compared_sessions(results, ours)),
+    ):
+        if rows:
+            section = Section(f"{title}: ratios to the best rival, the worst cell first", rows)
+            typer.echo(section.markdown() + "\n")
 
 
 def matches(name: str, only: Sequence[str]) -> bool:
@@ -88,40 +95,50 @@ def matches(name: str, only: Sequence[str]) -> bool:
 
 
 def _saturations(
-    pool: ProcessPoolExecutor, cells: Sequence[Cell], files: Files, known: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the saturation of each cell that has a load, by its name at saturation."""
+    pool: ProcessPoolExecutor, cells: Sequence[Cell], files: Files, known: Collection[str]
+) -> Iterator[tuple[str, float]]:
+    """Yield the saturation of each cell that has a load, by its name at saturation."""
     needed = {str(cell.at_saturation): cell.at_saturation for cell in cells if cell.load}
     running = {
         pool.submit(saturation, cell, files): name
         for name, cell in needed.items()
         if name not in known
     }
-    found = dict(known)
-    for future in _watched(running, lambda future: f"{running[future]}: {future.result():.2f}/s"):
-        found[running[future]] = future.result()
-    return found
+    for future in _watched(running, lambda future: f"{running[future]}: {future.result():.3f}/s"):
+        yield running[future], future.result()
 
 
-def _results(
+def _runs(
+    cells: Sequence[Cell], ours: Sequence[str], theirs: Sequence[str], seeds: int | None
+) -> dict[Run, Cell]:
+    """Return the cell of each run, cell by cell."""
+    return {
+        (str(cell), policy, seed): cell
+        for cell in cells
+        for seed in cell.seeds[:seeds]
+        for policy in dict.fromkeys([*ours, *theirs, *(RIVALS_OF_SLOW if cell.is_slow else [])])
+    }
+
+
+def _run_of(result: Result) -> Run:
+    return result.cell, result.policy, result.seed
+
+
+def _measured(
     pool: ProcessPoolExecutor,
-    cells: Sequence[Cell],
-    policies: Sequence[str],
-    seeds: int | None,
+    runs: Mapping[Run, Cell],
+    known: Sequence[Result],
     files: Files,
     saturations: Mapping[str, float],
-    known: Sequence[Result],
 ) -> Iterator[Result]:
-    by_run = {(each.cell, each.policy, each.seed): each for each in known}
-    runs: list[Future[Result]] = []
-    for cell in cells:
-        for seed in cell.seeds[:seeds]:
-            for policy in policies:
-                if result := by_run.get((str(cell), policy, seed)):
-                    yield result
-                else:
-                    runs.append(pool.submit(measure, cell, policy, seed, files, saturations))
-    for future in _watched(runs, lambda future: _line(future.result())):
+    """Yield the result of each run that is not known, as it is done."""
+    done = {_run_of(each) for each in known}
+    futures = [
+        pool.submit(measure, cell, policy, seed, files, saturations)
+        for (name, policy, seed), cell in runs.items()
+        if (name, policy, seed) not in done
+    ]
+    for future in _watched(futures, lambda future: _line(future.result())):
         yield future.result()
 
 

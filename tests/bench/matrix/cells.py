@@ -2,7 +2,8 @@
 
 The product of all values has 640 cells. `COVER` has 20 of them, in which every two values of two
 columns meet at least once. `KNOWN` has cells in which a version of kvroute was behind others, in
-the size in which that was measured.
+the size in which that was measured. `SESSIONS` has so many sessions at once, whose contexts fit the
+caches or do not. `FAN_OUTS` has sub-agents that start together.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,13 @@ SEEDS = 3  # that are run there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A setting in which all policies are compared. It has a load or a rate."""
+    """A setting in which all policies are compared. It has a load, a rate or sessions."""
 
     trace: str
     engine: str
     load: float | None = None  # share of saturation
     rate: float | None = None  # requests a second; in a closed loop, sessions started
+    sessions: int | None = None  # that run at once, in a closed loop
     cache: str | int  # a name in CACHES, or tokens of each replica
     is_closed: bool = False  # a session's turn waits for the answer before it
     is_slow: bool = False  # some replicas are
@@ -38,7 +40,7 @@ class Cell:
         words = [
             self.trace + "-closed" * self.is_closed,
             self.engine,
-            f"{self.load:.0%}" if self.load else f"{self.rate:g}/s",
+            self._pace(),
             self.cache if isinstance(self.cache, str) else f"{self.cache // 1000}k",
         ]
         words += ["slow"] * self.is_slow
@@ -46,9 +48,14 @@ class Cell:
         words += [f"{self.replicas} replicas"] * (self.replicas != REPLICAS)
         return " ".join(words)
 
+    def _pace(self) -> str:
+        if self.sessions:
+            return f"{self.sessions} sessions"
+        return f"{self.load:.0%}" if self.load else f"{self.rate:g}/s"
+
     @property
     def seeds(self) -> range:
-        is_near = self.load is None or self.load >= NEAR_SATURATION
+        is_near = self.rate is not None or (self.load or 0.0) >= NEAR_SATURATION
         return range(SEEDS if is_near else 1)
 
     @property
@@ -115,4 +122,18 @@ KNOWN: Sequence[Cell] = [
     replace(_CHATS, engine="l4-8b", load=0.95),
     replace(_CHATS, engine="h100-70b-tp4", load=0.95),
 ]
-CELLS: Sequence[Cell] = [*KNOWN, *COVER]
+_AT_ONCE = Cell(
+    trace="agents",
+    engine="h200-8b",
+    sessions=40,
+    cache=800_000,
+    is_closed=True,
+    replicas=4,
+    limit=None,
+)
+SESSIONS = [_AT_ONCE, replace(_AT_ONCE, sessions=70), replace(_AT_ONCE, sessions=140)]
+FAN_OUTS = [
+    Cell(trace="fan-outs", engine=engine, load=load, cache="tight")
+    for engine, load in (("h200-8b", 0.5), ("l4-8b", 0.8))
+]
+CELLS: Sequence[Cell] = [*KNOWN, *SESSIONS, *FAN_OUTS, *COVER]

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 
 from rich.progress import Progress
 
-from kvroute.replay.arrivals import Arrivals, arrivals_at
+from kvroute.replay.arrivals import arrivals_at
+from kvroute.replay.closed_loop import OPEN_LOOP
 from kvroute.replay.compare import saturation_rps
-from kvroute.replay.model import EngineModel
 from kvroute.replay.modelled_engine import blocks_needed
 from kvroute.replay.pace import Pace
 from kvroute.replay.profiles import PROFILES
@@ -30,8 +30,12 @@ class Result:
     ttft_p99_s: float
     hit_share: float
     throughput_rps: float
+    turns_per_min: float | None  # these four only where so many sessions run at once
+    slowdown_p50: float | None
+    slowdown_p90: float | None
+    slowdown_p99: float | None
 
-    def row(self) -> dict[str, str | int | float]:
+    def row(self) -> dict[str, str | int | float | None]:
         return asdict(self)
 
 
@@ -51,12 +55,20 @@ def measure(
     """
     recorded = list(workload(cell.trace, files, limit=cell.limit, seed=seed))
     replicas = cluster(cell, recorded)
-    rate = cell.rate or _rate(cell, recorded, replicas, saturations)
-    arrivals = _arrivals(cell, rate, recorded, replicas.engine)
+    rate = _rate(cell, recorded, replicas, saturations) if cell.load else cell.rate
+    pace = Pace(rate=rate, sessions=cell.sessions, is_closed_loop=cell.is_closed)
+    arrivals = arrivals_at(pace, recorded, replicas.engine, lambda: 0.0)
+    loop = arrivals.loop
     outcome = simulate(
-        arrivals.requests, replicas, policy, seed=seed, follow_ups=arrivals.loop.follow_ups
+        arrivals.requests,
+        replicas,
+        policy,
+        seed=seed,
+        follow_ups=loop.follow_ups,
+        queued=loop.queued,
     )
-    summary = summarise(policy, arrivals.requests, outcome)
+    summary = summarise(policy, arrivals.requests, outcome, loop if cell.sessions else OPEN_LOOP)
+    times = summary.session_times
     return Result(
         str(cell),
         policy,
@@ -66,6 +78,10 @@ def measure(
         ttft_p99_s=summary.ttft_p99_s,
         hit_share=summary.hit_share,
         throughput_rps=summary.throughput_rps,
+        turns_per_min=times.turns_per_min,
+        slowdown_p50=times.slowdown_p50,
+        slowdown_p90=times.slowdown_p90,
+        slowdown_p99=times.slowdown_p99,
     )
 
 
@@ -99,8 +115,3 @@ def _rate(
     if not cell.is_closed:
         return requests_per_s
     return requests_per_s * len({each.session for each in recorded}) / len(recorded)
-
-
-def _arrivals(cell: Cell, rate: float, recorded: list[Request], engine: EngineModel) -> Arrivals:
-    pace = Pace(rate=rate, is_closed_loop=cell.is_closed)
-    return arrivals_at(pace, recorded, engine, lambda: rate)

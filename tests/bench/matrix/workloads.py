@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from kvroute.replay.trace import Request, TraceError, read
-from tests.support.traces import agents, chats, documents, mix
+from tests.support.traces import agents, chats, documents, fan_outs, mix
 
 JITTER_S = 60.0  # seeds after the first move each session's start: about as far as the next one's
 
@@ -35,6 +35,8 @@ def _workload(name: str, files: Sequence[tuple[str, Path]], seed: int) -> Sequen
             return agents(seed, sessions=1800)
         case "documents":
             return documents(seed, visits=1500)
+        case "fan-outs":
+            return fan_outs(seed)
         case "mixed":
             return mix(seed, recorded.get("conversation"))
     raise TraceError(f"there is no trace {name!r}")
