@@ -17,7 +17,7 @@ LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$
 # Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help setup serve check unit test test-all test-cluster lint docs wheel-check lock system chaos fuzz bench bench-engines bench-prefixes bench-tenants
+.PHONY: help setup serve check unit test test-all test-cluster lint docs wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -54,6 +54,9 @@ fuzz: $(DEV) ## 24,000 requests of every shape to every route; takes some minute
 
 bench: $(DEV) ## What a decision, an index and a request's way cost; options as in ARGS="--help"
 	@$(BIN)/python -W ignore -m tests.bench $(ARGS)
+
+bench-policies: $(DEV) ## kvroute against the best rival on many traces, engines and loads; takes half an hour
+	@$(BIN)/python -W ignore -m tests.bench.matrix $(ARGS)
 
 bench-engines: $(DEV) ## Policies side by side on real engines; takes about a quarter of an hour
 	@$(BIN)/python -W ignore -m tests.bench.engines $(ARGS)

@@ -66,6 +66,14 @@ def replay(
             help="A session's turn arrives as long after the last answer as in the trace.",
         ),
     ] = False,
+    sessions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --closed-loop, instead of a speed: so many sessions run at once. When one "
+            "ends, the next of the trace starts.",
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="Policies to compare, comma-separated; or all.")
     ] = "kvroute",
@@ -119,9 +127,9 @@ def replay(
     from kvroute.replay.report import tables
     from kvroute.replay.sessions import with_ends
     from kvroute.replay.simulate import Cluster
-    from kvroute.replay.trace import TraceError, read
+    from kvroute.replay.trace import TraceError, read, unnamed
 
-    pace = _pace(load, speed, rate, closed_loop=closed_loop)
+    pace = _pace(load, speed, rate, sessions, closed_loop=closed_loop)
     page = _page() if html else None
     names = _names(policy)
     profile = _profile(engine)
@@ -141,6 +149,8 @@ def replay(
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         recorded = read(trace, limit=limit, seed=seed, model=model)
+        if own := unnamed(recorded):
+            notes.print(own)
         if ends is not None:
             recorded = with_ends(recorded, ends, seed)
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
@@ -151,16 +161,14 @@ def replay(
                 return found
 
             arrivals = arrivals_at(pace, recorded, cluster.engine, saturation)
-            notes.print(
-                f"arrivals: {arrivals.rate:.2f} {pace.unit}/s, {arrivals.speed:.2f} x the trace's"
-            )
+            notes.print(f"arrivals: {arrivals.summary}")
             runs = compare(
                 names,
                 arrivals.requests,
                 cluster,
                 seed=seed,
                 progress=progress,
-                follow_ups=arrivals.follow_ups,
+                loop=arrivals.loop,
                 jobs=jobs,
             )
         summaries = [run.summary for run in runs]
@@ -171,34 +179,45 @@ def replay(
                 Console().print(shown)
                 Console().print()
         if html and page:
-            title = f"{trace.name} on {replicas} replicas at {pace}"
+            title = f"{trace.name} on {replicas} replicas {pace}"
             parameters = {
                 "requests": len(arrivals.requests),
-                f"{pace.unit}_per_s": arrivals.rate,
+                **arrivals.parameters,
                 "seed": seed,
                 **profile.model_dump(exclude={"kv_tokens"}),
                 **asdict(cluster),
                 "engine": engine,
             }
-            html.write_text(page(title, arrivals.requests, runs, parameters))
+            html.write_text(page(title, arrivals.requests, runs, parameters, arrivals.loop))
     except (OSError, TraceError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None
 
 
 def _pace(
-    load: float | None, speed: float | None, rate: float | None, *, closed_loop: bool
+    load: float | None,
+    speed: float | None,
+    rate: float | None,
+    sessions: int | None,
+    *,
+    closed_loop: bool,
 ) -> Pace:
-    if sum(each is not None for each in (load, speed, rate)) > 1:
-        raise typer.BadParameter("--load, --speed and --rate exclude each other; give one of them")
+    if sum(each is not None for each in (load, speed, rate, sessions)) > 1:
+        raise typer.BadParameter(
+            "--load, --speed, --rate and --sessions exclude each other; give one of them"
+        )
+    if sessions is not None and not closed_loop:
+        raise typer.BadParameter(
+            f"--sessions {sessions} has a meaning only in a closed loop; add --closed-loop"
+        )
     if closed_loop and load is not None:
         raise typer.BadParameter(
             "--load has no meaning with --closed-loop, where sessions wait for their answers; give "
-            "--rate or --speed"
+            "--sessions, --rate or --speed"
         )
     if speed is None and rate is None and not closed_loop:
         load = load or DEFAULT_LOAD
-    return Pace(load, speed, rate, is_closed_loop=closed_loop)
+    return Pace(load, speed, rate, sessions, closed_loop)
 
 
 def _slow(slow: str | None) -> tuple[float, float]:

@@ -3,19 +3,26 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvroute.replay.closed_loop import FollowUp, follow_ups, native_starts_per_s, starts_at_speed
+from kvroute.replay.closed_loop import (
+    OPEN_LOOP,
+    Loop,
+    native_starts_per_s,
+    starts_at_once,
+    starts_at_speed,
+)
 from kvroute.replay.model import EngineModel
 from kvroute.replay.pace import Pace
-from kvroute.replay.simulate import OPEN_LOOP
 from kvroute.replay.trace import Request, at_speed, native_rps
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
+    """Requests, who of them waits for whom, and how fast they come."""
+
     requests: list[Request]
-    follow_ups: Mapping[int, FollowUp]  # by the index of the request before
-    rate: float  # requests a second; in a closed loop, sessions started
-    speed: float  # that rate, as a multiple of the trace's own
+    loop: Loop
+    summary: str  # of the pace, in words
+    parameters: Mapping[str, float]  # the same by name
 
 
 def arrivals_at(
@@ -27,8 +34,14 @@ def arrivals_at(
     """The trace's requests at that pace; the saturation is asked for only if it needs it. Raises
     TraceError."""
     native = native_starts_per_s(recorded) if pace.is_closed_loop else native_rps(recorded)
+    if pace.sessions is not None:
+        requests, loop = starts_at_once(recorded, pace.sessions, engine)
+        summary = f"{len(loop.sessions)} sessions, {pace.sessions} of them at once"
+        return Arrivals(requests, loop, summary, {"sessions_at_once": pace.sessions})
     rate = pace.load * saturation_rps() if pace.load else pace.rate or (pace.speed or 1.0) * native
+    summary = f"{rate:.2f} {pace.unit}/s, {rate / native:.2f} x the trace's"
+    parameters = {f"{pace.unit}_per_s": rate}
     if not pace.is_closed_loop:
-        return Arrivals(at_speed(recorded, rate / native), OPEN_LOOP, rate, rate / native)
-    requests = starts_at_speed(recorded, rate / native)
-    return Arrivals(requests, follow_ups(requests, engine), rate, rate / native)
+        return Arrivals(at_speed(recorded, rate / native), OPEN_LOOP, summary, parameters)
+    requests, loop = starts_at_speed(recorded, rate / native, engine)
+    return Arrivals(requests, loop, summary, parameters)

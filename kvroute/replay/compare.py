@@ -1,15 +1,15 @@
 """Policies are compared on one trace at one arrival rate, a share of the highest possible rate."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 
 from rich.progress import Progress
 
-from kvroute.replay.closed_loop import FollowUp
+from kvroute.replay.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.report import Summary, summarise
-from kvroute.replay.simulate import OPEN_LOOP, Cluster, Outcome, simulate
+from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.trace import Request, TraceError, at_speed, ideal_hit_tokens, native_rps
 
 REFERENCES = ("kvroute", "sglang")  # the saturation is the best throughput of these under overload
@@ -32,15 +32,15 @@ def compare(
     *,
     seed: int,
     progress: Progress,
-    follow_ups: Mapping[int, FollowUp] = OPEN_LOOP,
+    loop: Loop = OPEN_LOOP,
     jobs: int = 1,
 ) -> list[Run]:
     """One run for each policy, in their order; so many at a time, in processes of their own."""
     if jobs == 1:
-        return [_watched(each, requests, cluster, seed, follow_ups, progress) for each in policies]
+        return [_watched(each, requests, cluster, seed, loop, progress) for each in policies]
     task = progress.add_task(", ".join(policies), total=len(policies))
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        runs = [pool.submit(_run, each, requests, cluster, seed, follow_ups) for each in policies]
+        runs = [pool.submit(_run, each, requests, cluster, seed, loop) for each in policies]
         for _ in as_completed(runs):
             progress.advance(task)
         return [run.result() for run in runs]
@@ -93,11 +93,11 @@ def _watched(
     requests: Sequence[Request],
     cluster: Cluster,
     seed: int,
-    follow_ups: Mapping[int, FollowUp],
+    loop: Loop,
     progress: Progress,
 ) -> Run:
     task = progress.add_task(policy, total=len(requests))
-    return _run(policy, requests, cluster, seed, follow_ups, lambda: progress.advance(task))
+    return _run(policy, requests, cluster, seed, loop, lambda: progress.advance(task))
 
 
 def _run(
@@ -105,7 +105,7 @@ def _run(
     requests: Sequence[Request],
     cluster: Cluster,
     seed: int,
-    follow_ups: Mapping[int, FollowUp],
+    loop: Loop,
     on_first_token: Callable[[], None] = lambda: None,
 ) -> Run:
     outcome = simulate(
@@ -113,7 +113,8 @@ def _run(
         cluster,
         policy,
         seed=seed,
-        follow_ups=follow_ups,
+        follow_ups=loop.follow_ups,
+        queued=loop.queued,
         on_first_token=on_first_token,
     )
-    return Run(outcome, summarise(policy, requests, outcome))
+    return Run(outcome, summarise(policy, requests, outcome, loop))

@@ -6,9 +6,11 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
+from kvroute.replay.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.compare import Run
 from kvroute.replay.plot import Line, Plot, svg
 from kvroute.replay.report import WARM_UP, Column, cells, table_columns
+from kvroute.replay.session_times import done_over_time
 from kvroute.replay.trace import Request, ideal_hit_tokens
 
 QUANTILES = np.linspace(0, 1, 201)
@@ -23,6 +25,13 @@ TABLE_NOTE = (
     "requests still came. Imbalance is the prefill time of the busiest replica over the mean. The "
     "first tenth of the requests fills the caches: it counts in req/s, tokens/s, imbalance and the "
     "two later plots alone."
+)
+SESSIONS_NOTE = (
+    "A session lasts from its first request to its last token, thinking included, in seconds; its "
+    "slowdown is that over what it takes on an idle replica which has every repeated block cached. "
+    "Turns/min are those answered until a session ended and none was left to start. 90% done is "
+    "the time from the first request until nine tenths of the sessions had ended. All sessions "
+    "count."
 )
 
 CSS = """
@@ -52,7 +61,11 @@ figure > svg { width: 100%; height: auto }
 
 
 def page(
-    title: str, requests: Sequence[Request], runs: Sequence[Run], parameters: Mapping[str, object]
+    title: str,
+    requests: Sequence[Request],
+    runs: Sequence[Run],
+    parameters: Mapping[str, object],
+    loop: Loop = OPEN_LOOP,
 ) -> str:
     """The whole document."""
     return f"""<!doctype html>
@@ -61,8 +74,8 @@ def page(
 <title>{escape(title)}</title><style>{CSS}</style></head>
 <body><h1>{escape(title)}</h1>
 {"".join(_tables(runs))}\
-<p class="note">{TABLE_NOTE}</p>
-<div class="plots">{"".join(map(_figure, plots(requests, runs)))}</div>
+<p class="note">{TABLE_NOTE}{f" {SESSIONS_NOTE}" if loop.sessions else ""}</p>
+<div class="plots">{"".join(map(_figure, plots(requests, runs, loop)))}</div>
 <h2>Parameters</h2>
 <dl>{"".join(_parameter(*each) for each in parameters.items())}</dl>
 </body></html>
@@ -126,7 +139,9 @@ def _lines(runs: Sequence[Run], points: Callable[[Run], list[tuple[float, float]
     return [Line(run.summary.policy, points(run)) for run in runs]
 
 
-def plots(requests: Sequence[Request], runs: Sequence[Run]) -> Iterator[Plot]:
+def plots(
+    requests: Sequence[Request], runs: Sequence[Run], loop: Loop = OPEN_LOOP
+) -> Iterator[Plot]:
     yield Plot(
         "Time to first token",
         "time to first token (s)",
@@ -153,6 +168,15 @@ def plots(requests: Sequence[Request], runs: Sequence[Run]) -> Iterator[Plot]:
         "A flat line is work spread evenly and a low one is less work, since hits need no prefill; "
         "a steep left end is a replica that gets too much.",
     )
+    if loop.sessions:
+        yield Plot(
+            "Sessions done",
+            "time since the first arrival (s)",
+            "sessions that have ended (%)",
+            _lines(runs, lambda run: done_over_time(loop, run.outcome)),
+            "Further left is sooner: a line's end is the last session.",
+            y_end=100.0,
+        )
 
 
 def _figure(plot: Plot) -> str:

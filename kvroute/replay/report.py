@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from kvroute.replay.closed_loop import OPEN_LOOP, Loop
+from kvroute.replay.session_times import SessionTimes, session_times
 from kvroute.replay.simulate import Outcome
 from kvroute.replay.trace import Request, ideal_hit_tokens
 
@@ -27,6 +29,20 @@ COLUMNS: Sequence[Column] = (
     ("TPOT p90", "tpot_p90_ms", "{:.0f}"),
     ("req/s", "throughput_rps", "{:.1f}"),
     ("tokens/s", "prompt_tokens_per_s", "{:,.0f}"),
+)
+SESSION_COLUMNS: Sequence[Column] = (
+    ("policy", "policy", "{}"),
+    ("session mean, s", "session_mean_s", "{:.1f}"),
+    ("p50", "session_p50_s", "{:.1f}"),
+    ("p90", "session_p90_s", "{:.1f}"),
+    ("90% done, s", "most_sessions_s", "{:.1f}"),
+    ("turns/min", "turns_per_min", "{:.1f}"),
+)
+SLOWDOWN_COLUMNS: Sequence[Column] = (
+    ("policy", "policy", "{}"),
+    ("slowdown p50", "slowdown_p50", "{:.2f}"),
+    ("p90", "slowdown_p90", "{:.2f}"),
+    ("p99", "slowdown_p99", "{:.2f}"),
 )
 MORE_COLUMNS: Sequence[Column] = (
     ("policy", "policy", "{}"),
@@ -65,12 +81,18 @@ class Summary:
     host_hit_share: float
     reload_s: float  # seconds of copies from host memory, of all replicas
     reload_wait_ms: float  # for these copies, of a request that had one, in the mean
+    session_times: SessionTimes
 
     def row(self) -> dict[str, str | float | None]:
-        return asdict(self)
+        """Return all figures by name, those of sessions among them."""
+        row = asdict(self)
+        times: dict[str, str | float | None] = row.pop("session_times")
+        return row | times
 
 
-def summarise(policy: str, requests: Sequence[Request], outcome: Outcome) -> Summary:
+def summarise(
+    policy: str, requests: Sequence[Request], outcome: Outcome, loop: Loop = OPEN_LOOP
+) -> Summary:
     measured = slice(len(requests) // WARM_UP, None)
     input_tokens = np.array([request.input_tokens for request in requests], dtype=float)
     hit_tokens = sum(outcome.hit_tokens[measured])
@@ -98,12 +120,13 @@ def summarise(policy: str, requests: Sequence[Request], outcome: Outcome) -> Sum
         host_hit_share=host_tokens / float(input_tokens[measured].sum()),
         reload_s=sum(outcome.reload_s),
         reload_wait_ms=1000 * sum(waits_s) / len(waits_s) if waits_s else 0.0,
+        session_times=session_times(loop, outcome),
     )
 
 
 def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """The results of all requests; then the replicas' balance, and the TTFT by prompt size; then
-    the hits by tier, where host memory was of use."""
+    """The results of all requests; then those of sessions, in a closed loop; then the replicas'
+    balance, and the TTFT by prompt size; then the hits by tier, where host memory was of use."""
     for columns in table_columns(summaries):
         yield _table(summaries, columns)
 
@@ -111,7 +134,13 @@ def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
 def table_columns(summaries: Sequence[Summary]) -> list[Sequence[Column]]:
     """Of each table."""
     has_host = any(summary.reload_s for summary in summaries)
-    return [COLUMNS, MORE_COLUMNS, *([HOST_COLUMNS] if has_host else [])]
+    has_sessions = any(summary.session_times.sessions for summary in summaries)
+    return [
+        COLUMNS,
+        *([SESSION_COLUMNS, SLOWDOWN_COLUMNS] if has_sessions else []),
+        MORE_COLUMNS,
+        *([HOST_COLUMNS] if has_host else []),
+    ]
 
 
 def cells(summary: Summary, columns: Sequence[Column]) -> list[str]:

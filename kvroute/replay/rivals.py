@@ -96,7 +96,8 @@ class Baseline(Counting):
 class ConsistentHash(Counting):
     """A ring with 100 points per replica.
 
-    A trace has no sessions, so the first two blocks are the key: all prompts may share one block.
+    The key is the session. Where the trace does not name it, it is the first two blocks: all
+    prompts may share one block.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
@@ -107,7 +108,7 @@ class ConsistentHash(Counting):
         )
 
     def pick(self, request: Request) -> int:
-        key = random.Random(str(request.blocks[:2])).random()
+        key = random.Random(request.session or str(request.blocks[:2])).random()
         return self.ring[bisect(self.ring, (key,)) % len(self.ring)][1]
 
 

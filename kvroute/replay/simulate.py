@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -10,7 +11,7 @@ from itertools import count, pairwise
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
 from kvroute.contract.records import HostTier
-from kvroute.replay.closed_loop import FollowUp
+from kvroute.replay.closed_loop import OPEN_LOOP, FollowUp
 from kvroute.replay.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
 from kvroute.replay.policies import POLICIES
@@ -18,7 +19,6 @@ from kvroute.replay.protocol import Policy, Report, Setup
 from kvroute.replay.trace import Request, TraceError
 
 ENGINE = EngineModel()
-OPEN_LOOP: Mapping[int, FollowUp] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +120,18 @@ def simulate(
     policy: str,
     *,
     seed: int = 0,
-    follow_ups: Mapping[int, FollowUp] = OPEN_LOOP,
+    follow_ups: Mapping[int, FollowUp] = OPEN_LOOP.follow_ups,
+    queued: Sequence[int] = (),
     on_first_token: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Replays the requests until the last is answered. Equal arguments give equal outcomes.
 
-    follow_ups: by the index of a request, the one that comes after its answer; their arrival times
-    do not count.
+    follow_ups: by the index of a request, the one that comes after its answer.
+    queued: indices of requests. Whenever a request without a follow-up has its answer, the next of
+    these arrives. The arrival times of requests that wait for others do not count.
     """
     _check_room(requests, cluster)
-    return _Simulation(requests, cluster, policy, seed, follow_ups, on_first_token).run()
+    return _Simulation(requests, cluster, policy, seed, follow_ups, queued, on_first_token).run()
 
 
 class _Simulation:
@@ -140,6 +142,7 @@ class _Simulation:
         policy: str,
         seed: int,
         follow_ups: Mapping[int, FollowUp],
+        queued: Sequence[int],
         on_first_token: Callable[[], None],
     ) -> None:
         block_tokens = requests[0].block_tokens
@@ -154,6 +157,7 @@ class _Simulation:
         self._cluster = cluster
         self._requests = requests
         self._follow_ups = follow_ups
+        self._queued = deque(queued)
         self._on_first_token = on_first_token
         self._routers: list[Policy] = [
             POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
@@ -164,7 +168,7 @@ class _Simulation:
         ]
         self._waking = set[int]()  # routers
         self._order = count()  # of events at the same time
-        later = {each.index for each in follow_ups.values()}
+        later = {*queued, *(each.index for each in follow_ups.values())}
         self._events: list[tuple[float, int, Event]] = [
             (request.arrival_s, next(self._order), Arrival(request))
             for request in requests
@@ -269,6 +273,8 @@ class _Simulation:
             if follow_up := self._follow_ups.get(request.index):
                 arrival = Arrival(self._requests[follow_up.index])
                 self._push(at_s + follow_up.think_s, arrival)
+            elif self._queued:
+                self._push(at_s, Arrival(self._requests[self._queued.popleft()]))
         if self._replicas[replica].plan:
             self._await_step(replica)
         self._await_reloads(replica)

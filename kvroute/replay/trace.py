@@ -45,6 +45,7 @@ class Request:
     answered_s: float | None = None  # from its arrival to the answer's end, as recorded
     is_tool_call: bool = False  # its answer ends with one
     is_end: bool = False  # its client says that the session ends with it
+    own_blocks: int = 0  # the last of its blocks, for which the trace has no ids
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
@@ -101,6 +102,19 @@ def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
     return hits
 
 
+def unnamed(requests: Sequence[Request]) -> str:
+    """Return how much of a trace has no block ids, in words; nothing if all has."""
+    lines = sum(request.own_blocks > 0 for request in requests)
+    if not lines:
+        return ""
+    tokens = sum(request.own_blocks * request.block_tokens for request in requests)
+    share = tokens / sum(request.input_tokens for request in requests)
+    return (
+        f"blocks without an id: in {lines:,} of {len(requests):,} requests, {tokens:,} tokens "
+        f"({share:.1%} of all); each is taken for a block that no other request has"
+    )
+
+
 def _requests(path: Path, model: str | None) -> Iterator[Request]:
     first: Request | None = None
     for where, line in _lines(path):
@@ -152,6 +166,7 @@ def _request(where: str, line: str) -> Request | None:
             answered_s=_answered_s(row),
             is_tool_call=bool(row.get("tool_call", row.get("hint") == 1)),
             is_end=bool(row.get("session_end")),
+            own_blocks=max(0, least - len(ids)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None

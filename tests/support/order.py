@@ -14,7 +14,15 @@ from xdist.scheduler import LoadScopeScheduling
 # Folders below tests/, the longest first. Folders that share clusters follow each other.
 FOLDERS = (
     *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "slow/clients", "vllm"),
-    *("slow/own_cluster", "slow/suites", "slow/nodes", "redis", "slow/redis", "unit"),
+    *(
+        "slow/own_cluster",
+        "slow/suites",
+        "slow/nodes",
+        "redis",
+        "slow/redis",
+        "slow/replay",
+        "unit",
+    ),
 )
 # Folder to the scope that its modules share.
 SHARING = {

@@ -1,10 +1,11 @@
 """Traffic that no public trace has enough of, as traces for `kvroute replay`.
 
 `python -m tests.support.traces agents 7 >agents.jsonl` writes one, with its seed. Those that are
-made of chats need a trace of chats: `... mix 7 conversation_trace.jsonl`.
+made of recorded chats need a trace of them: `... mix 7 conversation_trace.jsonl`.
 """
 
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +74,52 @@ def agents(seed: int, *, sessions: int = 900, span_s: float = SPAN_S) -> list[Re
     return _in_order(requests, span_s)
 
 
+def rollouts(seed: int, *, sessions: int = 600) -> list[Request]:
+    """Make the sessions of coding agents that all start together, as in reinforcement learning.
+
+    Their numbers of turns are like those of the replay in pull request 3663 of NVIDIA's NeMo-RL: 5
+    to 99, 29 in the middle, 56 at the 90th percentile. What a turn adds and how long tools take are
+    assumptions.
+    """
+    rng, fresh = random.Random(seed), count(1)
+    system = Text(fresh).add(6 * BLOCK_TOKENS)
+    spread = math.log(56 / 29) / 1.2816  # of the logarithm; 1.2816 is the normal 90th percentile
+    requests = []
+    for number in range(sessions):
+        text, at_s = system.copy().add(_size(rng, 3000, most=20_000)), 0.001 * number
+        for _ in range(min(99, max(5, round(29 * rng.lognormvariate(0, spread))))):
+            output_tokens = _size(rng, 150, most=2000)
+            requests.append(text.request(at_s, output_tokens, str(number), is_tool_call=True))
+            text.add(output_tokens + _size(rng, 600, most=8000))
+            at_s += 2 + rng.expovariate(1 / 3)
+    return _in_order(requests, math.inf)
+
+
+def fan_outs(
+    seed: int, *, families: int = 80, width: tuple[int, int] = (2, 20), tokens: int = 20_000
+) -> list[Request]:
+    """Make families of sub-agents: all of a family start at once, from one long prefix that nobody
+    has computed yet, and then go on alone.
+
+    width: the least and the most sub-agents of a family. tokens: the median of the prefixes.
+    """
+    rng, fresh = random.Random(seed), count(1)
+    requests = []
+    for family in range(families):
+        prefix, start_s = Text(fresh).add(_size(rng, tokens, most=100_000)), rng.uniform(0, SPAN_S)
+        for member in range(rng.randint(*width)):
+            text, at_s = (
+                prefix.copy().add(_size(rng, 500, most=4000)),
+                start_s + rng.uniform(0, 0.1),
+            )
+            for _ in range(1 + int(rng.expovariate(1 / 4))):
+                output_tokens = _size(rng, 150, most=2000)
+                requests.append(text.request(at_s, output_tokens, f"{family}/{member}"))
+                text.add(output_tokens + _size(rng, 1200, most=30_000))
+                at_s += 3 + rng.expovariate(1 / 10)
+    return _in_order(requests, math.inf)
+
+
 def documents(seed: int, *, visits: int = 6000) -> list[Request]:
     """Questions about long documents, some asked about far more often than others: a
     visit has a few questions, and each brings the whole document and no earlier answer."""
@@ -90,9 +137,26 @@ def documents(seed: int, *, visits: int = 6000) -> list[Request]:
     return _in_order(requests)
 
 
-def mix(seed: int, chats: Path) -> list[Request]:
+def chats(seed: int, *, talks: int = 3000) -> list[Request]:
+    """Make the chats of an online service: one short system prompt, first messages that may have a
+    long document in them, and few turns."""
+    rng, fresh = random.Random(seed), count(1)
+    system = Text(fresh).add(BLOCK_TOKENS)
+    requests = []
+    for number in range(talks):
+        text, at_s = system.copy(), rng.uniform(-BEFORE_S, SPAN_S)
+        for _ in range(1 + int(rng.expovariate(1.0))):
+            text.add(_size(rng, 4500, most=100_000))
+            output_tokens = _size(rng, 250, most=2000)
+            requests.append(text.request(at_s, output_tokens, str(number)))
+            text.add(output_tokens)
+            at_s += 10 + rng.expovariate(1 / 60)
+    return _in_order(requests)
+
+
+def mix(seed: int, recorded: Path | None = None) -> list[Request]:
     """Chats, agents, and a batch job whose prompts nobody asks again."""
-    talks = read(chats, limit=None, seed=seed)
+    talks = read(recorded, limit=None, seed=seed) if recorded else chats(seed)
     span_s = talks[-1].arrival_s
     rng, fresh = random.Random(seed), count(1)
     job = [
@@ -103,9 +167,9 @@ def mix(seed: int, chats: Path) -> list[Request]:
     return _together([talks, coders, job], span_s)
 
 
-def clones(seed: int, chats: Path) -> list[Request]:
+def clones(seed: int, recorded: Path) -> list[Request]:
     """Four times the users of some chats, each with their own prompts and the same pauses."""
-    copies = [read(chats, limit=None, seed=seed + number) for number in range(4)]
+    copies = [read(recorded, limit=None, seed=seed + number) for number in range(4)]
     return _together(copies, max(copy[-1].arrival_s for copy in copies) + 1)
 
 
@@ -133,7 +197,13 @@ def _together(traces: Sequence[Sequence[Request]], span_s: float) -> list[Reques
     )
 
 
-WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {"agents": agents, "documents": documents}
+WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {
+    "agents": agents,
+    "chats": chats,
+    "documents": documents,
+    "fan-outs": fan_outs,
+    "rollouts": rollouts,
+}
 OF_CHATS: Mapping[str, Callable[[int, Path], list[Request]]] = {"mix": mix, "clones": clones}
 
 

@@ -32,7 +32,9 @@ ROUND = EngineModel(NO_ATTENTION, step_s=1.0, sequence_s=0.0, context_token_s=0.
 KEYS = (
     "policy hit_share ideal_share ttft_p50_s ttft_p90_s ttft_p99_s tpot_p90_ms throughput_rps "
     "prompt_tokens_per_s imbalance ttft_p90_under_4k_s ttft_p90_4k_16k_s ttft_p90_16k_48k_s "
-    "ttft_p90_over_48k_s gpu_hit_share host_hit_share reload_s reload_wait_ms"
+    "ttft_p90_over_48k_s gpu_hit_share host_hit_share reload_s reload_wait_ms "
+    "sessions session_mean_s session_p50_s session_p90_s slowdown_p50 slowdown_p90 slowdown_p99 "
+    "turns_per_min most_sessions_s"
 ).split()
 
 
@@ -270,7 +272,9 @@ def test_the_command_prints_a_table_for_people(trace: Path) -> None:
         (["--policy", "best"], "known are"),
         (["--load", "0.5", "--speed", "2"], "exclude each other"),
         (["--rate", "5", "--speed", "2"], "exclude each other"),
-        (["--closed-loop", "--load", "0.5"], "give --rate or --speed"),
+        (["--closed-loop", "--load", "0.5"], "give --sessions, --rate or --speed"),
+        (["--closed-loop", "--sessions", "5", "--rate", "2"], "exclude each other"),
+        (["--sessions", "5"], "add --closed-loop"),
         (["--slow", "half"], "expected SHARE:SPEED, such as 0.5:0.8"),
         (["--slow", "2:0.5"], "expected SHARE:SPEED, such as 0.5:0.8"),
         (["--session-ends", "half"], "expected SHARE or SHARE:WRONG"),

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli import app
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.replay.closed_loop import follow_ups, native_starts_per_s, starts_at_speed
+from kvroute.replay.closed_loop import Loop, native_starts_per_s, starts_at_speed
 from kvroute.replay.model import EngineModel
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.trace import BLOCK_TOKENS, Request, TraceError, read
@@ -30,8 +30,12 @@ def turn(
 
 
 def replayed(requests: list[Request], cluster: Cluster) -> Outcome:
-    turns = follow_ups(requests, ENGINE)
-    return simulate(requests, cluster, "kvroute", follow_ups=turns)
+    return simulate(requests, cluster, "kvroute", follow_ups=loop_of(requests).follow_ups)
+
+
+def loop_of(requests: list[Request]) -> Loop:
+    """Return who waits for whom, at the trace's own speed."""
+    return starts_at_speed(requests, 1.0, ENGINE)[1]
 
 
 def test_on_an_idle_cluster_turns_arrive_as_recorded() -> None:
@@ -44,7 +48,7 @@ def test_a_turn_comes_later_when_the_answer_before_it_does() -> None:
     long = Request(0, 0.0, 100_000, 1, ())  # takes about 10 s
     requests = [long, turn(1, "a", 0.1), turn(2, "a", 5.1)]
     outcome = replayed(requests, Cluster(1, 200_000))
-    think_s = follow_ups(requests, ENGINE)[1].think_s
+    think_s = loop_of(requests).follow_ups[1].think_s
     assert 4.5 < think_s < 5.0
     assert outcome.finished_s[1] > 5.1
     assert outcome.arrival_s[2] == pytest.approx(outcome.finished_s[1] + think_s)
@@ -52,14 +56,14 @@ def test_a_turn_comes_later_when_the_answer_before_it_does() -> None:
 
 def test_the_time_of_a_recorded_answer_is_no_thinking() -> None:
     requests = [turn(0, "a", 0.0, answered_s=7.0), turn(1, "a", 10.0, answered_s=9.0)]
-    assert follow_ups(requests, ENGINE)[0].think_s == pytest.approx(3.0)
+    assert loop_of(requests).follow_ups[0].think_s == pytest.approx(3.0)
     beside = [turn(0, "a", 0.0, answered_s=12.0), turn(1, "a", 10.0), turn(2, "a", 13.0)]
-    assert {before: each.index for before, each in follow_ups(beside, ENGINE).items()} == {0: 2}
+    assert {before: each.index for before, each in loop_of(beside).follow_ups.items()} == {0: 2}
 
 
 def test_speed_moves_the_starts_of_sessions_and_nothing_else() -> None:
     recorded = [turn(0, "a", 0.0), turn(1, "b", 30.0), turn(2, "a", 40.0), turn(3, "b", 50.0)]
-    faster = starts_at_speed(recorded, 3.0)
+    faster, _ = starts_at_speed(recorded, 3.0, ENGINE)
     assert [each.index for each in faster] == [0, 1, 2, 3]
     assert [(each.session, each.arrival_s) for each in faster] == [
         ("a", 0.0),
@@ -71,7 +75,7 @@ def test_speed_moves_the_starts_of_sessions_and_nothing_else() -> None:
 
 
 def test_requests_without_a_session_have_no_next_turn() -> None:
-    assert follow_ups([turn(0, None, 0.0), turn(1, None, 1.0)], ENGINE) == {}
+    assert loop_of([turn(0, None, 0.0), turn(1, None, 1.0)]).follow_ups == {}
 
 
 def test_a_closed_loop_needs_two_sessions() -> None:
@@ -113,9 +117,10 @@ def test_the_command_replays_sessions(trace: Path, pace: list[str]) -> None:
 
 @pytest.mark.parametrize("policy", ["kvroute", "dynamo-wspt", "llm-d-spec", "lmetric"])
 def test_equal_arguments_give_equal_outcomes(policy: str) -> None:
-    requests = starts_at_speed(agents(0, sessions=60), 20.0)
+    requests, loop = starts_at_speed(agents(0, sessions=60), 20.0, ENGINE)
     cluster = Cluster(4, 400_000, routers=2, share_delay_s=math.inf, slow_share=0.5, slow_speed=0.5)
-    turns = follow_ups(requests, ENGINE)
-    first, second = (simulate(requests, cluster, policy, follow_ups=turns) for _ in range(2))
+    first, second = (
+        simulate(requests, cluster, policy, follow_ups=loop.follow_ups) for _ in range(2)
+    )
     assert first == second
     assert all(map(operator.lt, first.arrival_s, first.first_token_s))

@@ -1,13 +1,26 @@
 """The made traces are traffic of the kind they name, and `kvroute replay` reads them."""
 
 import json
+from collections import Counter, defaultdict
 from pathlib import Path
+from statistics import median
 
 import pytest
+from typer.testing import CliRunner
 
+from kvroute.cli import app
 from kvroute.replay.closed_loop import native_starts_per_s
-from kvroute.replay.trace import Request, ideal_hit_tokens, read
-from tests.support.traces import LONGEST_TOKENS, WORKLOADS, agents, documents, lines
+from kvroute.replay.trace import Request, ideal_hit_tokens, read, unnamed
+from tests.support.traces import (
+    LONGEST_TOKENS,
+    WORKLOADS,
+    agents,
+    chats,
+    documents,
+    fan_outs,
+    lines,
+    rollouts,
+)
 
 
 def hit_share(requests: list[Request]) -> float:
@@ -25,9 +38,22 @@ def test_blocks_that_a_line_does_not_name_are_its_own(tmp_path: Path) -> None:
     assert not {*one.blocks[2:]} & {*other.blocks[2:]}
 
 
+def test_the_command_says_how_much_of_a_trace_has_no_block_ids(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": n, "input_length": 5 * 512, "output_length": 1, "hash_ids": ids}
+        for n, ids in enumerate([[7, 8], [7, 8, 9, 10], []])
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = CliRunner().invoke(app, ["replay", str(file), "--speed", "1", "--replicas", "1"])
+    # The last block of each can never be a hit, so that none of the second is missing.
+    assert "in 2 of 3 requests, 3,072 tokens (40.0% of all)" in result.stderr
+    assert unnamed(read(file, limit=2, seed=0)[1:]) == ""
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_made_trace_is_what_the_replay_reads(name: str, tmp_path: Path) -> None:
-    made = WORKLOADS[name](1)
+    made = WORKLOADS[name](1)[:1000]
     path = tmp_path / "made.jsonl"
     path.write_text("\n".join(lines(made)) + "\n")
     read_back = read(path, limit=None, seed=0)
@@ -58,3 +84,32 @@ def test_questions_repeat_documents_and_nothing_else() -> None:
     requests = documents(1)
     assert 0.6 < hit_share(requests) < 0.95
     assert max(each.input_tokens for each in requests) > 100_000
+
+
+def test_chats_repeat_a_third_of_their_prompts() -> None:
+    assert 0.25 < hit_share(chats(1)) < 0.45
+
+
+def test_rollouts_start_together_and_have_5_to_99_turns() -> None:
+    made = rollouts(1)
+    turns = Counter(each.session for each in made)
+    starts_s = {each.session: each.arrival_s for each in reversed(made)}
+    assert max(starts_s.values()) < 1.0
+    assert 5 <= min(turns.values()) < 8
+    assert max(turns.values()) == 99
+    assert 26 < median(turns.values()) < 32
+
+
+def test_sub_agents_of_a_family_start_together_from_one_prefix() -> None:
+    first: dict[str | None, Request] = {}
+    for request in fan_outs(1, families=20, width=(16, 16)):
+        first.setdefault(request.session, request)
+    families: dict[str, list[Request]] = defaultdict(list)
+    for name, request in first.items():
+        families[str(name).split("/")[0]].append(request)
+    assert {len(members) for members in families.values()} == {16}
+    for members in families.values():
+        arrivals_s = [each.arrival_s for each in members]
+        assert max(arrivals_s) - min(arrivals_s) < 0.1
+        shared = set.intersection(*(set(each.blocks) for each in members))
+        assert len(shared) >= min(len(each.blocks) for each in members) - 1

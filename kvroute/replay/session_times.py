@@ -1,0 +1,64 @@
+"""How long the sessions of a closed loop take, and how many of their turns are answered."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.replay.closed_loop import Loop
+from kvroute.replay.simulate import Outcome
+
+MOST = 0.9  # of the sessions: when they are done is reported
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTimes:
+    """Of all sessions of a replay. None in an open loop, where sessions are not known."""
+
+    sessions: int | None = None
+    session_mean_s: float | None = None  # from a session's first arrival to its last token
+    session_p50_s: float | None = None
+    session_p90_s: float | None = None
+    slowdown_p50: float | None = None  # over the time that the same session takes alone
+    slowdown_p90: float | None = None
+    slowdown_p99: float | None = None
+    turns_per_min: float | None = None  # answered until a session ends and none is left to start
+    most_sessions_s: float | None = None  # from the first arrival until 90% of all have ended
+
+
+def session_times(loop: Loop, outcome: Outcome) -> SessionTimes:
+    """Return what a replay's sessions took; thinking counts, as it does for their users."""
+    if not loop.sessions:
+        return SessionTimes()
+    starts_s = np.array([outcome.arrival_s[session.turns[0]] for session in loop.sessions])
+    ends_s = session_ends_s(loop, outcome)
+    alone_s = np.array([session.alone_s for session in loop.sessions])
+    took_s = ends_s - starts_s
+    p50_s, p90_s = np.percentile(took_s, [50, 90])
+    slow_p50, slow_p90, slow_p99 = np.percentile(took_s / alone_s, [50, 90, 99])
+    begun_s = starts_s.min()
+    full_until_s = ends_s[ends_s >= starts_s.max()].min()
+    turns = sum(end_s <= full_until_s for end_s in outcome.finished_s)
+    return SessionTimes(
+        len(loop.sessions),
+        session_mean_s=float(took_s.mean()),
+        session_p50_s=float(p50_s),
+        session_p90_s=float(p90_s),
+        slowdown_p50=float(slow_p50),
+        slowdown_p90=float(slow_p90),
+        slowdown_p99=float(slow_p99),
+        turns_per_min=60 * turns / float(full_until_s - begun_s),
+        most_sessions_s=float(np.quantile(ends_s, MOST) - begun_s),
+    )
+
+
+def session_ends_s(loop: Loop, outcome: Outcome) -> NDArray[np.float64]:
+    """Return when each session had its last token."""
+    return np.array([outcome.finished_s[session.turns[-1]] for session in loop.sessions])
+
+
+def done_over_time(loop: Loop, outcome: Outcome) -> list[tuple[float, float]]:
+    """Return seconds since the first arrival, and the percentage of sessions that have ended."""
+    after_s = np.sort(session_ends_s(loop, outcome)) - min(outcome.arrival_s)
+    percent = 100 * np.arange(1, len(after_s) + 1) / len(after_s)
+    return [(0.0, 0.0), *zip(after_s.tolist(), percent.tolist(), strict=True)]

@@ -1,0 +1,139 @@
+"""The cells of the policy benchmark: a trace on an engine, at a load, with a cache.
+
+The product of all values has 640 cells. `COVER` has 20 of them, in which every two values of two
+columns meet at least once. `KNOWN` has cells in which a version of kvroute was behind others, in
+the size in which that was measured. `SESSIONS` has so many sessions at once, whose contexts fit the
+caches or do not. `FAN_OUTS` has sub-agents that start together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+REPLICAS = 8
+REQUESTS = 3000  # the first ones of a trace; more take longer and show the same
+CACHES = {
+    "tight": 0.2,
+    "ample": 0.6,
+}  # the fleet's cache, as a share of the trace's distinct blocks
+SLOW_SHARE, SLOW_SPEED = 0.25, 0.5  # of the replicas, where some are slow
+NEAR_SATURATION = 0.95  # from this load on, results depend on the seed
+SEEDS = 3  # that are run there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A setting in which all policies are compared. It has a load, a rate or sessions."""
+
+    trace: str
+    engine: str
+    load: float | None = None  # share of saturation
+    rate: float | None = None  # requests a second; in a closed loop, sessions started
+    sessions: int | None = None  # that run at once, in a closed loop
+    cache: str | int  # a name in CACHES, or tokens of each replica
+    is_closed: bool = False  # a session's turn waits for the answer before it
+    is_slow: bool = False  # some replicas are
+    routers: int = 1
+    replicas: int = REPLICAS
+    limit: int | None = REQUESTS  # of the trace; None: all of it
+
+    def __str__(self) -> str:
+        words = [
+            self.trace + "-closed" * self.is_closed,
+            self.engine,
+            self._pace(),
+            self.cache if isinstance(self.cache, str) else f"{self.cache // 1000}k",
+        ]
+        words += ["slow"] * self.is_slow
+        words += [f"{self.routers} routers"] * (self.routers > 1)
+        words += [f"{self.replicas} replicas"] * (self.replicas != REPLICAS)
+        return " ".join(words)
+
+    def _pace(self) -> str:
+        if self.sessions:
+            return f"{self.sessions} sessions"
+        return f"{self.load:.0%}" if self.load else f"{self.rate:g}/s"
+
+    @property
+    def seeds(self) -> range:
+        is_near = self.rate is not None or (self.load or 0.0) >= NEAR_SATURATION
+        return range(SEEDS if is_near else 1)
+
+    @property
+    def at_saturation(self) -> "Cell":
+        """The cell of which this one's load is a share: healthy replicas that serve as many
+        requests as they can, whoever waits for an answer."""
+        return replace(self, load=1.0, is_closed=False, is_slow=False, routers=1)
+
+
+# Columns: trace, engine, load, cache, slow replicas, routers. "agents-closed" is the trace "agents"
+# in a closed loop.
+COVER_TABLE = """
+conversation   l4-8b         50%   tight  slow     4
+conversation   h100-8b       80%   tight  healthy  1
+conversation   h200-8b       95%   ample  healthy  1
+conversation   h100-70b-tp4  130%  ample  healthy  1
+agents         l4-8b         80%   ample  healthy  1
+agents         h100-8b       50%   ample  healthy  1
+agents         h200-8b       130%  tight  slow     1
+agents         h100-70b-tp4  95%   tight  healthy  4
+documents      l4-8b         95%   tight  healthy  1
+documents      h100-8b       130%  tight  healthy  4
+documents      h200-8b       50%   ample  healthy  1
+documents      h100-70b-tp4  80%   ample  slow     1
+mixed          l4-8b         130%  ample  healthy  1
+mixed          h100-8b       95%   ample  slow     1
+mixed          h200-8b       80%   tight  healthy  4
+mixed          h100-70b-tp4  50%   tight  healthy  1
+agents-closed  l4-8b         130%  tight  healthy  1
+agents-closed  h100-8b       95%   tight  slow     1
+agents-closed  h200-8b       80%   ample  healthy  4
+agents-closed  h100-70b-tp4  50%   ample  healthy  1
+"""
+
+
+def _cell(line: str) -> Cell:
+    trace, engine, load, cache, health, routers = line.split()
+    return Cell(
+        trace=trace.removesuffix("-closed"),
+        engine=engine,
+        load=float(load.rstrip("%")) / 100,
+        cache=cache,
+        is_closed=trace.endswith("-closed"),
+        is_slow=health == "slow",
+        routers=int(routers),
+    )
+
+
+COVER = [_cell(line) for line in COVER_TABLE.strip().splitlines()]
+
+_CHATS = Cell(
+    trace="conversation", engine="h200-8b", load=0.8, cache=800_000, replicas=16, limit=None
+)
+_BUSY = Cell(
+    trace="agents-busy", engine="h200-8b", rate=3.0, cache=800_000, replicas=16, limit=5000
+)
+KNOWN: Sequence[Cell] = [
+    _BUSY,
+    replace(_BUSY, rate=1.78, cache=400_000),
+    replace(_BUSY, rate=0.08, cache=400_000, is_closed=True),
+    _CHATS,
+    replace(_CHATS, load=0.95),
+    replace(_CHATS, load=1.3),
+    replace(_CHATS, engine="l4-8b", load=0.95),
+    replace(_CHATS, engine="h100-70b-tp4", load=0.95),
+]
+_AT_ONCE = Cell(
+    trace="agents",
+    engine="h200-8b",
+    sessions=40,
+    cache=800_000,
+    is_closed=True,
+    replicas=4,
+    limit=None,
+)
+SESSIONS = [_AT_ONCE, replace(_AT_ONCE, sessions=70), replace(_AT_ONCE, sessions=140)]
+FAN_OUTS = [
+    Cell(trace="fan-outs", engine=engine, load=load, cache="tight")
+    for engine, load in (("h200-8b", 0.5), ("l4-8b", 0.8))
+]
+CELLS: Sequence[Cell] = [*KNOWN, *SESSIONS, *FAN_OUTS, *COVER]

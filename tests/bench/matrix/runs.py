@@ -1,0 +1,117 @@
+"""A cell of the policy benchmark is run: one policy, one seed, in one process."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from rich.progress import Progress
+
+from kvroute.replay.arrivals import arrivals_at
+from kvroute.replay.closed_loop import OPEN_LOOP
+from kvroute.replay.compare import saturation_rps
+from kvroute.replay.modelled_engine import blocks_needed
+from kvroute.replay.pace import Pace
+from kvroute.replay.profiles import PROFILES
+from kvroute.replay.report import summarise
+from kvroute.replay.simulate import Cluster, simulate
+from kvroute.replay.trace import Request
+from tests.bench.matrix.cells import CACHES, SLOW_SHARE, SLOW_SPEED, Cell
+from tests.bench.matrix.workloads import Files, workload
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one policy did in a cell, with one seed."""
+
+    cell: str
+    policy: str
+    seed: int
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    hit_share: float
+    throughput_rps: float
+    turns_per_min: float | None  # these four only where so many sessions run at once
+    slowdown_p50: float | None
+    slowdown_p90: float | None
+    slowdown_p99: float | None
+
+    def row(self) -> dict[str, str | int | float | None]:
+        return asdict(self)
+
+
+def saturation(cell: Cell, files: Files) -> float:
+    """Return the requests a second that the cell's healthy replicas can just serve."""
+    requests = list(workload(cell.trace, files, limit=cell.limit, seed=0))
+    with Progress(disable=True) as progress:
+        return saturation_rps(requests, cluster(cell, requests), seed=0, progress=progress)
+
+
+def measure(
+    cell: Cell, policy: str, seed: int, files: Files, saturations: Mapping[str, float]
+) -> Result:
+    """Replay the cell's trace under one policy. Equal arguments give equal results.
+
+    saturations: by the name of the cell at saturation.
+    """
+    recorded = list(workload(cell.trace, files, limit=cell.limit, seed=seed))
+    replicas = cluster(cell, recorded)
+    rate = _rate(cell, recorded, replicas, saturations) if cell.load else cell.rate
+    pace = Pace(rate=rate, sessions=cell.sessions, is_closed_loop=cell.is_closed)
+    arrivals = arrivals_at(pace, recorded, replicas.engine, lambda: 0.0)
+    loop = arrivals.loop
+    outcome = simulate(
+        arrivals.requests,
+        replicas,
+        policy,
+        seed=seed,
+        follow_ups=loop.follow_ups,
+        queued=loop.queued,
+    )
+    summary = summarise(policy, arrivals.requests, outcome, loop if cell.sessions else OPEN_LOOP)
+    times = summary.session_times
+    return Result(
+        str(cell),
+        policy,
+        seed,
+        ttft_p50_s=summary.ttft_p50_s,
+        ttft_p90_s=summary.ttft_p90_s,
+        ttft_p99_s=summary.ttft_p99_s,
+        hit_share=summary.hit_share,
+        throughput_rps=summary.throughput_rps,
+        turns_per_min=times.turns_per_min,
+        slowdown_p50=times.slowdown_p50,
+        slowdown_p90=times.slowdown_p90,
+        slowdown_p99=times.slowdown_p99,
+    )
+
+
+def cluster(cell: Cell, requests: list[Request]) -> Cluster:
+    """Return the cell's replicas, with caches that hold any two requests of the trace."""
+    block_tokens = requests[0].block_tokens
+    if isinstance(cell.cache, int):
+        kv_tokens = cell.cache
+    else:
+        distinct = {block for request in requests for block in request.blocks}
+        share = CACHES[cell.cache] * len(distinct) / cell.replicas
+        longest = max(map(blocks_needed, requests))
+        kv_tokens = max(int(share), 2 * longest) * block_tokens
+    return Cluster(
+        cell.replicas,
+        kv_tokens,
+        cell.routers,
+        engine=PROFILES[cell.engine].engine(),
+        slow_share=SLOW_SHARE if cell.is_slow else 0.0,
+        slow_speed=SLOW_SPEED if cell.is_slow else 1.0,
+    )
+
+
+def _rate(
+    cell: Cell, recorded: list[Request], replicas: Cluster, saturations: Mapping[str, float]
+) -> float:
+    """Return the rate of the cell's load; slow replicas lower what the fleet can serve."""
+    assert cell.load is not None
+    health = sum(replicas.speeds) / len(replicas.speeds)
+    requests_per_s = cell.load * health * saturations[str(cell.at_saturation)]
+    if not cell.is_closed:
+        return requests_per_s
+    return requests_per_s * len({each.session for each in recorded}) / len(recorded)

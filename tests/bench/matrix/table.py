@@ -1,0 +1,90 @@
+"""Ours against the best rival in each cell, the worst cell first."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import mean
+
+from tests.bench.matrix.runs import Result
+from tests.bench.report import Row
+
+TIMES = {"p50": "ttft_p50_s", "p90": "ttft_p90_s", "p99": "ttft_p99_s"}
+SLOWDOWNS = {"p50": "slowdown_p50", "p90": "slowdown_p90", "p99": "slowdown_p99"}
+
+Means = Mapping[str, float]  # a policy's figures in a cell, over all seeds
+
+
+def compared(results: Iterable[Result], ours: Collection[str]) -> list[Row]:
+    """Return a row for each cell and each policy of ours, in which first tokens count. Every figure
+    is compared with that of the rival which is best in it."""
+    rows = []
+    for cell, policy, own, rivals in _pairs(results, ours):
+        if "turns_per_min" in own:
+            continue
+        ratios = {name: _ratio(own, rivals, field) for name, field in TIMES.items()}
+        row: Row = {"cell": cell, "policy": policy, "worst": max(ratios["p50"], ratios["p90"])}
+        for name, field in TIMES.items():
+            row |= {f"TTFT {name}": own[field], f"{name} ratio": ratios[name]}
+        row["best p90"] = min(rivals, key=lambda rival: rivals[rival][TIMES["p90"]])
+        rows.append(row | _shares(own, rivals))
+    return _worst_first(rows)
+
+
+def compared_sessions(results: Iterable[Result], ours: Collection[str]) -> list[Row]:
+    """Return the same for cells in which so many sessions run at once: there, turns count."""
+    rows = []
+    for cell, policy, own, rivals in _pairs(results, ours):
+        if "turns_per_min" not in own:
+            continue
+        turns = max(each["turns_per_min"] for each in rivals.values())
+        slower = {name: _ratio(own, rivals, field) for name, field in SLOWDOWNS.items()}
+        row: Row = {"cell": cell, "policy": policy}
+        row["worst"] = max(turns / own["turns_per_min"], slower["p90"])
+        row |= {"turns/min": own["turns_per_min"], "turns ratio": own["turns_per_min"] / turns}
+        for name, field in SLOWDOWNS.items():
+            row |= {f"slowdown {name}": own[field], f"{name} ratio": slower[name]}
+        row |= {f"TTFT {name}": own[field] for name, field in TIMES.items()}
+        rows.append(row | _shares(own, rivals))
+    return _worst_first(rows)
+
+
+def _pairs(
+    results: Iterable[Result], ours: Collection[str]
+) -> Iterable[tuple[str, str, Means, Mapping[str, Means]]]:
+    """Yield each cell, each policy of ours that was run there, and its figures and its rivals'."""
+    cells: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for each in results:
+        cells[each.cell][each.policy].append(each)
+    for cell, by_policy in cells.items():
+        means = {policy: _means(found) for policy, found in by_policy.items()}
+        rivals = {policy: found for policy, found in means.items() if policy not in ours}
+        for policy in ours:
+            if policy in means and rivals:
+                yield cell, policy, means[policy], rivals
+
+
+def _means(results: Sequence[Result]) -> Means:
+    """Return the mean over the seeds of every figure that was measured."""
+    rows = [each.row() for each in results]
+    return {
+        name: mean(float(row[name] or 0.0) for row in rows)
+        for name, value in rows[0].items()
+        if isinstance(value, int | float)
+    }
+
+
+def _ratio(own: Means, rivals: Mapping[str, Means], field: str) -> float:
+    """Return ours over the least of theirs; less is better."""
+    return own[field] / min(each[field] for each in rivals.values())
+
+
+def _shares(own: Means, rivals: Mapping[str, Means]) -> Row:
+    most = max(each["throughput_rps"] for each in rivals.values())
+    return {
+        "hits": own["hit_share"],
+        "more hits": own["hit_share"] - max(each["hit_share"] for each in rivals.values()),
+        "requests/s ratio": own["throughput_rps"] / most,
+    }
+
+
+def _worst_first(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: float(row["worst"] or 0.0), reverse=True)

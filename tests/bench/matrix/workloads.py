@@ -1,0 +1,61 @@
+"""The traces of the policy benchmark: recorded ones where files are given, made ones elsewhere."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+
+from kvroute.replay.trace import Request, TraceError, read
+from tests.support.traces import agents, chats, documents, fan_outs, mix
+
+JITTER_S = 60.0  # seeds after the first move each session's start: about as far as the next one's
+
+Files = Mapping[str, Path]  # of the traces that are recorded
+FILES = ("conversation", "agents", "agents-busy")  # those that can be
+
+
+def workload(name: str, files: Files, *, limit: int | None, seed: int) -> Sequence[Request]:
+    """Return the first requests of a trace, at its own speed."""
+    return _workload(name, tuple(sorted(files.items())), seed)[:limit]
+
+
+@lru_cache(maxsize=4)  # a process runs one cell after another, mostly of the same trace
+def _workload(name: str, files: Sequence[tuple[str, Path]], seed: int) -> Sequence[Request]:
+    recorded = dict(files)
+    if name in recorded:
+        return moved(read(recorded[name], limit=None, seed=seed), seed)
+    match name:
+        case "conversation":
+            return chats(seed)
+        case "agents":
+            return agents(seed)
+        case "agents-busy":
+            return agents(seed, sessions=1800)
+        case "documents":
+            return documents(seed, visits=1500)
+        case "fan-outs":
+            return fan_outs(seed)
+        case "mixed":
+            return mix(seed, recorded.get("conversation"))
+    raise TraceError(f"there is no trace {name!r}")
+
+
+def moved(requests: Sequence[Request], seed: int) -> Sequence[Request]:
+    """Return the same sessions with other starts, so that seeds differ by more than the policy's
+    own random numbers. Seed 0 is the trace as it is."""
+    if not seed:
+        return requests
+    rng = random.Random(seed)
+    names = {each.session: rng.uniform(0, JITTER_S) for each in requests if each.session}
+    later = [
+        replace(each, arrival_s=each.arrival_s + names.get(each.session or "", 0.0))
+        for each in requests
+    ]
+    later.sort(key=lambda each: each.arrival_s)
+    first_s = later[0].arrival_s
+    return [
+        replace(each, index=index, arrival_s=each.arrival_s - first_s)
+        for index, each in zip(count(), later, strict=False)
+    ]
