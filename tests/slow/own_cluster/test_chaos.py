@@ -2,7 +2,7 @@
 
 from tests.chaos.__main__ import torment
 
-SCHEDULE = (("Redis holds rubbish",), ("clients leave amid their bodies", "idle connections"))
+SCHEDULE = (("Redis holds rubbish",), ("clients leave amid their bodies", "7,000 idle connections"))
 HELD_S = 3.0
 
 
