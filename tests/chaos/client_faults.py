@@ -23,6 +23,7 @@ SLOW = 100
 LARGE = 4  # at a time
 HOSTILE = 4  # at a time
 TINY = 50  # at a time
+ANSWER_S = 600.0  # longest wait for an answer: several grammars are compiled on one core
 NICE = 10  # lower priority of these clients: the cluster comes first
 PROBE = b"GET /-/healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n{"
@@ -97,7 +98,8 @@ async def slow_bodies(url: str) -> AsyncIterator[None]:
     async def trickle() -> None:
         while True:
             for _, writer in connections:
-                writer.write(b" ")
+                if not writer.is_closing():
+                    writer.write(b" ")
             await asyncio.sleep(0.5)
 
     trickling = asyncio.create_task(trickle())
@@ -169,7 +171,7 @@ async def _ask(
 
     limits = httpx.Limits(max_connections=None)
     async with (
-        httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client,
+        httpx.AsyncClient(base_url=url, timeout=ANSWER_S, limits=limits) as client,
         asyncio.TaskGroup() as tasks,
     ):
         for body in asked:
