@@ -50,6 +50,7 @@ chaos: $(DEV) ## Faults one by one and two at a time; takes ten minutes, and roo
 
 fuzz: $(DEV) ## 24,000 requests of every shape to every route; takes some minutes
 	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/cluster/test_fuzz.py $(ARGS)
+	@KVROUTE_FUZZ=24000 KVROUTE_FUZZ_CLUSTER=vllm_cluster $(BIN)/python -m pytest -q tests/cluster/test_fuzz.py $(ARGS)
 	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/slow/own_cluster/test_api_keys.py -k any_ $(ARGS)
 
 bench: $(DEV) ## What a decision, an index and a request's way cost; options as in ARGS="--help"

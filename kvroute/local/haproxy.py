@@ -18,6 +18,7 @@ from pathlib import Path
 from kvroute.local import haproxy_errors, haproxy_standin
 from kvroute.local.haproxy_connections import DEFAULT_IDLE_S, limited, most_connections
 from kvroute.local.haproxy_errors import BUFFER_BYTES, MOST_PARSED
+from kvroute.local.haproxy_health import failing_when_told
 from kvroute.local.haproxy_pages import program_with_json
 from kvroute.process.metrics_port import METRICS_HOST
 
@@ -118,7 +119,7 @@ def _hardened(path: Path) -> str:
     idle_s = float(os.environ.get(IDLE_TIMEOUT_S) or DEFAULT_IDLE_S)
     config = limited(config, most=most_connections(), idle_s=idle_s)
     limit = int(os.environ.get(MOST_REQUESTS) or DEFAULT_MOST_REQUESTS)
-    return refusing(config, most_requests=limit)
+    return failing_when_told(refusing(config, most_requests=limit))
 
 
 def check_pair(cert: Path, key: Path) -> None:

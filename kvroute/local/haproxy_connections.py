@@ -17,7 +17,8 @@ def limited(config: str, *, most: int, idle_s: float) -> str:
     """Return Serve's configuration with these limits.
 
     Idle connections never fill more than the share NEAR. The rest is for those that are in use, for
-    health checks and for refusals.
+    health checks and for refusals. Of clients that owe a TLS handshake, a part of a body, or an
+    acknowledgement of what was sent, HAProxy has one limit. So it is no shorter than the default.
 
     Args:
         most: connections of clients.
@@ -28,6 +29,7 @@ def limited(config: str, *, most: int, idle_s: float) -> str:
     for pattern, replacement in (
         (r"^( +maxconn) .*", rf"\g<1> {most}"),
         (r"^( +timeout http-keep-alive) .*", rf"\g<1> {int(idle_s * 1000)}ms"),
+        (r"^( +timeout client) .*", rf"\g<1> {int(max(idle_s, DEFAULT_IDLE_S) * 1000)}ms"),
         (r"^(frontend http_frontend\n\s+bind .*\n)", rf"\g<1>{close}"),
     ):
         config = re.sub(pattern, replacement, config, flags=re.MULTILINE)

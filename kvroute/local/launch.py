@@ -23,6 +23,7 @@ from kvroute.keys import key_file
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
 from kvroute.local.haproxy import check_pair
+from kvroute.local.haproxy_health import tell_of_stop
 from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.last_answers import finish_answers
 from kvroute.local.ports import free_port, is_local, why_not
@@ -116,6 +117,7 @@ def _start(
     url = f"{scheme}://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
     health = _wait_until_healthy(url, signals, deadline)
     running.callback(finish_answers, _routers(), progress, within_s=settings.drain_s)
+    running.callback(tell_of_stop, folder)
     progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
     _announce(each, url, health, progress)
 

@@ -12,6 +12,7 @@ from typing import Any
 from kvroute.deployments import APPLICATION, final_error, last_line, model_of, plain
 from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.haproxy import IDLE_TIMEOUT_S, MOST_REQUESTS, TLS_CERT, TLS_KEY
+from kvroute.local.haproxy_health import ADMIN_SOCKET
 from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
@@ -189,7 +190,7 @@ def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
         METRICS_HOST: "" if host in EVERY_ADDRESS else host,
         REPLICA_HOST: LOOPBACK,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / ADMIN_SOCKET),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),

@@ -200,7 +200,7 @@ class ReplicaOptions(CommonOptions):
             "CPU seconds that the JSON schema, regex or grammar of a request may take to compile; "
             "one that takes more is refused with 400.",
         ),
-    ] = 5.0
+    ] = 10.0
     inline_system: Annotated[
         Literal["keep", "merge"],
         Option(

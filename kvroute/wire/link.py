@@ -60,7 +60,7 @@ class Stream:
         "_waiter",
         "_waiting",
         "is_preparing",
-        "stopped_alone",
+        "stopped_among",
     )
 
     def __init__(self, link: "Link", number: int, most: int) -> None:
@@ -68,7 +68,7 @@ class Stream:
         self._number = number
         self._most = most
         self.is_preparing = False  # the replica's loop is at work on it, and not yet the engine
-        self.stopped_alone = False  # the replica was lost while it prepared only this request
+        self.stopped_among = 0  # requests that a lost replica prepared; 0: this was none of them
         self._chunks: list[Chunk] = []
         self._waiting = 0
         self._end: Exception | None = None  # after these chunks
@@ -202,8 +202,8 @@ class Link(Connection):
     def lose(self, error: Exception) -> None:
         """Ends the connection and everything on it, with this error."""
         preparing = [stream for stream in self._streams.values() if stream.is_preparing]
-        if len(preparing) == 1:
-            preparing[0].stopped_alone = True
+        for stream in preparing:
+            stream.stopped_among = len(preparing)
         for stream in self._streams.values():
             stream.end(error)
         for answer in self._calls.values():

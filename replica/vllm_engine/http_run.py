@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import secrets
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from fastapi.dependencies.utils import request_body_to_args
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -134,8 +136,10 @@ class Run:
             self._failure = self._failure or error
             return
         log.warning("vLLM's application failed with %s", self.call.path, exc_info=error)
-        if self._status < 400:  # else the application has made a response itself
-            made = create_error_response(_unwrapped(error))
+        is_body = _is_of_validation(error)
+        if is_body or self._status < 400:  # else the application has made a response itself
+            shown = f"a field of the body has a value of a wrong type: {error}"
+            made = create_error_response(shown if is_body else _unwrapped(error))
             self._status, self._content_type = made.error.code, "application/json"
             self._data = [made.model_dump_json().encode()]
         self._put(is_last=True)
@@ -316,6 +320,12 @@ def _unwrapped(error: Exception) -> Exception:
     """Return the error that Starlette has wrapped, as it came behind a response's beginning."""
     cause, is_wrapper = error.__cause__, STARTED in str(error)
     return cause if is_wrapper and isinstance(cause, Exception) else error
+
+
+def _is_of_validation(error: Exception) -> bool:
+    """Return whether vLLM's checks of a body have failed, which expect objects or lists there."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is request_body_to_args.__code__ for frame, _ in frames)
 
 
 # The request that the running task works on; None outside the application.

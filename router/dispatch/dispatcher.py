@@ -381,7 +381,7 @@ class Dispatcher:
                 continue
             attempt = self._fleet.sent(placement, replica_id, request.request_id, sent_s, context)
             try:
-                return await self._begin(request, placement, attempt)
+                return await self._begin(request, placement, attempt, losses)
             except RefusedError as error:
                 log.info("replica %s refused a request: %s", replica_id, error)
                 full.add(replica_of(replica_id))
@@ -392,7 +392,7 @@ class Dispatcher:
         raise RefusedError("every replica")
 
     async def _begin(
-        self, request: GenerateRequest, placement: Placement, attempt: Attempt
+        self, request: GenerateRequest, placement: Placement, attempt: Attempt, losses: Losses
     ) -> ReplicaStream:
         """The attempt's replica has the request and has sent its first chunk."""
         expected_tokens = attempt.dispatch.prompt_tokens - attempt.dispatch.new_tokens
@@ -407,7 +407,7 @@ class Dispatcher:
             attempt.end(_outcome(error))
             if stream is not None:
                 stream.cancel()
-                if stream.stopped_alone and isinstance(error, HungError):
+                if isinstance(error, HungError) and losses.has_stopped(stream.stopped_among):
                     self._blame(request, attempt.replica_id)
             if refusal := _refusal(error):
                 raise refusal from error
@@ -420,7 +420,7 @@ class Dispatcher:
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
     def _blame(self, request: GenerateRequest, replica_id: str) -> None:
-        """The replica stopped while its loop prepared this request and no other."""
+        """The replica stopped while its loop prepared this request."""
         log.warning("request %s has stopped replica %s", request.request_id, replica_id)
         self._blamed.add(request, f"replica {replica_id} stopped while it prepared this request")
 

@@ -17,6 +17,7 @@ class Losses:
         self.gone: set[str] = set()  # replicas that get it no more; others may be connected again
         self._died_soon: list[str] = []  # in a row
         self._words = ""  # of the last one among them
+        self._stopped = 0  # replicas that hung while they prepared this request and others
 
     def add(
         self,
@@ -39,6 +40,17 @@ class Losses:
         elif died and (words or tokens or held_s >= DEAD_BEFORE_S):
             self._died_soon.append(replica_id)
             self._words = words
+
+    def has_stopped(self, among: int) -> bool:
+        """Return whether the request is the cause of a hang.
+
+        Either the replica prepared no other request, or the hang is the second one.
+
+        Args:
+            among: requests that the replica prepared; 0: this was none of them.
+        """
+        self._stopped += among > 0
+        return among == 1 or (among > 1 and self._stopped > 1)
 
     @property
     def is_cause(self) -> bool:

@@ -7,10 +7,11 @@ import asyncio
 import json
 import os
 import random
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,46 +21,80 @@ import httpx
 import typer
 
 from kvroute.local.ports import free_port
-from tests.chaos.faults import BREAKING, FAULTS, Victim
-from tests.chaos.load import STREAMS, Count, Load
+from tests.chaos.client_faults import GRAMMAR_FAULTS
+from tests.chaos.faults import BREAKING, FAULTS
+from tests.chaos.load import Count, Load
+from tests.chaos.victim import Fault, Victim
 from tests.support.own_disk import CAN_MOUNT, ON_OWN_DISK
 from tests.support.redis_server import Wire, Wired, redis_server
 from tests.support.serving import COMMAND, start_cluster
 
-REPLICAS = 3
-STEADY_S, HELD_S, WHOLE_S = 3.0, 8.0, 90.0
-OPTIONS = (
-    *("--engine", "simulated", "--replicas", f"{REPLICAS}", "--routers", "2"),
-    *("--simulated-decode-ms", "20", "--request-log", "/tmp/requests"),
-    *("--host-cache-gb", "0.1"),  # 23 blocks, fewer than the streams need: they come and go
+HELD_S, WHOLE_S = 8.0, 90.0
+STOPPED = "the cluster is told to stop"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A kind of cluster, and what happens to it."""
+
+    name: str
+    replicas: int
+    streams: int
+    options: tuple[str, ...]
+    faults: Mapping[str, Fault] = field(compare=False)
+
+
+SIMULATED = Setting(
+    "simulated replicas with a second tier of cache",
+    replicas=3,
+    streams=16,
+    options=(
+        *("--engine", "simulated", "--simulated-decode-ms", "20"),
+        *("--host-cache-gb", "0.1"),  # 23 blocks, fewer than the streams need: they come and go
+    ),
+    faults=FAULTS,
+)
+VLLM = Setting(
+    "vLLM replicas of a model with two layers",
+    replicas=2,
+    streams=4,
+    options=("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", "4096"),
+    faults=GRAMMAR_FAULTS,
 )
 PAGE = Path("docs/chaos.md")
 HEAD = """# Faults on purpose
 
 `make chaos` runs streams whose answers are known, without retries, and does this to the cluster
 meanwhile, for {held:g} s each. A broken answer ended after its first token, a refused one before.
-The longest gap is before any token. *Disturbed* is the time from the fault to the last broken,
-refused or late (1 s) token of any stream. *Whole* is when all replicas are there, Redis can be
-written and an audit finds no drift, counted from the end of the fault. *Memory* is what the routers
-and replicas have to themselves then, all together.
+*Longest gap* is the longest time before any token, and *before* the longest one in the {held:g} s
+before the fault. *Disturbed* is the time from the fault to the last broken, refused or late (1 s)
+token of any stream. *Whole* is when all replicas are there, Redis can be written and an audit finds
+no drift, counted from the end of the fault. *Memory* is what the routers and replicas have to
+themselves then, all together.
 
 A killed router, HAProxy or Serve process beside it takes its open connections along: those answers
 break. Ray's head service (GCS) is not in the table: `kvroute serve` ends with it, and on a fleet
 `make test-cluster` kills it ([operations](operations.md#rays-head-service-or-haproxy-ends)).
+When the cluster is told to stop, by SIGTERM, all that it was answering ends well, and what is asked
+then is refused; *whole* is when it has ended.
 
-This run: {replicas} simulated replicas with a second tier of cache, two routers and {streams}
-streams on {cores} CPU cores. Seed {seed}.
+Everything ran on {cores} CPU cores. Seed {seed}.
+"""
+TABLE = """
+{replicas} {name}, two routers and {streams} streams:
 
 """
 COLUMNS = (
     *("fault", "answers", "broken", "refused", "different"),
-    *("longest gap", "disturbed", "whole", "memory"),
+    *("before", "longest gap", "disturbed", "whole", "memory"),
 )
+HEADING = f"| {' | '.join(COLUMNS)} |\n" + "|---" * len(COLUMNS) + "|"
 
 
 @dataclass(frozen=True)
 class Row:
     faults: Sequence[str]
+    before: Count
     count: Count
     disturbed_s: float
     whole_s: float | None  # None: not within WHOLE_S
@@ -67,21 +102,24 @@ class Row:
 
     @property
     def is_lossless(self) -> bool:
-        return not (self.count.broken or self.count.refused or self.count.different)
+        """A cluster that stops may refuse what is asked then."""
+        refused = self.count.refused and self.faults != (STOPPED,)
+        return not (self.count.broken or refused or self.count.different)
 
     def markdown(self) -> str:
         count, whole = self.count, "never" if self.whole_s is None else f"{self.whole_s:.1f} s"
         cells = (
             " and ".join(self.faults),
             *map(str, (count.answered, count.broken, count.refused, count.different)),
-            *(f"{count.longest_gap_s:.2f} s", f"{self.disturbed_s:.1f} s", whole),
+            *(f"{each.longest_gap_s:.2f} s" for each in (self.before, count)),
+            *(f"{self.disturbed_s:.1f} s", whole),
             f"{self.memory_bytes / 1e6:.0f} MB",
         )
         return f"| {' | '.join(cells)} |"
 
 
 @contextmanager
-def victim(seed: int) -> Iterator[Victim]:
+def victim(seed: int, setting: Setting) -> Iterator[Victim]:
     """A cluster to be tormented; as root, with a small disk of its own."""
     command = ON_OWN_DISK if CAN_MOUNT else COMMAND
     with ExitStack() as stack:
@@ -89,9 +127,13 @@ def victim(seed: int) -> Iterator[Victim]:
         server, port = stack.enter_context(ExitStack()), free_port()
         server.enter_context(redis_server(port, folder))
         wire = stack.enter_context(Wire(free_port(), port).running())
-        options = (*OPTIONS, "--redis-url", wire.url)
-        cluster = stack.enter_context(start_cluster(*options, command=command))
-        yield Victim(Wired(cluster, wire, server, port, folder), random.Random(seed))
+        options = ("--replicas", f"{setting.replicas}", "--routers", "2", "--redis-url", wire.url)
+        logged = ("--request-log", "/tmp/requests")
+        cluster = stack.enter_context(
+            start_cluster(*setting.options, *options, *logged, command=command, deadline_s=400)
+        )
+        wired = Wired(cluster, wire, server, port, folder)
+        yield Victim(wired, setting.replicas, random.Random(seed))
 
 
 async def is_whole(victim: Victim) -> bool:
@@ -101,19 +143,20 @@ async def is_whole(victim: Victim) -> bool:
             health = (await client.get("/health")).json()
             audit = (await client.get("/v1/cluster/audit")).raise_for_status().json()
             drifts = [drift for each in audit["replicas"] for drift in each["drift"].values()]
-            ready = health["replicas"] == REPLICAS == len(audit["replicas"])
+            ready = health["replicas"] == victim.replicas == len(audit["replicas"])
             return bool(ready and health["index"]["writable"] and set(drifts) == {0})
     return False
 
 
-async def suffer(victim: Victim, load: Load, faults: Sequence[str], held_s: float) -> Row:
+async def suffer(victim: Victim, load: Load, faults: Mapping[str, Fault], held_s: float) -> Row:
     """The faults all at once, under the load, for so long."""
-    await asyncio.sleep(STEADY_S)
+    before = load.count = Count()
+    await asyncio.sleep(held_s)
     count = load.count = Count()
     began_s = time.monotonic()
     async with AsyncExitStack() as stack:
-        for name in faults:
-            await stack.enter_async_context(FAULTS[name](victim))
+        for fault in faults.values():
+            await stack.enter_async_context(fault(victim))
         await asyncio.sleep(held_s)
     ended_s, whole_s = time.monotonic(), None
     while whole_s is None and time.monotonic() - ended_s < WHOLE_S:
@@ -121,22 +164,49 @@ async def suffer(victim: Victim, load: Load, faults: Sequence[str], held_s: floa
             whole_s = time.monotonic() - ended_s
         await asyncio.sleep(0.2)
     disturbed_s = count.disturbed_at_s - began_s if count.disturbed_at_s else 0.0
-    return Row(faults, count, disturbed_s, whole_s, victim.memory_bytes())
+    return Row((*faults,), before, count, disturbed_s, whole_s, victim.memory_bytes())
 
 
-def torment(seed: int, schedule: Sequence[Sequence[str]], *, held_s: float = HELD_S) -> list[Row]:
+async def stop(victim: Victim, load: Load, held_s: float) -> Row:
+    """SIGTERM under the load, which ends with it. AssertionError if /health says nothing of it."""
+    before = load.count = Count()
+    await asyncio.sleep(held_s)
+    count, cluster, began_s = Count(), victim.wired.cluster, time.monotonic()
+    load.count, memory_bytes = count, victim.memory_bytes()
+    cluster.process.send_signal(signal.SIGTERM)
+    statuses = set[int]()
+    with suppress(httpx.TransportError):  # it has ended
+        async with httpx.AsyncClient(base_url=victim.url, timeout=20) as client:
+            while 503 not in statuses:
+                statuses.add((await client.get("/health")).status_code)
+    assert 503 in statuses, statuses
+    await asyncio.to_thread(cluster.process.wait, WHOLE_S)
+    return Row((STOPPED,), before, count, 0.0, time.monotonic() - began_s, memory_bytes)
+
+
+def torment(
+    seed: int,
+    schedule: Sequence[Sequence[str]],
+    setting: Setting = SIMULATED,
+    *,
+    held_s: float = HELD_S,
+) -> list[Row]:
     """A row for each of the schedule; each is printed when it is known."""
-    with victim(seed) as tormented:
-        return asyncio.run(_torment(tormented, schedule, held_s))
+    with victim(seed, setting) as tormented:
+        return asyncio.run(_torment(tormented, schedule, setting, held_s))
 
 
 async def _torment(
-    tormented: Victim, schedule: Sequence[Sequence[str]], held_s: float
+    tormented: Victim, schedule: Sequence[Sequence[str]], setting: Setting, held_s: float
 ) -> list[Row]:
-    rows, load = [], Load(tormented.url)
+    rows, load = [], Load(tormented.url, setting.streams)
     async with load.running():
-        for faults in schedule:
-            rows.append(await suffer(tormented, load, faults, held_s))
+        for names in schedule:
+            if names == (STOPPED,):
+                rows.append(await stop(tormented, load, held_s))
+            else:
+                faults = {name: setting.faults[name] for name in names}
+                rows.append(await suffer(tormented, load, faults, held_s))
             typer.echo(rows[-1].markdown())
     return rows
 
@@ -144,7 +214,8 @@ async def _torment(
 def scheduled(seed: int, pairs: int) -> list[tuple[str, ...]]:
     """Each fault alone, then so many pairs. A Redis that is away can have no other fault."""
     of_two = [pair for pair in combinations(FAULTS, 2) if not all("Redis" in name for name in pair)]
-    return [*((name,) for name in FAULTS), *random.Random(seed).sample(of_two, pairs)]
+    single = ((name,) for name in FAULTS)
+    return [*single, *random.Random(seed).sample(of_two, pairs), (STOPPED,)]
 
 
 def main(
@@ -156,14 +227,23 @@ def main(
     write: Annotated[bool, typer.Option("--write", help="Write docs/chaos.md.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="The figures as JSON.")] = None,
 ) -> None:
-    schedule = [(name,) for name in only] if only else scheduled(seed, pairs)
-    head = HEAD.format(
-        held=HELD_S, replicas=REPLICAS, streams=STREAMS, cores=os.cpu_count(), seed=seed
-    ) + "\n".join((f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"))
-    typer.echo(head)
-    rows = torment(seed, schedule)
+    schedules: dict[Setting, list[tuple[str, ...]]] = {
+        SIMULATED: scheduled(seed, pairs),
+        VLLM: [*((name,) for name in GRAMMAR_FAULTS), (STOPPED,)],
+    }
+    page = [HEAD.format(held=HELD_S, cores=os.cpu_count(), seed=seed)]
+    rows: list[Row] = []
+    for setting, schedule in schedules.items():
+        if only:
+            schedule = [(name,) for name in only if (name,) in schedule]
+        if not schedule:
+            continue
+        page.append(TABLE.format(**vars(setting)) + HEADING)
+        typer.echo(page[-1])
+        rows += (found := torment(seed, schedule, setting))
+        page += [row.markdown() for row in found]
     if write:
-        PAGE.write_text("\n".join((head, *(row.markdown() for row in rows), "")))
+        PAGE.write_text("\n".join((*page, "")))
     if json_file:
         json_file.write_text(json.dumps([[*row.faults, row.is_lossless] for row in rows]))
     lossy = [row for row in rows if not row.is_lossless and not {*row.faults} & {*BREAKING}]

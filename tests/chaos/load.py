@@ -11,7 +11,6 @@ import httpx
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 
-STREAMS = 16
 TOKENS = 60
 PAUSE_S = 0.2  # after a failure
 GAP_S = 1.0  # a longer one between two tokens counts as a disturbance
@@ -35,9 +34,10 @@ class Count:
 class Load:
     """Asks the same questions again and again, without retries."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, streams: int) -> None:
         self.count = Count()
         self._url = url
+        self._streams = streams
         self._known: dict[int, str] = {}
         self._over = asyncio.Event()
 
@@ -49,9 +49,9 @@ class Load:
             httpx.AsyncClient(base_url=self._url, timeout=90, limits=limits) as client,
             asyncio.TaskGroup() as tasks,
         ):
-            texts = await asyncio.gather(*(self._hear(client, n) for n in range(STREAMS)))
+            texts = await asyncio.gather(*(self._hear(client, n) for n in range(self._streams)))
             self._known = dict(enumerate(texts))
-            for number in range(STREAMS):
+            for number in range(self._streams):
                 tasks.create_task(self._ask_again_and_again(client, number))
             try:
                 yield

@@ -1,9 +1,11 @@
 """Whatever is asked of any route, the answer comes, has the shape of its API and blames no server.
 
-`make fuzz` asks 24,000 times, `make test` some hundred times; also with API keys.
+`make fuzz` asks simulated and vLLM replicas 24,000 times, `make test` some hundred times. Other
+tests do so with API keys.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -16,11 +18,13 @@ from tests.support.fuzzing import BASES, PATHS, bodies, changed, check, fuzzing,
 from tests.support.serving import Cluster
 
 pytestmark = pytest.mark.timeout(1800)
+CLUSTER = os.environ.get("KVROUTE_FUZZ_CLUSTER", "simulated_cluster")  # a fixture's name
 
 
 @pytest.fixture(scope="module")
-def http(simulated_cluster: Cluster) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=simulated_cluster.url, timeout=60) as client:
+def http(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    cluster: Cluster = request.getfixturevalue(CLUSTER)
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
         yield client
 
 

@@ -93,6 +93,36 @@ async def test_of_several_requests_in_preparation_none_is_blamed_for_a_stop() ->
     assert await Replicas().lose(HUNG, PROMPT, PROMPT + 1) == ["r1", "r1", "r1"]
 
 
+async def test_requests_that_stop_two_replicas_together_are_sent_to_no_third() -> None:
+    asked: list[str] = []
+
+    async def hangs(request: GenerateRequest, emit: Emit) -> None:
+        asked.append(request.request_id)
+        await asyncio.Event().wait()
+
+    wired = Wired({f"r{number}": hangs for number in range(3)})
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+    async with wired:
+        for replica_id in ("r1", "r2"):
+            wired.drop(replica_id)
+        await until(lambda: wired.links.connected() == ["r0"])
+        begin, context = dispatcher_of(wired, fleet).begin, RequestContext(time.monotonic())
+        tasks = [
+            asyncio.create_task(begin(prompt, completion(), context))
+            for prompt in (PROMPT, PROMPT + 1)
+        ]
+        for asks, stopped, following in ((2, "r0", "r1"), (4, "r1", "r2")):
+            while len(asked) < asks or wired.links.heard(stopped) <= 2:
+                await asyncio.sleep(0.01)
+            wired.list(following)
+            while following not in wired.links.connected():
+                await asyncio.sleep(0.01)
+            wired.links.lose(stopped, HungError(stopped))
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [getattr(error, "code", "") for error in ended] == ["request_blamed"] * 2
+    assert len(asked) == 4
+
+
 async def test_a_replica_that_is_killed_leaves_no_blame() -> None:
     assert await Replicas().lose(LostError("killed"), PROMPT) == ["r1", "r1"]
 

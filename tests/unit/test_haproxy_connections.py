@@ -17,6 +17,7 @@ def test_the_limits_are_in_serves_configuration() -> None:
     config = """global
     maxconn 4096
 defaults
+    timeout client 3600s
     timeout http-keep-alive 86400s
 frontend http_frontend
     bind *:8000
@@ -26,6 +27,7 @@ frontend http_frontend
         == """global
     maxconn 1000
 defaults
+    timeout client 90000ms
     timeout http-keep-alive 1500ms
 frontend http_frontend
     bind *:8000
@@ -35,7 +37,13 @@ frontend http_frontend
 
 
 @pytest.mark.parametrize(
-    "line", ["    maxconn {{ config.maxconn }}\n", "timeout http-keep-alive ", "option splice-"]
+    "line",
+    [
+        "    maxconn {{ config.maxconn }}\n",
+        "%}timeout client {",
+        "timeout http-keep-alive ",
+        "option splice-",
+    ],
 )
 def test_serve_has_these_lines_still(line: str) -> None:
     assert line in TEMPLATE

@@ -92,3 +92,11 @@ def test_a_grammar_that_is_none_is_refused_with_the_reason(cluster: Cluster) -> 
     refused = httpx.post(cluster.url + URL, json=body, timeout=60)
     assert refused.status_code == 400
     assert "Invalid grammar" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("wrong", [[], "json", 1])
+def test_a_field_of_a_wrong_type_is_the_clients_error(cluster: Cluster, wrong: object) -> None:
+    """vLLM's own server answers that it has failed."""
+    refused = httpx.post(cluster.url + URL, json=HELLO | {"structured_outputs": wrong}, timeout=60)
+    assert refused.status_code == 400
+    assert "type" in refused.json()["error"]["message"]

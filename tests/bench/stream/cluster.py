@@ -14,7 +14,7 @@ from tests.support.serving import Cluster, start_cluster
 TITLES = {
     "router": "kvroute:Router",
     "replica": "kvroute:Replica",
-    "HAProxy": "haproxy/bin/haproxy",
+    "HAProxy": "program/haproxy",
 }
 ROUTER = re.compile(r"^\s+server \S+ \S+:(\d+)\s.*\bcheck(?! backup)\b", re.MULTILINE)
 

@@ -1,8 +1,13 @@
 """Some of what `make chaos` does to a cluster, and no answer is lost."""
 
-from tests.chaos.__main__ import torment
+from tests.chaos.__main__ import STOPPED, torment
 
-SCHEDULE = (("Redis holds rubbish",), ("clients leave amid their bodies", "idle connections"))
+SCHEDULE = (
+    ("Redis holds rubbish",),
+    ("clients leave amid their bodies", "7,000 idle connections"),
+    ("Redis is a replica for some time", "bursts of tiny requests, and a long one"),
+    (STOPPED,),
+)
 HELD_S = 3.0
 
 
