@@ -71,7 +71,7 @@ class Backlog:
         slowness, had_s = speed.slowness, now_s - queue.busy_since_s
         if queue.waiting and had_s > slowness * queue.head_s:
             # overdue: the engine is at least as slow as if the first token came now
-            slowness = (speed.observed_s + had_s) / (speed.predicted_s + queue.head_s)
+            slowness = speed.slowness_after(queue.head_s, had_s)
         return self._queued_s(now_s) + queue.backlog_s(slowness, now_s)
 
     def service_s(self) -> float:

@@ -78,6 +78,13 @@ class Waiting(Struct, array_like=True):
             raise ValueError("its lists are of different lengths")
 
 
+class WaitingSessions(Struct, array_like=True, frozen=True):
+    """The requests that wait in a router until their sessions have a seat."""
+
+    requests: Count = 0
+    oldest_s: Seconds = 0.0  # how long the first of them has waited
+
+
 class Message(Struct, array_like=True):
     version: Annotated[int, Meta(ge=0)]
     router: Name
@@ -85,6 +92,7 @@ class Message(Struct, array_like=True):
     tenants: list[TenantCounts] = []  # those whose counts have changed
     is_complete: bool = False  # other tenants have nothing at this router
     waiting: Waiting | None = None  # None: as before
+    sessions: WaitingSessions = WaitingSessions()
 
 
 class _Versioned(Struct, array_like=True):

@@ -65,6 +65,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     prefix_caching: bool = True
     pin_blocks: Count = 0  # KV blocks of the engine's own memory that pins may take
     max_num_seqs: Count = 0  # requests in one batch; 0: unknown
+    step_tokens: AtLeastOne = 8192  # that a step computes at most: vLLM's max_num_batched_tokens
     max_cpu_loras: Count = 0  # LoRA adapters that memory has room for
     engine: Name = "vllm"  # "vllm" | "simulated"
     content_format: Name = ""  # of messages in the chat template: "string", "openai"; empty: none

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-PRIOR_S = 1.0  # weight of the prediction itself, in seconds of prefill
-MEMORY_S = 40.0  # predicted prefill seconds after which an observation's weight is 1/e
+PRIOR = 1.5  # weight of the claimed speed, in observations of mean length
+FADE = 0.8  # share of that weight that is left after each observation
+MEMORY = 60.0  # observations of mean length after which an earlier one's weight is 1/e
+MEAN_OF = 50  # latest observations whose mean length is taken
 MOST_OFF = 4.0  # times as long as expected: what one observation can say at most
 LATEST_SHORTER = 1 / 4  # weight of the latest observation in the mean of steps, if it is shorter
 LATEST = 1 / 16  # weight of the latest observation in the mean of the fixed part, and of steps
@@ -31,21 +33,42 @@ def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
 
 @dataclass(slots=True)
 class Speed:
-    """How much slower something is than was predicted, by decayed sums of both times."""
+    """How much slower something is than was predicted, by decayed sums of both times.
 
-    predicted_s: float = PRIOR_S
-    observed_s: float = PRIOR_S
+    Weights are relative to the mean prediction. So an engine and a k times slower one learn from the
+    same number of observations.
+    """
+
+    predicted_s: float = 0.0
+    observed_s: float = 0.0
+    prior: float = 1.0  # slowness as it was believed before the first observation
     slowness: float = field(init=False)  # observed seconds per predicted second
+    _mean_s: float = field(init=False, default=0.0)  # of the latest predictions
+    _count: int = field(init=False, default=0)  # of observations, at most MEAN_OF
+    _belief: float = field(init=False, default=PRIOR)  # weight that is left of `prior`
 
     def __post_init__(self) -> None:
-        self.slowness = self.observed_s / self.predicted_s
+        self.slowness = self.observed_s / self.predicted_s if self.predicted_s else self.prior
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
         """Record one observation; its weight is its predicted time."""
-        keep = 1.0 - min(0.5, predicted_s / MEMORY_S)
+        if predicted_s <= 0.0:
+            return
+        self._count = min(MEAN_OF, self._count + 1)
+        self._mean_s += (predicted_s - self._mean_s) / self._count
+        keep = 1.0 - min(0.5, predicted_s / (MEMORY * self._mean_s))
+        self._belief *= FADE
         self.predicted_s = keep * self.predicted_s + predicted_s
         self.observed_s = keep * self.observed_s + observed_s
-        self.slowness = self.observed_s / self.predicted_s
+        self.slowness = self.slowness_after(0.0, 0.0)
+
+    def slowness_after(self, predicted_s: float, observed_s: float) -> float:
+        """Return the slowness as it would be after one more observation."""
+        belief_s = self._belief * (self._mean_s or predicted_s)
+        total_s = belief_s + self.predicted_s + predicted_s
+        if not total_s:
+            return self.prior
+        return (belief_s * self.prior + self.observed_s + observed_s) / total_s
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import SESSION_BITS, Keep, number_of
 from kvroute.contract.messages import Message
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
 from kvroute.replay.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
@@ -28,8 +28,9 @@ from kvroute.router.routing.baselines import RANKINGS
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.policy import Candidate
-from kvroute.router.routing.queue import WAKE_S, Held, Queue
-from kvroute.router.routing.returns import Said
+from kvroute.router.routing.queue import MOST_WAKE_S, Held, Queue
+from kvroute.router.routing.returns import Retention, Said
+from kvroute.router.routing.seats import Seats, Waiter
 
 
 class Production:
@@ -41,15 +42,20 @@ class Production:
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self._names = [str(replica) for replica in range(setup.replicas)]
         self._now_s = 0.0
-        self._queue = Queue[Request]()
+        self._queue = Queue[Request](lambda: self._fleet.scale.busy_s)
+        self._seats = Seats[Request](lambda: self._fleet.cache_tokens)
+        self._retentions: dict[int, Retention] = {}  # of requests that have come and were not sent
         self._has_told = False  # other routers that something waits
-        self._peer_publisher = PeerPublisher(queue=self._queue, clock=lambda: self._now_s)
+        self._peer_publisher = PeerPublisher(
+            queue=self._queue, seats=self._seats, clock=lambda: self._now_s
+        )
         self._fleet = Fleet(
             model="replay",
             revision="",
             block_size=setup.block_tokens,
             rng=rng,
             observer=self._peer_publisher,
+            seats=self._seats,
         )
         self._peer_subscriber = PeerSubscriber(
             self._fleet,
@@ -64,6 +70,7 @@ class Production:
             max_model_len=setup.kv_tokens,
             prefill_tokens_per_s=setup.prefill.tokens_per_s,
             attention_tokens=setup.prefill.attention_tokens,
+            step_tokens=setup.chunk_tokens,
             host=setup.host,
         )
         self._fleet.update(ReplicaRecord(name, "replay", 0, facts, Load()) for name in self._names)
@@ -71,17 +78,42 @@ class Production:
             self._fleet.mirror.join(name)
 
     def arrived(self, request: Request, now_s: float) -> None:
+        """Let the request wait for a seat if its session needs one, then for its turn."""
         placement = self._place(request, now_s)
+        retention = self._fleet.retention(placement, now_s, self._said(request))
+        self._retentions[request.index] = retention
+        least_s = min([candidate.backlog_s for candidate in placement.ranking])
+        is_busy = least_s >= self._queue.hold_s
+        self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure)
+        waiter = Waiter(request, retention.turn, request.input_tokens, 0, now_s)
+        if self._seats.is_free(waiter, now_s):
+            self._queue_up(request, placement, now_s)
+        else:
+            self._seats.add(waiter)
+
+    def _said(self, request: Request) -> Said:
+        name = request.session
+        return Said(number_of(name, bits=SESSION_BITS) if name else 0, is_end=request.is_end)
+
+    def _queue_up(self, request: Request, placement: Placement, now_s: float) -> None:
         there = placement.ranking[0]
-        held = Held(request, now_s, there.own_s + there.copy_s, home=placement.home)
-        self._queue.add(held)
+        self._queue.add(Held(request, now_s, there.own_s + there.copy_s, home=placement.home))
 
     def sends(self, now_s: float) -> Iterator[Sending]:
+        """Send the requests whose turn it is, after those that have a seat now were queued."""
+        while waiter := self._seats.due(now_s):
+            self._queue_up(waiter.request, self._place(waiter.request, now_s), waiter.arrived_s)
+            yield from self._sends(now_s)  # takes the seat before another session gets it
+        yield from self._sends(now_s)
+
+    def _sends(self, now_s: float) -> Iterator[Sending]:
         while held := self._queue.due(self._fleet.rooms(self._names, now_s), now_s):
             yield self._send(held, now_s)
 
     def wakes_s(self) -> float | None:
-        return WAKE_S if self._queue else None
+        if self._queue:
+            return self._queue.wake_s
+        return MOST_WAKE_S if self._seats else None
 
     def _place(self, request: Request, now_s: float, among: Sequence[str] = ()) -> Placement:
         return self._fleet.place_chain(
@@ -93,7 +125,7 @@ class Production:
         self._queue.sent(held, now_s)
         placement = self._place(request, now_s, held.among)
         best = self.best(placement)
-        retention = self._fleet.retention(placement, now_s, Said(is_end=request.is_end))
+        retention = self._retentions.pop(request.index)
         context = RequestContext(now_s, retention=retention)
         attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s, context)
         self._attempts[request.index] = attempt

@@ -90,7 +90,7 @@ class Baseline(Counting):
             Candidate(f"{replica:05}", 0, 0.0, 0.0, unanswered=active)
             for replica, active in enumerate(self.active)
         ]
-        return int(self._rank(candidates, forks=0.0, rng=self.rng)[0].replica_id)
+        return int(self._rank(candidates, rng=self.rng, busy_s=1.0)[0].replica_id)
 
 
 class ConsistentHash(Counting):

@@ -4,10 +4,7 @@ import math
 
 from kvroute.contract.speed import Speed
 
-# Copies are that much shorter than the computing that they save. So a claim weighs as much as one
-# millisecond of copies, and 40 ms of them are remembered.
-COPIES = 1000.0
-FADE_S = 300.0  # without a copy; then slow ones are believed less: where they are slow, none come
+FADE_S = 300.0  # time without copies after which 1/e of a learned slowness is left
 
 
 class CopySpeed:
@@ -23,7 +20,7 @@ class CopySpeed:
         if copied_bytes <= 0 or seconds <= 0.0:
             return
         self._speed.observed_s = self._slowness(now_s) * self._speed.predicted_s
-        self._speed.learn(COPIES * copied_bytes / self._claimed, COPIES * seconds)
+        self._speed.learn(copied_bytes / self._claimed, seconds)
         self._copied_s = now_s
 
     def bytes_per_s(self, now_s: float) -> float:

@@ -136,6 +136,7 @@ class SimulatedEngine(Engine):
                 max_model_len=config.max_model_len,
             ),
             max_num_seqs=config.max_running,
+            step_tokens=config.max_batched_tokens,
             max_cpu_loras=config.max_cpu_loras,
             engine="simulated",
             content_format="string",

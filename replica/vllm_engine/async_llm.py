@@ -437,6 +437,7 @@ def _facts(
         prefix_caching=prefix_caching,
         pin_blocks=pins_in(capacity_blocks=capacity_blocks),
         max_num_seqs=config.scheduler_config.max_num_seqs,
+        step_tokens=config.scheduler_config.max_num_batched_tokens,
         max_cpu_loras=settings.kept_loras,
         engine="vllm",
         content_format=http.content_format,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
+from kvroute.contract.priority import Priority
 from kvroute.router.api.errors import ApiError
 from kvroute.router.routing.attempts import (
     Attempt,
@@ -22,12 +23,9 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.forecast import Arrivals, Correction, Margin
 from kvroute.router.routing.queue import (
     BATCH_S,
-    HOLD_S,
-    WAKE_S,
     Held,
     Queue,
     QueueState,
-    turn_s,
 )
 from kvroute.router.routing.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
 
@@ -106,11 +104,11 @@ class Holding:
         self._has_waiting = asyncio.Event()
         self._seen_s = 0.0  # when there was a replica, last
         self._refused = (0.0, -math.inf)  # the last forecast of those that were refused, and when
-        self._arrivals = Arrivals()
-        self._correction = Correction()
+        self._arrivals = Arrivals(lambda: fleet.scale.busy_s)
+        self._correction = Correction(fleet.scale.busy_s)
         self._margin = Margin()
-        # By priority, batch and sharer; of empty prompts, as of _forecast_s.
-        self._forecasts: dict[tuple[float, bool, str], float] = {}
+        # By wish, priority and sharer; of empty prompts, as of _forecast_s.
+        self._forecasts: dict[tuple[float, Priority, str], float] = {}
         self._forecast_s = -math.inf
 
     def states(self) -> Mapping[str, QueueState]:
@@ -136,17 +134,17 @@ class Holding:
         held = _held(placement, context)
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
         if self._queue.is_free(held, least_s):
-            self._arrivals.add(held.prefill_s, turn_s(held) - held.arrived_s, now_s)
+            self._arrivals.add(held.prefill_s, self._queue.turn_s(held) - held.arrived_s, now_s)
             self._queue.sent(held, now_s)
             refused_s = self._refused_s(now_s)
-            return Turn(turn_s(held), Wait(urgency.priority), refused_s=refused_s)
+            return Turn(self._queue.turn_s(held), Wait(urgency.priority), refused_s=refused_s)
         raw_s = self._raw_forecast_s(held, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
         if self._is_full(held):
             raise self._refusal(urgency, "full", forecast_s)
         if not held.is_batch:  # of those, none passes anybody
-            self._arrivals.add(held.prefill_s, turn_s(held) - held.arrived_s, now_s)
+            self._arrivals.add(held.prefill_s, self._queue.turn_s(held) - held.arrived_s, now_s)
         self._queue.add(held)
         refusal = await self._released(held, urgency.most_s)
         later_s = self._clock()
@@ -158,7 +156,7 @@ class Holding:
         if refusal is not None:
             raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
         self._queue.sent(held, later_s)
-        reason: Reason = "busy" if least_s >= HOLD_S else "order"
+        reason: Reason = "busy" if least_s >= self._queue.hold_s else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
         behind_s = BATCH_S if held.among else 0.0  # in the engines too, if it fills
@@ -207,7 +205,7 @@ class Holding:
             await self._has_waiting.wait()
             while self._queue:
                 await self._release()
-                await self._wake.next(WAKE_S)
+                await self._wake.next(self._queue.wake_s)
             self._has_waiting.clear()
 
     async def _release(self) -> None:
@@ -242,16 +240,16 @@ class Holding:
         routers = self._routers()
         sooner = [routers * rate for rate in self._arrivals.sooner(now_s)]
         turn_s = self._queue.forecast_s(held, replicas=replicas, sooner=sooner, now_s=now_s)
-        return max(0.0, least_s - HOLD_S) + turn_s
+        return max(0.0, least_s - self._queue.hold_s) + turn_s
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:
         """How long an empty prompt would wait that comes now."""
-        now_s, kind = self._clock(), (urgency.priority_s, urgency.is_batch, sharer)
+        now_s, kind = self._clock(), (urgency.later_s, urgency.priority, sharer)
         if now_s - self._forecast_s > FRESH_S:
             self._forecasts.clear()
             self._forecast_s = now_s
         if kind not in self._forecasts:
-            empty = Held(_answer(), now_s, 0.0, urgency.priority_s, urgency.is_batch, sharer)
+            empty = _empty(urgency, sharer, now_s)
             self._forecasts[kind] = self._empty_s(empty, now_s)
         return self._forecasts[kind]
 
@@ -318,11 +316,18 @@ def _held(placement: Placement, context: RequestContext) -> Held[Answer]:
         _answer(),
         context.at_s,
         best.own_s + best.copy_s + best.lora_s,
-        context.urgency.priority_s,
+        context.urgency.later_s,
+        context.urgency.is_interactive,
         context.urgency.is_batch,
         context.sharer,
         placement.home,
     )
+
+
+def _empty(urgency: Urgency, sharer: str, now_s: float) -> Held[Answer]:
+    """Return a request with an empty prompt."""
+    kind = urgency.later_s, urgency.is_interactive, urgency.is_batch
+    return Held(_answer(), now_s, 0.0, *kind, sharer)
 
 
 def _answer() -> Answer:

@@ -20,7 +20,8 @@ SLICE_S = 0.25  # the longest that a client may have to wait for a request witho
 def gain_s(placement: Placement, share: float) -> float:
     """Of computing the prompt where it is ranked first. share: 0 to 1."""
     best = placement.ranking[0]
-    terms = terms_s(best, prices(placement.ranking, placement.forks, placement.pressure))
+    common = prices(placement.ranking, busy_s=placement.busy_s, pressure=placement.pressure)
+    terms = terms_s(best, common)
     pushed_out_s = placement.pressure * (best.own_s + best.copy_s)
     return share * best.own_s - pushed_out_s - terms.decode
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -19,6 +19,8 @@ from kvroute.router.routing.load import ReplicaLoad
 from kvroute.router.routing.mirror import Mirror
 from kvroute.router.routing.policy import Candidate
 from kvroute.router.routing.returns import NOTHING_SAID, Retention, Returns, Said, Why
+from kvroute.router.routing.scale import Scale
+from kvroute.router.routing.seats import Seats
 from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
 
 MUCH = 0.25  # of a prompt
@@ -32,7 +34,7 @@ class Placement(Struct, frozen=True):
     best_hit_blocks: int  # the longest hit on any replica
     prompt_tokens: int
     block_size: int
-    forks: float = 0.0  # earlier requests that diverged at the end of the known prefix
+    busy_s: float = 1.0  # of the fleet's Scale: the unit of the costs
     pressure: float = 0.0  # how tight the caches are
     lora: str = ""  # the request's LoRA adapter
     known_blocks: int = 0  # the longest part that any replica has now or had once
@@ -216,6 +218,8 @@ class Attempt:
     boundaries: Boundaries | None = None  # of the replica's engine, if it has several cache groups
     trace: TraceContext | None = None  # its span, if an observer keeps one
     returns: Returns | None = None  # that learns of its end
+    scale: Scale | None = None  # the same
+    seats: Seats[Any] | None = None  # the same
     is_complete: bool = False
     is_tool_call: bool = False  # its answer has ended with one
     output_tokens: int = 0  # of all choices
@@ -266,6 +270,7 @@ class Attempt:
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
         self._finish_turn()
+        self._teach_answer()
         self.observer.ended(self)
 
     def end_elsewhere(self, now_s: float, *, is_tool_call: bool, is_over: bool) -> None:
@@ -279,6 +284,11 @@ class Attempt:
         if later_tokens > 0 and self.first_token_s is not None and self.last_chunk_s is not None:
             self.load.speed.step((self.last_chunk_s - self.first_token_s) / later_tokens)
 
+    def _teach_answer(self) -> None:
+        """Tell the fleet's scale how long the answer took."""
+        if self.scale and self.first_token_s is not None and self.last_chunk_s is not None:
+            self.scale.answered(self.last_chunk_s - self.first_token_s)
+
     @property
     def is_over(self) -> bool:
         """Else it goes on elsewhere, or was none."""
@@ -286,8 +296,10 @@ class Attempt:
 
     def _finish_turn(self) -> None:
         turn = self.dispatch.turn
+        at_s = self.last_chunk_s or self.first_token_s or self.sent_s
+        if self.seats is not None and turn:
+            self.seats.ended(turn.session, at_s)
         if self.returns and turn and self.is_over:
-            at_s = self.last_chunk_s or self.first_token_s or self.sent_s
             self.returns.finish(turn, is_tool_call=self.is_tool_call, now_s=at_s)
 
     def _infer(self, chain: Sequence[Fingerprint]) -> None:

@@ -12,14 +12,14 @@ from kvroute.router.routing.policy import Candidate, rank
 
 
 class Ranking(Protocol):
-    """All candidates, best first. forks, pressure: see `kvroute.router.routing.policy`."""
+    """All candidates, best first. busy_s, pressure: see `kvroute.router.routing.policy`."""
 
     def __call__(
         self,
         candidates: Sequence[Candidate],
         *,
-        forks: float,
         rng: random.Random,
+        busy_s: float,
         pressure: float = 0.0,
     ) -> list[Candidate]: ...
 
@@ -34,8 +34,8 @@ class RoundRobin:
         self,
         candidates: Sequence[Candidate],
         *,
-        forks: float,
         rng: random.Random,
+        busy_s: float,
         pressure: float = 0.0,
     ) -> list[Candidate]:
         self._turn += 1
@@ -45,7 +45,7 @@ class RoundRobin:
 
 
 def power_of_two(
-    candidates: Sequence[Candidate], *, forks: float, rng: random.Random, pressure: float = 0.0
+    candidates: Sequence[Candidate], *, rng: random.Random, busy_s: float, pressure: float = 0.0
 ) -> list[Candidate]:
     """The less loaded of two random replicas, as in Ray Serve's PowerOfTwoChoicesRequestRouter."""
     shuffled = rng.sample(candidates, len(candidates))
@@ -53,14 +53,14 @@ def power_of_two(
 
 
 def least_loaded(
-    candidates: Sequence[Candidate], *, forks: float, rng: random.Random, pressure: float = 0.0
+    candidates: Sequence[Candidate], *, rng: random.Random, busy_s: float, pressure: float = 0.0
 ) -> list[Candidate]:
     """The replica with the fewest unanswered requests; ties are broken at random."""
     return sorted(rng.sample(candidates, len(candidates)), key=_unanswered)
 
 
 def any_replica(
-    candidates: Sequence[Candidate], *, forks: float, rng: random.Random, pressure: float = 0.0
+    candidates: Sequence[Candidate], *, rng: random.Random, busy_s: float, pressure: float = 0.0
 ) -> list[Candidate]:
     return rng.sample(candidates, len(candidates))
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from kvroute.contract.cache_groups import UNTOLD
 from kvroute.contract.chain import Scope, Space
 from kvroute.contract.fingerprint import Feature, Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
+from kvroute.contract.keep import NO_BLOCK, Keep, SessionTurn
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.contract.speed import PrefillModel, prefill_model
@@ -24,7 +26,6 @@ from kvroute.router.routing.attempts import (
 )
 from kvroute.router.routing.baselines import Ranking
 from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError, boundaries_of
-from kvroute.router.routing.branches import Branches, relative
 from kvroute.router.routing.handshake import NONE, Handshake
 from kvroute.router.routing.load import (
     ReplicaLoad,
@@ -37,10 +38,12 @@ from kvroute.router.routing.policy import Candidate, rank
 from kvroute.router.routing.pressure import Pressure
 from kvroute.router.routing.queue import Room
 from kvroute.router.routing.returns import NOTHING_SAID, Retention, Returns, Said
+from kvroute.router.routing.scale import Scale
+from kvroute.router.routing.seats import Seats
 
 EVERYBODY = Scope()
-HOME = -1.0  # a share of branches below that of replicas without any
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
+UNKNOWN_STEP_TOKENS = 8192  # of a replica without a record
 
 
 class Prompt:
@@ -85,7 +88,9 @@ class Fleet:
         observer: RequestObserver = NO_OBSERVER,
         ranking: Ranking = rank,
         running: Callable[[], Collection[str]] | None = None,
+        seats: Seats[Any] | None = None,
     ) -> None:
+        self.seats = seats
         self.mirror = Mirror()
         self.handshake = handshake or Handshake()
         self.observer = observer
@@ -101,13 +106,31 @@ class Fleet:
         self._leased: set[str] = set()  # replicas with a valid lease
         self._free_blocks: dict[str, int] = {}  # of replicas with a record
         self._loads: dict[str, ReplicaLoad] = {}  # of replicas with a record or with requests
-        self._branches = Branches()
+        self._scale: Scale | None = None  # None: nothing is known of the engines yet
         self._boundaries: dict[str, Boundaries] = {}  # of engines with several cache groups
         self._host_tiers: dict[str, HostTier] = {}  # of replicas that have one
 
     @property
     def records(self) -> list[ReplicaRecord]:
+        """Return the records of all replicas."""
         return list(self._records.values())
+
+    @property
+    def scale(self) -> Scale:
+        """Return the fleet's units of time. They begin with one full step of an engine."""
+        if self._scale is None:
+            facts = next((record.facts for record in self._records.values()), None)
+            tokens = facts.step_tokens if facts else UNKNOWN_STEP_TOKENS
+            model = next((self._speed(id_) for id_ in self._records), UNKNOWN_SPEED)
+            if facts is None:
+                return Scale(model.seconds(0, tokens))
+            self._scale = Scale(model.seconds(0, tokens))
+        return self._scale
+
+    @property
+    def pressure(self) -> float:
+        """Return how tight the caches are: see pressure.py."""
+        return self._pressure.value
 
     @property
     def max_model_len(self) -> int | None:
@@ -194,9 +217,7 @@ class Fleet:
             if replica_id in self._records or load.is_busy
         }
         for replica_id, load in self._loads.items():
-            load.model = self._speed(replica_id)
-            if record := self._records.get(replica_id):
-                _report_loras(load, record)
+            self._describe(replica_id, load)
 
     def told(self, replica_id: str, pending_tokens: int) -> None:
         """What it says just now that it has to compute, for all routers."""
@@ -287,25 +308,23 @@ class Fleet:
         for replica_id, (host_blocks, _) in reloads.items():
             hits[replica_id] = hits.get(replica_id, 0) + host_blocks
         best = max([hits.get(replica_id, 0) for replica_id in running], default=0)
-        prefix = chain[:best]
         prompt = Prompt(prompt_tokens, best, self._block_size)
-        candidates = self._candidates(running, prompt, hits, prefix, now_s)
+        candidates = self._candidates(running, prompt, hits, now_s)
         if lora:
             candidates = [self._with_lora(each, lora) for each in candidates]
         if reloads:
             candidates = [_with_reload(each, reloads) for each in candidates]
         if not best and (home := self.returns.home(session)):
             candidates = [_with_home(each, home) for each in candidates]
-        forks = self._branches.forks(prefix)
-        pressure = self._pressure.value
-        ranking = self._rank(candidates, forks=forks, rng=self._rng, pressure=pressure)
+        busy_s, pressure = self.scale.busy_s, self._pressure.value
+        ranking = self._rank(candidates, rng=self._rng, busy_s=busy_s, pressure=pressure)
         return Placement(
             ranking=tuple(ranking),
             chain=tuple(chain),
             best_hit_blocks=best,
             prompt_tokens=prompt_tokens,
             block_size=self._block_size,
-            forks=forks,
+            busy_s=busy_s,
             pressure=pressure,
             lora=lora,
             known_blocks=self._known(chain, best),
@@ -393,12 +412,12 @@ class Fleet:
                 reload_s,
             ),
         )
-        fleet = self.mirror.replica_ids | {dispatch.replica_id}
-        self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
+        self.scale.computed(load.speed.slowness * dispatch.prefill_s)
         self.mirror.forget_computed(now_s)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
         if dispatch.turn and dispatch.keep:
             self.returns.begin(dispatch.turn, dispatch.keep, now_s, dispatch.replica_id)
+            self._take_seat(dispatch.turn, dispatch.keep, dispatch, now_s)
         return Attempt(
             self.mirror,
             load,
@@ -407,29 +426,52 @@ class Fleet:
             now_s,
             RequestContext(now_s),
             returns=self.returns,
+            scale=self.scale,
+            seats=self.seats if dispatch.turn and dispatch.keep else None,
         )
+
+    def end_session(self, session: int) -> None:
+        """Record that no further turn of the session comes, as its client says."""
+        self.returns.end(session)
+        if self.seats is not None:
+            self.seats.session_ended(session)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Return the tokens that all replicas can keep, in host memory too where blocks come back
+        from there sooner than they are computed."""
+        return sum(map(self._cache_tokens, self._records.values()))
+
+    def _cache_tokens(self, record: ReplicaRecord) -> int:
+        facts, tier = record.facts, self._host_tiers.get(record.id)
+        if not facts.prefix_caching:
+            return 0
+        compute_s = self.prefill_s(record.id, facts.block_size)
+        host_blocks = tier.blocks if tier and tier.reload_s(1) < compute_s else 0
+        return (facts.capacity_blocks + host_blocks) * facts.block_size
+
+    def _take_seat(self, turn: SessionTurn, keep: Keep, dispatch: Dispatch, now_s: float) -> None:
+        if self.seats is not None:
+            block = dispatch.known_prefix[-1] if dispatch.known_prefix else NO_BLOCK
+            known = block, dispatch.prompt_tokens - dispatch.new_tokens
+            self.seats.sent(
+                turn, dispatch.prompt_tokens, tenant=keep.tenant, known=known, now_s=now_s
+            )
 
     def _candidates(
         self,
         running: Sequence[str],
         prompt: Prompt,
         hits: Mapping[str, int],
-        prefix: Sequence[Fingerprint],
         now_s: float,
     ) -> list[Candidate]:
         """Most of a decision's time is spent here, once for each replica; so without keywords."""
         known, free_blocks = self._loads, self._free_blocks
         loads = [known.get(replica_id) or self._load(replica_id) for replica_id in running]
-        replicas = zip(
-            running,
-            loads,
-            learned_slowness(loads),
-            relative([load.recent(now_s) for load in loads]),
-            self._branches.shares(prefix, running),
-            strict=True,
-        )
         candidates = []
-        for replica_id, load, slowness, recent_share, branch_share in replicas:
+        for replica_id, load, slowness in zip(
+            running, loads, learned_slowness(loads), strict=True
+        ):
             hit_blocks = hits.get(replica_id, 0)
             new_tokens, own_s, copy_s = prompt.at(load.model, hit_blocks)
             candidates.append(
@@ -439,16 +481,25 @@ class Fleet:
                     load.backlog_s(slowness, now_s),
                     slowness * own_s,
                     slowness * copy_s,
-                    load.pending_tokens,
-                    new_tokens,
-                    recent_share,
-                    branch_share,
-                    load.decode_step_s,
+                    (load.pending_tokens + new_tokens) / load.step_tokens,
+                    slowness * load.decode_step_s,
                     free_blocks.get(replica_id, 0),
                     load.unanswered,
+                    self._memory_s(load, prompt.tokens),
                 )
             )
         return candidates
+
+    def _memory_s(self, load: ReplicaLoad, tokens: int) -> float:
+        """Return the time until the replica's KV cache has room for a prompt.
+
+        Its answers end one after the other, and free their tokens at an even rate. Blocks that
+        several requests share count for each of them, so half of what seems to be missing is taken.
+        """
+        missing = load.tokens + tokens - load.capacity_tokens
+        if missing <= 0 or not load.decoding_tokens or not load.capacity_tokens:
+            return 0.0
+        return self.scale.answer_s * 0.5 * missing / load.decoding_tokens
 
     def _by_layout(
         self,
@@ -540,9 +591,16 @@ class Fleet:
         if load is None:
             load = new_replica_load(self._speed(replica_id), self._loads.values())
             self._loads[replica_id] = load
-            if record := self._records.get(replica_id):
-                _report_loras(load, record)
+            self._describe(replica_id, load)
         return load
+
+    def _describe(self, replica_id: str, load: ReplicaLoad) -> None:
+        """Take over what the replica's record says."""
+        load.model = self._speed(replica_id)
+        load.capacity_tokens = self._capacity_tokens(replica_id)
+        if record := self._records.get(replica_id):
+            load.step_tokens = record.facts.step_tokens
+            _report_loras(load, record)
 
     def _speed(self, replica_id: str) -> PrefillModel:
         record = self._records.get(replica_id)
@@ -576,9 +634,8 @@ def _with_reload(candidate: Candidate, reloads: Mapping[str, tuple[int, float]])
 
 
 def _with_home(candidate: Candidate, home: str) -> Candidate:
-    """What the index does not know of a session, the replica of its latest turn may have: a new
-    conversation that begins there costs the least. A busy fleet does not look at it."""
-    return candidate._replace(branch_share=HOME) if candidate.replica_id == home else candidate
+    """Prefer the replica of a session's latest turn: it may have what the index does not know."""
+    return candidate._replace(is_home=True) if candidate.replica_id == home else candidate
 
 
 def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:

@@ -5,12 +5,12 @@ Arithmetic: no clocks, no sockets. Times are of a monotonic clock, in seconds.
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-RECENT_S = 10.0  # time constant of the mean of what came
-DELAYS_S = (*(2.0**k for k in range(-2, 8)), math.inf)  # upper bounds of classes of turns' delays
+RECENT = 4.5  # time constant of the mean rate of arrivals, in Scale.busy_s
+DELAYS = (*(0.11 * 2.0**k for k in range(10)), math.inf)  # upper bounds of classes, in Scale.busy_s
 KEEP = 0.95  # of the earlier waits' weight, at each further one
-PRIOR_S = 5.0  # of waits as forecast, before any was seen
+PRIOR = 2.3  # waits as forecast before any was seen, in Scale.busy_s
 LEAST, MOST = 0.25, 4.0  # bounds of a correction
 LATE = 0.02  # of the requests near their limit: so many may wait longer than it
 LATER = 0.1  # by which a margin grows with each of them
@@ -19,39 +19,52 @@ MOST_MARGIN = 4.0
 
 
 class Arrivals:
-    """Seconds of prefill that come each second, of late, by how much their turns are delayed."""
+    """Seconds of prefill that come each second, of late, by how much their turns are delayed.
 
-    def __init__(self) -> None:
-        self._recent_s = [0.0] * len(DELAYS_S)  # of prefill, as of _at_s
+    Args:
+        busy_s: returns the fleet's unit of time, of its Scale.
+    """
+
+    def __init__(self, busy_s: Callable[[], float]) -> None:
+        self._busy_s = busy_s
+        self._recent_s = [0.0] * len(DELAYS)  # of prefill, as of _at_s
         self._at_s = 0.0
 
     def add(self, prefill_s: float, delay_s: float, now_s: float) -> None:
-        keep = math.exp((self._at_s - now_s) / RECENT_S)
+        """Record a request whose turn is so much later than its arrival."""
+        busy_s = self._busy_s()
+        keep = math.exp((self._at_s - now_s) / (RECENT * busy_s))
         self._recent_s = [keep * recent_s for recent_s in self._recent_s]
-        self._recent_s[bisect_right(DELAYS_S, delay_s)] += prefill_s
+        self._recent_s[bisect_right(DELAYS, delay_s / busy_s)] += prefill_s
         self._at_s = now_s
 
     def sooner(self, now_s: float) -> list[float]:
-        """For each of DELAYS_S, what comes with a shorter delay: seconds of prefill a second."""
-        scale = math.exp((self._at_s - now_s) / RECENT_S) / RECENT_S
+        """Return what comes with a delay below each of DELAYS: seconds of prefill a second."""
+        recent_s = RECENT * self._busy_s()
+        scale = math.exp((self._at_s - now_s) / recent_s) / recent_s
         sums, total = [], 0.0
-        for recent_s in self._recent_s:
-            total += scale * recent_s
+        for each_s in self._recent_s:
+            total += scale * each_s
             sums.append(total)
         return sums
 
 
-def waiting_s(ahead_s: float, lead_s: float, sooner: Sequence[float], replicas: int) -> float:
-    """The time until so many seconds of prefill are done, and those that come meanwhile and have
-    an earlier turn: after t seconds, turns that are delayed by less than `lead_s - t`.
+def waiting_s(
+    ahead_s: float, lead_s: float, sooner: Sequence[float], replicas: int, busy_s: float
+) -> float:
+    """Return the time until so many seconds of prefill are done, and those that come meanwhile and
+    have an earlier turn: after t seconds, turns that are delayed by less than `lead_s - t`.
 
-    sooner: of Arrivals. lead_s: from now until the turn.
+    Args:
+        sooner: of Arrivals.
+        lead_s: from now until the turn.
+        busy_s: the fleet's unit of time, of its Scale.
     """
     if replicas <= 0:
         return math.inf
     after_s = 0.0
-    for at in range(bisect_right(DELAYS_S, lead_s) - 1, -1, -1):
-        span_s = lead_s - DELAYS_S[at] - after_s
+    for at in range(bisect_right(DELAYS, lead_s / busy_s) - 1, -1, -1):
+        span_s = lead_s - busy_s * DELAYS[at] - after_s
         done = replicas - sooner[at]  # seconds of prefill a second
         if ahead_s <= done * span_s:
             return after_s + ahead_s / done if done else after_s
@@ -63,8 +76,8 @@ def waiting_s(ahead_s: float, lead_s: float, sooner: Sequence[float], replicas: 
 class Correction:
     """How much longer requests have waited than was forecast; a long wait teaches more."""
 
-    def __init__(self) -> None:
-        self._waited_s = self._forecast_s = PRIOR_S
+    def __init__(self, busy_s: float) -> None:
+        self._waited_s = self._forecast_s = PRIOR * busy_s
 
     @property
     def factor(self) -> float:

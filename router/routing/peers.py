@@ -26,6 +26,7 @@ from kvroute.contract.messages import (
     Restarted,
     Sent,
     SessionEnded,
+    WaitingSessions,
     decode,
     encode,
 )
@@ -35,6 +36,7 @@ from kvroute.router.routing.attempts import Attempt, Dispatch, RequestObserver
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.limits import Limits
 from kvroute.router.routing.queue import Queue
+from kvroute.router.routing.seats import Seats
 from kvroute.store.index import Index, pack, unpack
 from kvroute.store.outage import Outage
 
@@ -58,11 +60,13 @@ class PeerPublisher(RequestObserver):
         *,
         limits: Limits | None = None,
         queue: Queue[Any] | None = None,
+        seats: Seats[Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.router = router or uuid.uuid4().hex[:12]
         self._limits = limits
         self._queue = queue
+        self._seats = seats
         self._clock = clock
         self._events: list[Event] = [Restarted()]
         self._has_events = asyncio.Event()
@@ -70,6 +74,8 @@ class PeerPublisher(RequestObserver):
             limits.on_change = self._has_events.set
         if queue is not None:
             queue.on_change = self._has_events.set
+        if seats is not None:
+            seats.on_change = self._has_events.set
 
     def sent(self, attempt: Attempt) -> None:
         dispatch = attempt.dispatch
@@ -108,7 +114,8 @@ class PeerPublisher(RequestObserver):
         now_s = self._clock()
         tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
         waiting = None if self._queue is None else self._queue.report(now_s)
-        return Message(VERSION, self.router, events, tenants, is_complete, waiting)
+        sessions = WaitingSessions() if self._seats is None else self._seats.report(now_s)
+        return Message(VERSION, self.router, events, tenants, is_complete, waiting, sessions)
 
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
         """Publishes the events, soon and in order, until cancelled. Without other routers, only
@@ -205,6 +212,8 @@ class PeerSubscriber:
             )
         if self._queue is not None and message.waiting is not None:
             self._queue.hear(message.router, message.waiting, now_s)
+        if self._fleet.seats is not None:
+            self._fleet.seats.hear(message.router, message.sessions, now_s)
         attempts = self._attempts.setdefault(message.router, {})
         for event in message.events:
             match event:
@@ -227,7 +236,7 @@ class PeerSubscriber:
                 case Blamed():
                     self._blamed(event.digest)
                 case SessionEnded():
-                    self._fleet.returns.end(event.session)
+                    self._fleet.end_session(event.session)
                 case Restarted():
                     _end(attempts)
 
@@ -266,6 +275,8 @@ class PeerSubscriber:
             self._limits.forget(router)
         if self._queue is not None:
             self._queue.forget(router)
+        if self._fleet.seats is not None:
+            self._fleet.seats.forget(router)
         _end(self._attempts.pop(router, {}))
 
 

@@ -2,14 +2,15 @@
 
 Arithmetic: no clocks, no sockets. Times are of a monotonic clock, in seconds.
 
-    turn = arrival + priority + min(40 x prefill, 150 s)
+    turn = arrival + priority + min(DELAY x prefill, MOST_DELAY x busy)
 
-The least turn goes first. So short prompts pass long ones, and none is passed for ever. The bound
-keeps the longest prompts from waiting for all others.
+The least turn goes first; busy is the fleet's unit of time (Scale.busy_s). So short prompts pass
+long ones, and none is passed for ever. The bound keeps the longest prompts from waiting for all
+others.
 
-Some requests only *fill* what others leave: those of batch jobs, and those of a tenant that had
-more than its share of the fleet's time lately. They go to replicas that are nearly idle and have
-memory to spare, while nothing else waits. After BATCH_S they are like all others.
+Some requests only use what others leave: those of batch jobs, and those of a tenant that had more
+than its share of the fleet's time lately. They go to replicas that are nearly idle and have memory
+to spare, while nothing else waits. After BATCH_S they are like all others.
 
 Each router tells the others the turns of its first requests. It sends one only if fewer requests
 with an earlier turn wait elsewhere than replicas have room. Routers may disagree about the
@@ -27,11 +28,12 @@ from typing import Generic, NamedTuple, TypeVar
 from kvroute.contract.messages import Waiting
 from kvroute.router.routing.forecast import waiting_s
 
-HOLD_S = 1.0  # of prefill on every replica: further requests wait in the router
-FILL_S = 0.25  # of prefill on a replica: nothing more of what fills goes there
+HOLD = 0.45  # requests wait in the router while every replica has more prefill, in Scale.busy_s
+FILL = 0.11  # requests that use what others leave go to replicas with less prefill, in Scale.busy_s
 SPARE_SHARE = 0.5  # of its KV cache, that it leaves to others
-SECONDS_A_SECOND = 40.0  # by which a second of prefill delays a turn
-MOST_DELAY_S = 150.0  # by which a long prompt delays its turn
+DELAY = 40.0  # seconds by which one second of prefill delays a turn
+MOST_DELAY = 68.0  # by which the longest prompts delay their turns, in Scale.busy_s
+INTERACTIVE = 14.0  # by which the turns of interactive requests are earlier, in Scale.busy_s
 BATCH_S = 300.0  # after so long, what fills is like what comes then
 LOOKED_AT = 64  # of the first that fill, for one whose prompt is cached where there is room
 SCARCE_S = 30.0  # for which shares matter after others have waited
@@ -44,7 +46,8 @@ FORGOTTEN_S = 1e-3  # of prefill: so little of a tenant's is forgotten
 AGAIN_S = 0.9  # the others are told again, as one may be new
 PATIENCE_S = 0.4  # for another router to send the request whose turn it is
 BLINK_S = 1.0  # a router that has not looked for so long knows nothing of the time between
-WAKE_S = 0.02  # between two looks at the replicas while requests wait
+WAKE = 0.01  # between two looks at the replicas while requests wait, in Scale.busy_s ...
+LEAST_WAKE_S, MOST_WAKE_S = 0.005, 0.1  # ... within these bounds, so that the event loop is idle
 TOLD = (*range(1, 17), *(2**k for k in range(5, 15)))  # which of the first requests others are told
 
 R = TypeVar("R")
@@ -57,7 +60,8 @@ class Held(Generic[R]):
     request: R
     arrived_s: float
     prefill_s: float  # predicted, of what no replica has cached
-    priority_s: float = 0.0  # by which its turn is later
+    priority_s: float = 0.0  # by which its turn is later, as its client says
+    is_interactive: bool = False
     is_batch: bool = False  # it fills what others leave
     tenant: str = ""  # empty: it shares with nobody
     home: str = ""  # the replica that has most of its prompt cached; empty: none has much
@@ -84,9 +88,9 @@ class QueueState:
     oldest_s: float = 0.0  # how long it has waited
 
 
-def delay_s(prefill_s: float) -> float:
-    """By how much the turn of a prompt is later than that of an empty one."""
-    return min(SECONDS_A_SECOND * prefill_s, MOST_DELAY_S)
+def delay_s(prefill_s: float, busy_s: float) -> float:
+    """Return by how much the turn of a prompt is later than that of an empty one."""
+    return min(DELAY * prefill_s, MOST_DELAY * busy_s)
 
 
 class _Line(Generic[R]):
@@ -110,9 +114,14 @@ class _Line(Generic[R]):
 
 
 class Queue(Generic[R]):
-    """One router's waiting requests."""
+    """One router's waiting requests.
 
-    def __init__(self) -> None:
+    Args:
+        busy_s: returns the fleet's unit of time, of its Scale.
+    """
+
+    def __init__(self, busy_s: Callable[[], float]) -> None:
+        self._busy_s = busy_s
         self.on_change: Callable[[], object] = lambda: None
         self._line = _Line[R]()
         self._above = _Line[R]()  # of tenants above their share
@@ -143,17 +152,33 @@ class Queue(Generic[R]):
         """Requests that wait for what others leave."""
         return len(self._above.held) + self.batch
 
+    @property
+    def hold_s(self) -> float:
+        """Return the prefill on every replica above which further requests wait."""
+        return HOLD * self._busy_s()
+
+    @property
+    def wake_s(self) -> float:
+        """Return the time between two looks at the replicas while requests wait."""
+        return min(MOST_WAKE_S, max(LEAST_WAKE_S, WAKE * self._busy_s()))
+
+    def turn_s(self, held: Held[R]) -> float:
+        """Return when the request's turn is, if it comes in the order of turns."""
+        busy_s = self._busy_s()
+        turn_s = held.arrived_s + held.priority_s + delay_s(held.prefill_s, busy_s)
+        return turn_s - INTERACTIVE * busy_s if held.is_interactive else turn_s
+
     def is_free(self, held: Held[R], backlog_s: float) -> bool:
         """Whether a new request need not wait: a replica has room, and nobody is before it.
 
         backlog_s: the least of any replica.
         """
         is_ahead = not (self._line.held or self._others)
-        return is_ahead and backlog_s < HOLD_S and self._line_of(held) is self._line
+        return is_ahead and backlog_s < self.hold_s and self._line_of(held) is self._line
 
     def add(self, held: Held[R]) -> None:
         """It waits from now on."""
-        held.turn_s = turn_s(held)
+        held.turn_s = self.turn_s(held)
         self._put(held)
         self._changed()
 
@@ -217,7 +242,7 @@ class Queue(Generic[R]):
 
     def _is_turn(self, rooms: Sequence[Room], now_s: float) -> bool:
         """Whether the first request goes now."""
-        replicas = [each.replica_id for each in rooms if each.backlog_s < HOLD_S]
+        replicas = [each.replica_id for each in rooms if each.backlog_s < self.hold_s]
         is_first = self._before(self._line.held[0].turn_s) < len(replicas)
         if is_first or now_s - self._looked_s > BLINK_S:
             self._open_s.clear()
@@ -236,7 +261,7 @@ class Queue(Generic[R]):
         idle = [
             each.replica_id
             for each in rooms
-            if each.backlog_s < FILL_S and each.free_share > SPARE_SHARE
+            if each.backlog_s < FILL * self._busy_s() and each.free_share > SPARE_SHARE
         ]
         if not idle:
             return None
@@ -262,12 +287,12 @@ class Queue(Generic[R]):
 
         sooner: what comes to all routers, as Arrivals tells it.
         """
-        at_s = turn_s(held)
+        at_s = self.turn_s(held)
         ahead_s = sum(_work_s(waiting, at_s) for waiting in self._others.values())
         ahead_s += _sooner_s(self._line.held, at_s)
         if (line := self._line_of(held)) is not self._line:
             ahead_s += _sooner_s(line.held, at_s)
-        return waiting_s(ahead_s, at_s - now_s, sooner, replicas)
+        return waiting_s(ahead_s, at_s - now_s, sooner, replicas, self._busy_s())
 
     def state(self, now_s: float) -> dict[str, QueueState]:
         """By line: default, and filling. Another thread may ask."""
@@ -355,11 +380,6 @@ class Shares:
             tenant: at_s for tenant, at_s in self._waited_s.items() if now_s - at_s < SCARCE_S
         }
         self._at_s = now_s
-
-
-def turn_s(held: Held[R]) -> float:
-    """When its turn is, if it comes in the order of turns."""
-    return held.arrived_s + held.priority_s + delay_s(held.prefill_s)
 
 
 def _sooner_s(line: Sequence[Held[R]], turn_s: float) -> float:

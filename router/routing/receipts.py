@@ -16,14 +16,12 @@ RECEIPTS = "kvroute_receipts"  # the member of a response that has them
 REASONS = {
     "waiting": "{choice} has {seconds} s less prefill queued than {other}",
     "reload": "{choice} reloads less from host memory than {other} ({seconds} s)",
+    "memory": "{choice} has room for the prompt {seconds} s sooner than {other}",
     "own": "{choice} computes what is new in the prompt {seconds} s sooner than {other}",
     "copy": "{choice} holds {hits} prompt tokens and {other} {other_hits}: to compute the "
     "difference again counts {seconds} s",
     "lora": "{choice} has the LoRA adapter loaded, which counts {seconds} s",
     "eviction": "a copy on {other} would push out what is asked for again ({seconds} s)",
-    "externality": "on {other}, new requests would wait {seconds} s longer for this prompt",
-    "balance": "{other} has computed more lately ({seconds} s)",
-    "rotation": "it is {choice}'s turn to begin a conversation ({seconds} s)",
     "decode": "{choice} has fewer running answers, which this prompt would slow ({seconds} s)",
 }
 
@@ -44,7 +42,7 @@ def receipt(
     """
     ranking = placement.ranking
     is_priced = ranking and policy == "kvroute"
-    common = prices(ranking, placement.forks, placement.pressure) if is_priced else None
+    common = prices(ranking, busy_s=placement.busy_s, pressure=placement.pressure) if is_priced else None
     listed = ranking[:most]
     terms = [terms_s(candidate, common) for candidate in listed] if common else []
     reloads = any(candidate.host_blocks for candidate in listed)
@@ -57,7 +55,7 @@ def receipt(
         "best_hit_tokens": placement.best_hit_blocks * placement.block_size,
         "broken": broken and broken.as_json(known_tokens=placement.known_tokens),
         "evicted": _evicted(placement, retention),
-        "forks": round(placement.forks, 3),
+        "busy_s": round(placement.busy_s, 6),
         "congestion_price": round(common.alpha, 3) if common else None,
         "cache_pressure": round(placement.pressure, 3),
         "choice": ranking[0].replica_id if ranking else None,

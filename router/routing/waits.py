@@ -15,14 +15,12 @@ Reason = Literal["none", "busy", "order"]
 # has waited longer. full: too many requests wait. no_replica: none runs.
 Refusal = Literal["forecast", "deadline", "full", "no_replica"]
 
-INTERACTIVE_S = -30.0  # by which the turn of an interactive request is later
-
 
 class Urgency(Struct, frozen=True):
     """When a request wants its turn."""
 
     priority: Priority = "default"
-    later_s: float = 0.0  # by which its turn is later, besides what its priority does
+    later_s: float = 0.0  # by which its turn is later, as its client says in numbers
     most_s: float = math.inf  # that it may wait in the queue
     own_s: float | None = None  # the same, if the request says so itself
 
@@ -31,9 +29,9 @@ class Urgency(Struct, frozen=True):
         return self.priority == "batch"
 
     @property
-    def priority_s(self) -> float:
-        """By how much its turn is later."""
-        return self.later_s + (INTERACTIVE_S if self.priority == "interactive" else 0.0)
+    def is_interactive(self) -> bool:
+        """Return whether its turn comes before those of others that came with it."""
+        return self.priority == "interactive"
 
     def without_bound(self) -> "Urgency":
         """It may wait for as long as it takes."""

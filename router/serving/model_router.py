@@ -118,7 +118,7 @@ class ModelRouter:
         self._unreadable = unreadable = Unreadable()
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
-        self._queue = queue = Queue[Answer]()
+        self._queue = queue = Queue[Answer](lambda: self._fleet.scale.busy_s)
         wake = Wake()
         self._publisher = PeerPublisher(router_id, limits=limits, queue=queue)
         self._accounts = _accounts(settings, redis, unreadable, router_id)
@@ -411,7 +411,7 @@ class ModelRouter:
     async def end_session(self, session: int) -> dict[str, str]:
         """A client says that no further turn will come. Returns the ranks that do not know it, and
         why."""
-        self._fleet.returns.end(session)
+        self._fleet.end_session(session)
         self._publisher.session_ended(session)
         if not self._fleet.returns.believes_ends:
             return {}

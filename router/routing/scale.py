@@ -1,0 +1,54 @@
+"""The fleet's own units of time: how long its requests compute and answer.
+
+The policy and the queue have no constants in seconds, which would fit one engine and one kind of
+traffic. They count in these units. An engine that is k times slower, under requests that come k
+times slower, then gets the same decisions.
+
+Prompt lengths are heavy-tailed: a mean over some hundreds of them moves by a third. So the means are
+over thousands of requests, of all routers. Before that, they begin with what the engine claims.
+"""
+
+from dataclasses import dataclass
+
+MEMORY = 3000  # requests whose mean is taken
+PRIOR = 100  # requests that a claim weighs as much as
+PRIOR_SPREAD = 4.0  # mean square of prefill times over the square of their mean, before any was seen
+
+
+@dataclass(slots=True)
+class Scale:
+    """Means over the latest requests of all routers.
+
+    Args:
+        prefill_s: the mean prefill time that is expected before any request was seen.
+    """
+
+    prefill_s: float
+    answer_s: float = 0.0  # mean time from a first token to the end of the answer
+    _square: float = 0.0  # mean of the squares of prefill times
+    _prefills: int = PRIOR
+    _answers: int = 0
+
+    def __post_init__(self) -> None:
+        self._square = PRIOR_SPREAD * self.prefill_s**2
+
+    @property
+    def busy_s(self) -> float:
+        """Return the mean time that a new request finds left of a prompt that is computed.
+
+        Waits grow with it, as in the Pollaczek-Khinchine formula: it is the mean square of prefill
+        times over twice their mean.
+        """
+        return self._square / (2.0 * self.prefill_s)
+
+    def computed(self, prefill_s: float) -> None:
+        """Record the prefill time of a request, as it is predicted."""
+        self._prefills = min(MEMORY, self._prefills + 1)
+        weight = 1.0 / self._prefills
+        self.prefill_s += weight * (prefill_s - self.prefill_s)
+        self._square += weight * (prefill_s**2 - self._square)
+
+    def answered(self, answer_s: float) -> None:
+        """Record the time of an answer after its first token."""
+        self._answers = min(MEMORY, self._answers + 1)
+        self.answer_s += (answer_s - self.answer_s) / self._answers
