@@ -35,7 +35,7 @@ def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
 class Speed:
     """How much slower something is than was predicted, by decayed sums of both times.
 
-    Weights are relative to the mean prediction. So an engine and a k times slower one learn from the
+    Weights are relative to the mean prediction. So an engine that is k times slower learns from the
     same number of observations.
     """
 

@@ -469,9 +469,7 @@ class Fleet:
         known, free_blocks = self._loads, self._free_blocks
         loads = [known.get(replica_id) or self._load(replica_id) for replica_id in running]
         candidates = []
-        for replica_id, load, slowness in zip(
-            running, loads, learned_slowness(loads), strict=True
-        ):
+        for replica_id, load, slowness in zip(running, loads, learned_slowness(loads), strict=True):
             hit_blocks = hits.get(replica_id, 0)
             new_tokens, own_s, copy_s = prompt.at(load.model, hit_blocks)
             candidates.append(

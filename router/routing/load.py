@@ -3,7 +3,6 @@
 This is bookkeeping only: the caller passes the time, in seconds of any monotonic clock.
 """
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -18,8 +18,8 @@ in seconds, with
              the pressure (pressure.py)
     decode   what joining this replica's decode batch costs the requests in it
 
-A minimum of waiting + own + copy alone would recompute a long prefix on an idle replica to save this
-request a little time, at the expense of all other requests.
+A minimum of waiting + own + copy alone would recompute a long prefix on an idle replica to save
+this request a little time, at the expense of all other requests.
 
 No constant here has a unit. Times are relative to the fleet's own (scale.py), so engines that are k
 times slower, under requests that come k times slower, get the same decisions.
@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 PRICE = 35.0  # rise of the price of congestion, for a lower quartile of one Scale.busy_s
 MAX_PRICE = 40.0
-HOME = 0.25  # share of its prefill by which a session's latest replica is preferred for a new prompt
+HOME = 0.25  # share of a new prompt's prefill by which its session's latest replica is preferred
 DECODE_STEPS = 11.0  # decode steps in which a new request slows its batch, plus its prefill steps
 
 

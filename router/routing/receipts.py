@@ -42,7 +42,9 @@ def receipt(
     """
     ranking = placement.ranking
     is_priced = ranking and policy == "kvroute"
-    common = prices(ranking, busy_s=placement.busy_s, pressure=placement.pressure) if is_priced else None
+    common = None
+    if is_priced:
+        common = prices(ranking, busy_s=placement.busy_s, pressure=placement.pressure)
     listed = ranking[:most]
     terms = [terms_s(candidate, common) for candidate in listed] if common else []
     reloads = any(candidate.host_blocks for candidate in listed)

@@ -4,15 +4,15 @@ The policy and the queue have no constants in seconds, which would fit one engin
 traffic. They count in these units. An engine that is k times slower, under requests that come k
 times slower, then gets the same decisions.
 
-Prompt lengths are heavy-tailed: a mean over some hundreds of them moves by a third. So the means are
-over thousands of requests, of all routers. Before that, they begin with what the engine claims.
+Prompt lengths are heavy-tailed: a mean over some hundreds of them moves by a third. So the means
+are over thousands of requests, of all routers. They begin with what the engine claims.
 """
 
 from dataclasses import dataclass
 
 MEMORY = 3000  # requests whose mean is taken
 PRIOR = 100  # requests that a claim weighs as much as
-PRIOR_SPREAD = 4.0  # mean square of prefill times over the square of their mean, before any was seen
+PRIOR_SPREAD = 4.0  # mean square over squared mean of prefill times, before any was seen
 
 
 @dataclass(slots=True)

@@ -95,7 +95,7 @@ class Seats(Generic[R]):
 
     Args:
         capacity_tokens: returns the size of the fleet's KV cache.
-        most: the number of seats; None: as many as fit in the cache, and only while it is too small.
+        most: the number of seats; None: as many as fit in the cache, while it is too small.
     """
 
     def __init__(self, capacity_tokens: Callable[[], int], most: int | None = None) -> None:
@@ -112,7 +112,7 @@ class Seats(Generic[R]):
         self._busy_share = 0.0
         self._pressure = 0.0
         self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # by tenant
-        self._elsewhere: dict[str, tuple[int, float]] = {}  # by router: waiters, the first's arrival
+        self._elsewhere: dict[str, tuple[int, float]] = {}  # by router: number, first arrival
         self._has_new_seats = False  # since the waiting requests were looked through
         self._blocked_s = math.inf  # since when there is room and another router's session is first
         self._granted_s = -math.inf  # when a session that had waited last got a seat
