@@ -36,7 +36,8 @@ def arrivals_at(
     native = native_starts_per_s(recorded) if pace.is_closed_loop else native_rps(recorded)
     if pace.sessions is not None:
         requests, loop = starts_at_once(recorded, pace.sessions, engine)
-        summary = f"{len(loop.sessions)} sessions, {pace.sessions} of them at once"
+        count = len(loop.sessions)
+        summary = f"{count} sessions, {min(count, pace.sessions)} of them at once"
         return Arrivals(requests, loop, summary, {"sessions_at_once": pace.sessions})
     rate = pace.load * saturation_rps() if pace.load else pace.rate or (pace.speed or 1.0) * native
     summary = f"{rate:.2f} {pace.unit}/s, {rate / native:.2f} x the trace's"

@@ -38,7 +38,7 @@ def session_times(loop: Loop, outcome: Outcome) -> SessionTimes:
     slow_p50, slow_p90, slow_p99 = np.percentile(took_s / alone_s, [50, 90, 99])
     begun_s = starts_s.min()
     full_until_s = ends_s[ends_s >= starts_s.max()].min()
-    turns = sum(end_s <= full_until_s for end_s in outcome.finished_s)
+    turns = int((np.array(outcome.finished_s) <= full_until_s).sum())
     return SessionTimes(
         len(loop.sessions),
         session_mean_s=float(took_s.mean()),

@@ -44,6 +44,7 @@ NOT_HERE = {
     "make bench": f"{MINUTES}: test_bench.py runs its parts",
     "make bench-engines": MINUTES,
     "make bench-prefixes": MINUTES,
+    "make bench-policies": f"{MINUTES}: test_policy_matrix.py runs its parts",
     "kvroute serve --lora": f"{ITS_OWN}: test_served_adapters.py has one",
     "kvroute serve --api-keys": f"{ITS_OWN}: test_api_keys.py has one",
     "kvroute serve --metrics-token-file": f"{ITS_OWN}: test_inside.py has one",
@@ -59,6 +60,7 @@ NOT_HERE = {
         f"{ITS_OWN}: test_telemetry.py has one"
     ),
     "kvroute scale": "would take a replica from other tests: test_rollout.py runs it",
+    "kvroute replay rollouts.jsonl": f"{MINUTES}: test_replay_at_once.py replays fewer sessions",
     "kvroute calibrate": f"{MINUTES}: test_calibrate.py runs it",
     ".venv/bin/vllm bench serve": f"{MINUTES}: test_bench_serve.py runs it",
     "ray up": CLOUD,
@@ -76,6 +78,7 @@ NOT_HERE = {
     "prometheus": PROMETHEUS,
     "export KVROUTE_DASHBOARDS": GRAFANA,
     "grafana": GRAFANA,
+    "python -m tests.support.traces": "makes a trace of 10 MB: test_traces.py makes it",
     "python -m tests.support.picture": "needs a Prometheus with data: screenshots.py runs it",
 }
 
@@ -136,6 +139,7 @@ def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
             "input_length": block_tokens * (n // 10 + 2),
             "output_length": 20,
             "hash_ids": [0, *(1000 * (n % 10) + turn + 1 for turn in range(n // 10 + 1))],
+            "session": n % 10,
             **more,
         }
         for n in range(requests)

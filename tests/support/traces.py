@@ -96,17 +96,19 @@ def rollouts(seed: int, *, sessions: int = 600) -> list[Request]:
 
 
 def fan_outs(
-    seed: int, *, families: int = 80, width: tuple[int, int] = (2, 20), tokens: int = 20_000
+    seed: int, *, families: int = 80, width: tuple[int, int] = (2, 20), least: int = 1
 ) -> list[Request]:
     """Make families of sub-agents: all of a family start at once, from one long prefix that nobody
     has computed yet, and then go on alone.
 
-    width: the least and the most sub-agents of a family. tokens: the median of the prefixes.
+    width: the least and the most sub-agents of a family. least: tokens of a prefix, of at most
+    100,000.
     """
     rng, fresh = random.Random(seed), count(1)
     requests = []
     for family in range(families):
-        prefix, start_s = Text(fresh).add(_size(rng, tokens, most=100_000)), rng.uniform(0, SPAN_S)
+        tokens, start_s = max(least, _size(rng, 20_000, most=100_000)), rng.uniform(0, SPAN_S)
+        prefix = Text(fresh).add(tokens)
         for member in range(rng.randint(*width)):
             text, at_s = (
                 prefix.copy().add(_size(rng, 500, most=4000)),

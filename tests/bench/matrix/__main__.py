@@ -68,14 +68,15 @@ def main(
     known = [Result(**row) for row in before["results"] if row["policy"] not in ours]
     saturations: dict[str, float] = before["saturations"]
     results: list[Result] = []
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"))
     try:
-        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            for name, found_rps in _saturations(pool, cells, files, saturations):
-                saturations[name] = found_rps
-            runs = _runs(cells, ours, theirs, seeds)
-            results += [each for each in known if _run_of(each) in runs]
-            results += _measured(pool, runs, known, files, saturations)
+        for name, found_rps in _saturations(pool, cells, files, saturations):
+            saturations[name] = found_rps
+        runs = _runs(cells, ours, theirs, seeds)
+        results += [each for each in known if _run_of(each) in runs]
+        results += _measured(pool, runs, known, files, saturations)
     finally:  # so that --earlier can go on where a run was stopped
+        pool.shutdown(cancel_futures=True)
         if json_file:
             found = {"saturations": saturations, "results": [each.row() for each in results]}
             json_file.write_text(json.dumps(found, indent=1) + "\n")

@@ -133,7 +133,8 @@ _AT_ONCE = Cell(
 )
 SESSIONS = [_AT_ONCE, replace(_AT_ONCE, sessions=70), replace(_AT_ONCE, sessions=140)]
 FAN_OUTS = [
-    Cell(trace="fan-outs", engine=engine, load=load, cache="tight")
-    for engine, load in (("h200-8b", 0.5), ("l4-8b", 0.8))
+    Cell(trace="fan-outs", engine="h200-8b", load=0.5, cache="tight"),
+    Cell(trace="fan-outs", engine="l4-8b", load=0.8, cache="tight"),
+    Cell(trace="forks", engine="h200-8b", load=0.5, cache=800_000),
 ]
 CELLS: Sequence[Cell] = [*KNOWN, *SESSIONS, *FAN_OUTS, *COVER]

@@ -37,6 +37,8 @@ def _workload(name: str, files: Sequence[tuple[str, Path]], seed: int) -> Sequen
             return documents(seed, visits=1500)
         case "fan-outs":
             return fan_outs(seed)
+        case "forks":
+            return fan_outs(seed, families=40, width=(16, 16), least=100_000)
         case "mixed":
             return mix(seed, recorded.get("conversation"))
     raise TraceError(f"there is no trace {name!r}")
