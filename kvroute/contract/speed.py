@@ -42,6 +42,7 @@ class Speed:
     predicted_s: float = 0.0
     observed_s: float = 0.0
     prior: float = 1.0  # slowness as it was believed before the first observation
+    memory: float = MEMORY  # observations of mean length after which an earlier one weighs 1/e
     slowness: float = field(init=False)  # observed seconds per predicted second
     _mean_s: float = field(init=False, default=0.0)  # of the latest predictions
     _count: int = field(init=False, default=0)  # of observations, at most MEAN_OF
@@ -56,11 +57,16 @@ class Speed:
             return
         self._count = min(MEAN_OF, self._count + 1)
         self._mean_s += (predicted_s - self._mean_s) / self._count
-        keep = 1.0 - min(0.5, predicted_s / (MEMORY * self._mean_s))
+        keep = 1.0 - min(0.5, predicted_s / (self.memory * self._mean_s))
         self._belief *= FADE
         self.predicted_s = keep * self.predicted_s + predicted_s
         self.observed_s = keep * self.observed_s + observed_s
         self.slowness = self.slowness_after(0.0, 0.0)
+
+    def believe(self, slowness: float) -> None:
+        """Replace what was learned; the observations keep their weight."""
+        self.prior = self.slowness = slowness
+        self.observed_s = slowness * self.predicted_s
 
     def slowness_after(self, predicted_s: float, observed_s: float) -> float:
         """Return the slowness as it would be after one more observation."""

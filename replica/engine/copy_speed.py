@@ -4,6 +4,7 @@ import math
 
 from kvroute.contract.speed import Speed
 
+MEMORY = 4.0  # copies after which an earlier one weighs 1/e
 FADE_S = 300.0  # time without copies after which 1/e of a learned slowness is left
 
 
@@ -12,14 +13,14 @@ class CopySpeed:
 
     def __init__(self, claimed_bytes_per_s: float) -> None:
         self._claimed = claimed_bytes_per_s
-        self._speed = Speed()
+        self._speed = Speed(memory=MEMORY)
         self._copied_s = -math.inf  # when the last copy was reported
 
     def copied(self, copied_bytes: int, seconds: float, now_s: float) -> None:
         """Some copies to the engine, which took so long. What has faded until now stays so."""
         if copied_bytes <= 0 or seconds <= 0.0:
             return
-        self._speed.observed_s = self._slowness(now_s) * self._speed.predicted_s
+        self._speed.believe(self._slowness(now_s))
         self._speed.learn(copied_bytes / self._claimed, seconds)
         self._copied_s = now_s
 

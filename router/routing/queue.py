@@ -2,11 +2,10 @@
 
 Arithmetic: no clocks, no sockets. Times are of a monotonic clock, in seconds.
 
-    turn = arrival + priority + min(DELAY x prefill, MOST_DELAY x busy)
+    turn = arrival + priority + DELAY x prefill
 
-The least turn goes first; busy is the fleet's unit of time (Scale.busy_s). So short prompts pass
-long ones, and none is passed for ever. The bound keeps the longest prompts from waiting for all
-others.
+The least turn goes first. So short prompts pass long ones, and none is passed for ever: a prompt
+never waits for those that come more than DELAY of its own prefill times later.
 
 Some requests only use what others leave: those of batch jobs, and those of a tenant that had more
 than its share of the fleet's time lately. They go to replicas that are nearly idle and have memory
@@ -32,7 +31,6 @@ HOLD = 0.45  # requests wait in the router while every replica has more prefill,
 FILL = 0.11  # requests that use what others leave go to replicas with less prefill, in Scale.busy_s
 SPARE_SHARE = 0.5  # of its KV cache, that it leaves to others
 DELAY = 40.0  # seconds by which one second of prefill delays a turn
-MOST_DELAY = 68.0  # by which the longest prompts delay their turns, in Scale.busy_s
 INTERACTIVE = 14.0  # by which the turns of interactive requests are earlier, in Scale.busy_s
 BATCH_S = 300.0  # after so long, what fills is like what comes then
 LOOKED_AT = 64  # of the first that fill, for one whose prompt is cached where there is room
@@ -86,11 +84,6 @@ class QueueState:
     requests: int = 0
     prefill_s: float = 0.0
     oldest_s: float = 0.0  # how long it has waited
-
-
-def delay_s(prefill_s: float, busy_s: float) -> float:
-    """Return by how much the turn of a prompt is later than that of an empty one."""
-    return min(DELAY * prefill_s, MOST_DELAY * busy_s)
 
 
 class _Line(Generic[R]):
@@ -164,9 +157,8 @@ class Queue(Generic[R]):
 
     def turn_s(self, held: Held[R]) -> float:
         """Return when the request's turn is, if it comes in the order of turns."""
-        busy_s = self._busy_s()
-        turn_s = held.arrived_s + held.priority_s + delay_s(held.prefill_s, busy_s)
-        return turn_s - INTERACTIVE * busy_s if held.is_interactive else turn_s
+        turn_s = held.arrived_s + held.priority_s + DELAY * held.prefill_s
+        return turn_s - INTERACTIVE * self._busy_s() if held.is_interactive else turn_s
 
     def is_free(self, held: Held[R], backlog_s: float) -> bool:
         """Whether a new request need not wait: a replica has room, and nobody is before it.

@@ -66,7 +66,7 @@ class Seen:
     def __init__(self, client: Any, prompts: Prompts, replicas: int = 2) -> None:
         self.names = [f"r{number:03}" for number in range(replicas)]
         self.recent = Recent()
-        self.queue = Queue[None]()
+        self.queue = Queue[None](lambda: 1.0)
         self.fleet = Fleet(
             model="m", revision="", block_size=4, rng=random.Random(0), observer=self.recent
         )

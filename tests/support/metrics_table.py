@@ -66,7 +66,7 @@ def router() -> CollectorRegistry:
     metrics.export_prefixes(_catalogue(fleet))
     metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
     metrics.export_unreadable(Unreadable())
-    metrics.export_queue(Queue[None]())
+    metrics.export_queue(Queue[None](lambda: 1.0))
     metrics.export_links(Links(lambda: replicas("unused")))
     metrics.export_blamed(Blamed())
     metrics.export_handover(_handover(fleet))

@@ -78,7 +78,7 @@ class Wired:
 def dispatcher_of(wired: Wired, fleet: Fleet) -> Dispatcher:
     """One whose requests need not wait: nothing lets them go."""
     liveness = Liveness(lambda: wired, wired.links, fleet, hang_timeout_s=5)
-    holding = Holding(Queue(), fleet, liveness.trusted, wake=Wake())
+    holding = Holding(Queue(lambda: 1.0), fleet, liveness.trusted, wake=Wake())
     return Dispatcher(wired.links, fleet, liveness, holding)
 
 

@@ -37,7 +37,6 @@ from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.routing.attempts import Attempt
 from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.queue import HOLD_S
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.store.connection import connect
@@ -121,12 +120,12 @@ def test_who_comes_now_waits_in_the_routers_too() -> None:
 
 @pytest.mark.parametrize("target_s", [1.0, 5.0])
 def test_a_fleet_grows_whose_requests_wait_in_the_routers(target_s: float) -> None:
-    """What is pending on a replica says little then: routers keep it at HOLD_S or less."""
+    """What is pending on a replica says little then: routers keep it short."""
     backlog = Backlog(prefill_tokens_per_s=1000.0)
     for second in range(20):
         backlog.arrived(str(second), 1000, now_s=float(second), waited_s=8.0)
-        if second >= HOLD_S:
-            backlog.first_token(str(second - int(HOLD_S)), float(second))
+        if second >= 1:
+            backlog.first_token(str(second - 1), float(second))
     reports = [waiting(backlog.wait_s(20.0))] * 4
     wanted = desired_replicas(reports, running=4, target=4, target_wait_s=target_s, has_queue=False)
     assert wanted > 4

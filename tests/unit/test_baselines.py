@@ -16,7 +16,7 @@ FLEET = [Candidate(name, 0, 0.0, 0.1, unanswered=i) for i, name in enumerate("ab
 def firsts(policy: str, times: int) -> list[str]:
     """Whom one router would send that many requests to."""
     ranking = RANKINGS[policy]()
-    return [ranking(FLEET, forks=0, rng=RNG)[0].replica_id for _ in range(times)]
+    return [ranking(FLEET, rng=RNG, busy_s=1.0)[0].replica_id for _ in range(times)]
 
 
 def test_every_policy_that_can_be_asked_for_is_there() -> None:
@@ -25,9 +25,9 @@ def test_every_policy_that_can_be_asked_for_is_there() -> None:
 
 @pytest.mark.parametrize("policy", RANKINGS)
 def test_every_replica_stands_in_the_order_once(policy: str) -> None:
-    order = RANKINGS[policy]()(FLEET, forks=0, rng=RNG)
+    order = RANKINGS[policy]()(FLEET, rng=RNG, busy_s=1.0)
     assert sorted(candidate.replica_id for candidate in order) == list("abcd")
-    assert RANKINGS[policy]()([], forks=0, rng=RNG) == []
+    assert RANKINGS[policy]()([], rng=RNG, busy_s=1.0) == []
 
 
 def test_round_robin_takes_turns() -> None:

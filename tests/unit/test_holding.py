@@ -20,7 +20,7 @@ from kvroute.router.routing.attempts import (
     RequestObservers,
 )
 from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.queue import BATCH_S, Queue, delay_s
+from kvroute.router.routing.queue import BATCH_S, DELAY, INTERACTIVE, Queue
 from kvroute.router.routing.waits import Refusal, Urgency, Wait
 from tests.support.waiting import until
 
@@ -55,7 +55,7 @@ class Router:
             rng=random.Random(0),
             observer=RequestObservers(self.diary, wake),
         )
-        self.queue = Queue[Any]()
+        self.queue = Queue[Any](lambda: self.fleet.scale.busy_s)
         self.holding = Holding(
             self.queue, self.fleet, lambda: self.replicas, wake=wake, clock=lambda: self.now_s
         )
@@ -163,7 +163,7 @@ async def test_a_request_is_refused_that_would_wait_too_long() -> None:
     router.send(LONG, "a")
     waiting = [await router.asks(LONG) for _ in range(5)]
     with pytest.raises(
-        ApiError, match=r"would wait up to 56.5 s until .*, and --max-wait-s is 30 s"
+        ApiError, match=r"would wait up to 56.6 s until .*, and --max-wait-s is 30 s"
     ) as error:
         await router.turn(LONG, Urgency(most_s=30))
     assert (error.value.status, error.value.type) == (429, "rate_limit_error")
@@ -183,7 +183,7 @@ async def test_a_refusal_says_when_to_come_again() -> None:
 async def test_what_has_waited_too_long_is_refused() -> None:
     router = Router("a")
     async with router.running():
-        router.send(8_900, "a")  # slightly more than HOLD_S
+        router.send(7_500, "a")  # slightly more than the queue holds
         with pytest.raises(ApiError, match=r"has waited 0 s until"):  # by the test's clock
             await router.turn(SHORT, Urgency("interactive", most_s=0.1))
         assert not router.queue
@@ -283,8 +283,9 @@ async def test_engines_get_the_same_order() -> None:
         batch = await router.turn(1000, Urgency("batch"))
     assert batch.among == ["a"]
     prefill_s = router.place(1000).ranking[0].own_s
-    assert default.at_s - router.now_s == pytest.approx(delay_s(prefill_s))
-    assert interactive.at_s - default.at_s == pytest.approx(-30)
+    assert default.at_s - router.now_s == pytest.approx(DELAY * prefill_s)
+    sooner_s = INTERACTIVE * router.fleet.scale.busy_s
+    assert default.at_s - interactive.at_s == pytest.approx(sooner_s)
     assert batch.at_s - default.at_s == pytest.approx(BATCH_S)
 
 
@@ -323,7 +324,7 @@ async def test_who_waits_in_vain_teaches_a_margin_but_for_deadlines_of_its_own(
 ) -> None:
     router = Router("a")
     async with router.running():
-        router.send(10_000, "a")  # 0.15 s more than HOLD_S
+        router.send(8_600, "a")  # 0.15 s more than the queue holds
         with pytest.raises(ApiError, match="has waited"):
             await router.turn(SHORT, Urgency(most_s=0.2, own_s=own_s))
     assert (router.holding.margin > 1.0) == (own_s is None)

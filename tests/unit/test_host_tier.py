@@ -105,7 +105,6 @@ def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
     assert (there.hit_blocks, there.host_blocks) == (150, 100)
     assert there.reload_s == pytest.approx(0.1)
     assert there.own_s == pytest.approx(0.201)
-    assert there.new_tokens == 201
     assert place(fleet).predicted_ttft_s("a") == pytest.approx(0.301)
 
 

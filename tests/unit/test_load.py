@@ -114,13 +114,6 @@ def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() 
     assert load.speed.slowness == pytest.approx(1.0, rel=0.1)
 
 
-def test_work_done_lately_is_forgotten_with_time() -> None:
-    load = ReplicaLoad(MODEL)
-    load.send("a", sent(0.0, tokens=1000))
-    assert load.recent(0.0) == 1000
-    assert load.recent(600.0) < 1
-
-
 def test_requests_that_the_replica_has_and_nobody_told_us_of_count_as_the_mean_of_ours() -> None:
     load = ReplicaLoad(MODEL)
     for number in range(200):

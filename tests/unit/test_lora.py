@@ -63,7 +63,7 @@ def test_a_wait_that_is_longer_than_loading_sends_it_elsewhere() -> None:
     def chosen(backlog_s: float) -> str:
         loaded = Candidate("loaded", 0, backlog_s, own_s=0.1)
         idle = [Candidate(name, 0, 0.0, own_s=0.1, lora_s=2.0) for name in "abc"]
-        return rank([loaded, *idle], forks=0, rng=random.Random(0))[0].replica_id
+        return rank([loaded, *idle], rng=random.Random(0), busy_s=1.0)[0].replica_id
 
     assert chosen(1.5) == "loaded"
     assert chosen(2.5) in "abc"

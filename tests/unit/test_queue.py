@@ -1,6 +1,7 @@
 """Which requests wait in a router, and which one goes next."""
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -9,12 +10,13 @@ from hypothesis import strategies as st
 from kvroute.contract.messages import FEW, Message, Waiting, decode, encode
 from kvroute.contract.records import VERSION
 from kvroute.router.routing.forecast import (
-    DELAYS_S,
+    DELAYS,
     LATE,
     LEAST,
     MOST,
     MOST_MARGIN,
     NEAR,
+    RECENT,
     Arrivals,
     Correction,
     Margin,
@@ -23,11 +25,11 @@ from kvroute.router.routing.forecast import (
 from kvroute.router.routing.queue import (
     BATCH_S,
     BLINK_S,
+    DELAY,
     DIVIDE_S,
-    FILL_S,
-    HOLD_S,
+    FILL,
+    HOLD,
     LOOKED_AT,
-    MOST_DELAY_S,
     MOST_TENANTS,
     PATIENCE_S,
     SCARCE_S,
@@ -36,25 +38,32 @@ from kvroute.router.routing.queue import (
     Queue,
     Room,
     Shares,
-    delay_s,
 )
 
+UNIT_S = 2.0  # the fleet's unit of time
+HOLD_S, FILL_S = HOLD * UNIT_S, FILL * UNIT_S
 IDLE, BUSY = Room("idle", 0.0), Room("busy", HOLD_S)
-Requests = Queue[str]
+
+
+def unit_s() -> float:
+    return UNIT_S
+
+
+Requests = partial(Queue[str], unit_s)
 
 
 def held(name: str, at_s: float = 0.0, prefill_s: float = 0.1, **more: object) -> Held[str]:
     return Held(name, at_s, prefill_s, **more)  # type: ignore[arg-type]
 
 
-def queue_of(*requests: Held[str]) -> Requests:
+def queue_of(*requests: Held[str]) -> Queue[str]:
     queue = Requests()
     for each in requests:
         queue.add(each)
     return queue
 
 
-def sent(queue: Requests, *rooms: Room, now_s: float = 0.0) -> list[str]:
+def sent(queue: Queue[str], *rooms: Room, now_s: float = 0.0) -> list[str]:
     """All that go now, if replicas stay as they are."""
     names = []
     while due := queue.due(rooms, now_s):
@@ -120,9 +129,8 @@ def test_the_least_turn_goes_first(given: list[Held[str]]) -> None:
 def test_short_prompts_pass_long_ones_and_nobody_is_passed_for_ever() -> None:
     queue = queue_of(held("long", 0.0, 100.0), held("short", 1.0, 0.01))
     assert sent(queue, IDLE) == ["short", "long"]
-    queue = queue_of(held("long", 0.0, 100.0), held("late", MOST_DELAY_S + 0.1, 0.0))
+    queue = queue_of(held("long", 0.0, 100.0), held("late", DELAY * 100.0 + 0.1, 0.0))
     assert sent(queue, IDLE) == ["long", "late"]
-    assert delay_s(1e9) == MOST_DELAY_S
 
 
 def test_a_priority_is_seconds_of_waiting() -> None:
@@ -160,7 +168,7 @@ def test_a_batch_request_waits_for_so_long_and_then_it_is_like_the_others() -> N
     assert sent(queue, soon, now_s=BATCH_S + 11.0) == ["before", "batch", "after"]
 
 
-def shared(greedy_s: float = 9.0, modest_s: float = 1.0, others: str = "modest") -> Requests:
+def shared(greedy_s: float = 9.0, modest_s: float = 1.0, others: str = "modest") -> Queue[str]:
     """Two tenants had so much, and one of them has to wait."""
     queue = Requests()
     queue.sent(held("past", prefill_s=greedy_s, tenant="greedy"), 0.0)
@@ -253,7 +261,7 @@ def test_with_room_for_one_only_the_earliest_turn_of_all_routers_goes() -> None:
 LATER_S = PATIENCE_S + 0.01
 
 
-def behind(*requests: Held[str]) -> Requests:
+def behind(*requests: Held[str]) -> Queue[str]:
     """Another router has earlier ones."""
     queue = queue_of(*requests)
     queue.hear("other", told(held("theirs", 1.0), held("theirs", 1.0)), 0.0)
@@ -326,25 +334,25 @@ def test_others_are_told_of_changes_and_again_after_a_while() -> None:
 
 # Forecasts.
 
-NOTHING = Arrivals().sooner(0.0)
+NOTHING = Arrivals(unit_s).sooner(0.0)
 
 
 def test_a_wait_is_the_work_before_over_the_replicas() -> None:
-    assert waiting_s(8.0, 5.0, NOTHING, 4) == 2.0
-    assert waiting_s(0.0, 5.0, NOTHING, 4) == 0.0
-    assert waiting_s(8.0, 5.0, NOTHING, 0) == float("inf")
+    assert waiting_s(8.0, 5.0, NOTHING, 4, UNIT_S) == 2.0
+    assert waiting_s(0.0, 5.0, NOTHING, 4, UNIT_S) == 0.0
+    assert waiting_s(8.0, 5.0, NOTHING, 0, UNIT_S) == float("inf")
 
 
 @given(
     ahead_s=st.floats(0.0, 200.0),
-    lead_s=st.floats(0.0, MOST_DELAY_S),
+    lead_s=st.floats(0.0, 150.0),
     replicas=st.integers(1, 16),
     arrivals=st.lists(st.tuples(st.floats(0.01, 5.0), st.floats(0.0, 150.0)), max_size=30),
 )
 def test_a_wait_is_that_of_a_fluid_that_drains(
     ahead_s: float, lead_s: float, replicas: int, arrivals: list[tuple[float, float]]
 ) -> None:
-    rates = Arrivals()
+    rates = Arrivals(unit_s)
     for prefill_s, delayed_s in arrivals:
         rates.add(prefill_s, delayed_s, 0.0)
     sooner = rates.sooner(0.0)
@@ -352,18 +360,21 @@ def test_a_wait_is_that_of_a_fluid_that_drains(
     while left_s > 0.0:
         left_s += step_s * (_comes(sooner, lead_s - at_s) - replicas)
         at_s += step_s
-    assert waiting_s(ahead_s, lead_s, sooner, replicas) == pytest.approx(at_s, abs=0.5, rel=0.02)
+    assert waiting_s(ahead_s, lead_s, sooner, replicas, UNIT_S) == pytest.approx(
+        at_s, abs=0.5, rel=0.02
+    )
 
 
 def _comes(sooner: list[float], delay_s: float) -> float:
-    shorter = [rate for most_s, rate in zip(DELAYS_S, sooner, strict=True) if most_s <= delay_s]
+    delay = delay_s / UNIT_S
+    shorter = [rate for most, rate in zip(DELAYS, sooner, strict=True) if most <= delay]
     return max(shorter, default=0.0)
 
 
 def test_arrivals_are_forgotten_with_time() -> None:
-    arrivals = Arrivals()
+    arrivals = Arrivals(unit_s)
     arrivals.add(10.0, 1.0, 0.0)
-    assert arrivals.sooner(0.0)[-1] == pytest.approx(1.0)
+    assert arrivals.sooner(0.0)[-1] == pytest.approx(10.0 / (RECENT * UNIT_S))
     assert arrivals.sooner(100.0)[-1] < 1e-3
 
 
@@ -378,14 +389,14 @@ def test_a_request_is_forecast_to_wait_for_those_before_it_at_all_routers() -> N
 
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), max_size=50))
 def test_a_correction_is_bounded(waits: list[tuple[float, float]]) -> None:
-    correction = Correction()
+    correction = Correction(UNIT_S)
     for forecast_s, waited_s in waits:
         correction.learn(forecast_s, waited_s)
         assert LEAST <= correction.factor <= MOST
 
 
 def test_forecasts_learn_from_their_errors() -> None:
-    correction = Correction()
+    correction = Correction(UNIT_S)
     for _ in range(100):
         correction.learn(1.0, 2.0)
     assert correction.factor == pytest.approx(2.0, rel=0.05)

@@ -34,7 +34,7 @@ class Clock:
 
 def filled() -> Queue[None]:
     """Two requests and a batch request wait here, and seven in another router."""
-    queue = Queue[None]()
+    queue = Queue[None](lambda: 1.0)
     queue.add(Held(None, arrived_s=100.0, prefill_s=1.0))
     queue.add(Held(None, arrived_s=103.0, prefill_s=0.5))
     queue.add(Held(None, arrived_s=90.0, prefill_s=2.0, is_batch=True))
@@ -149,7 +149,7 @@ def test_requests_that_wait_for_long_are_a_warning_with_a_remedy() -> None:
 
 
 def test_requests_that_wait_for_a_moment_and_batch_requests_are_well() -> None:
-    queue = Queue[None]()
+    queue = Queue[None](lambda: 1.0)
     queue.add(Held(None, arrived_s=0.0, prefill_s=1.0, is_batch=True))
     queue.add(Held(None, arrived_s=59.5, prefill_s=1.0))
     (check,) = judged(queue, at_s=60.0)
@@ -163,7 +163,7 @@ def test_long_waits_of_the_last_minutes_are_a_warning(longest_s: float, grade: s
     for waited_s in (1.0, longest_s):
         recent.waited(Wait("interactive", "busy", waited_s))
     recent.waited(Wait("batch", "busy", 300.0))
-    (check,) = judged(Queue(), at_s=0.0, recent=recent)
+    (check,) = judged(Queue(lambda: 1.0), at_s=0.0, recent=recent)
     assert check.grade == grade
     assert check.finding == (
         "2 requests for m had to wait for a replica in 5 minutes: "
@@ -177,7 +177,7 @@ def test_refused_requests_are_a_warning_with_reasons() -> None:
         recent.turned_away("default", "forecast")
     recent.turned_away("interactive", "deadline")
     recent.turned_away("batch", "deadline")  # it said itself for how long it waits
-    (check,) = judged(Queue(), at_s=0.0, recent=recent)
+    (check,) = judged(Queue(lambda: 1.0), at_s=0.0, recent=recent)
     assert check.grade == "warning"
     assert check.finding == (
         "4 requests for m refused in 5 minutes: 3 would have waited too long, 1 had waited too long"
@@ -198,7 +198,7 @@ def test_status_says_what_waits_where_something_does(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(cli, "call", lambda *_: {"replicas": [], "queues": [told]})
         return CliRunner().invoke(cli.app, ["status"], env={"COLUMNS": "200"}).output
 
-    assert "for m wait" not in said(Queue())
+    assert "for m wait" not in said(Queue(lambda: 1.0))
     assert (
         "10 requests for m wait for a replica with room: 11.5 s of prefill, 3 of them in the "
         "router that answered, there for up to 14.0 s"

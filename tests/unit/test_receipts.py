@@ -21,12 +21,10 @@ def replica(name: str, **facts: Any) -> Candidate:
     return Candidate(name, hit_blocks=0, backlog_s=0.0, own_s=0.1)._replace(**facts)
 
 
-def placement(*candidates: Candidate, forks: float = 0.0) -> Placement:
-    ranking = rank(candidates, forks=forks, rng=random.Random(0))
+def placement(*candidates: Candidate) -> Placement:
+    ranking = rank(candidates, rng=random.Random(0), busy_s=1.0)
     best = max((each.hit_blocks for each in candidates), default=0)
-    return Placement(
-        tuple(ranking), (), best_hit_blocks=best, prompt_tokens=700, block_size=16, forks=forks
-    )
+    return Placement(tuple(ranking), (), best_hit_blocks=best, prompt_tokens=700, block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +33,7 @@ def placement(*candidates: Candidate, forks: float = 0.0) -> Placement:
         ({"backlog_s": 2.0}, "choice has 2 s less prefill queued than other"),
         ({"reload_s": 0.5}, "choice reloads less from host memory than other (0.5 s)"),
         ({"copy_s": 0.5}, "choice holds 0 prompt tokens and other 0: to compute"),
-        ({"recent_share": 1.5}, "other has computed more lately"),
+        ({"memory_s": 0.5}, "choice has room for the prompt 0.5 s sooner than other"),
         ({"decode_step_s": 0.01}, "choice has fewer running answers"),
         ({"free_blocks": -1}, "both cost the same"),
     ],
@@ -69,9 +67,8 @@ def test_a_receipt_says_nothing_of_host_memory_where_no_replica_reloads_anything
     some = receipt(placement(replica("a", hit_blocks=20, backlog_s=0.25)), policy="kvroute")
     assert json.dumps(some["replicas"]) == (
         '[{"id": "a", "hit_tokens": 320, "backlog_s": 0.25, "prefill_s": 0.1, "unanswered": 0, '
-        '"free_blocks": 0, "cost_s": 0.75, "terms_s": {"waiting": 0.25, "own": 0.5, "copy": 0.0, '
-        '"lora": 0.0, "eviction": 0.0, "externality": 0.0, "balance": 0.0, "rotation": 0.0, '
-        '"decode": 0.0}}]'
+        '"free_blocks": 0, "cost_s": 1.225, "terms_s": {"waiting": 0.25, "memory": 0.0, "own": 0.975, '
+        '"copy": 0.0, "lora": 0.0, "eviction": 0.0, "decode": 0.0}}]'
     )
     other = replica("b", hit_blocks=20, host_blocks=15, reload_s=0.25)
     both = receipt(placement(replica("a"), other), policy="kvroute")["replicas"]

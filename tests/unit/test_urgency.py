@@ -12,7 +12,7 @@ from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.urgency import DEADLINE, MOST_USER, PRIORITY, sharer_of, urgency_of
-from kvroute.router.routing.waits import INTERACTIVE_S, Urgency
+from kvroute.router.routing.waits import Urgency
 
 MOST_S = 30.0
 
@@ -76,19 +76,20 @@ def test_a_request_is_never_more_urgent_than_its_key(own: Priority, asked: Prior
 
 
 def test_a_bodys_priority_is_seconds() -> None:
-    assert urgency(priority=5).priority_s == 5
-    assert urgency({PRIORITY: "interactive"}, priority=5).priority_s == INTERACTIVE_S + 5
-    assert urgency(priority=-(10**30)).priority_s == -60
-    assert urgency(priority=10**30).priority_s == 3600
-    assert urgency(caller=key("default"), priority=-5).priority_s == 0
-    assert urgency(caller=key("default"), priority=5).priority_s == 5
+    assert urgency(priority=5).later_s == 5
+    found = urgency({PRIORITY: "interactive"}, priority=5)
+    assert (found.later_s, found.is_interactive) == (5, True)
+    assert urgency(priority=-(10**30)).later_s == -60
+    assert urgency(priority=10**30).later_s == 3600
+    assert urgency(caller=key("default"), priority=-5).later_s == 0
+    assert urgency(caller=key("default"), priority=5).later_s == 5
 
 
 @given(st.dictionaries(st.sampled_from(["timeout", "priority"]), st.integers() | st.text()))
 def test_any_body_has_an_urgency_or_is_refused(body: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):
         found = urgency(**body)
-        assert math.isfinite(found.priority_s)
+        assert math.isfinite(found.later_s)
         assert 0 < found.most_s <= MOST_S
 
 
