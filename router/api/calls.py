@@ -79,7 +79,7 @@ PROMPT_FIELDS = ("prompt", "prompt_embeds")  # of a completion
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
-# Arguments of transformers' apply_chat_template, which vLLM takes from chat_template_kwargs as well.
+# Arguments of transformers' apply_chat_template, which vLLM also takes from chat_template_kwargs.
 # They are no variables of templates. With `padding` and `max_length`, a prompt has any length.
 TOKENIZERS = (
     *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
