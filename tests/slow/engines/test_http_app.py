@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kvroute.contract.generation import NO_TOKENS, Chunk
 from kvroute.contract.http_call import HttpCall
+from kvroute.replica.vllm_engine import http_run
 from tests.support import bodies
 from tests.support.answers import data_of, ids_of, status_of
 from tests.support.applications import (
@@ -248,6 +249,20 @@ async def test_what_vllm_cannot_render_is_an_error_of_the_request_with_its_cause
     rendered = await engine_of(running).render(request.call)
     assert rendered.refusal is not None
     assert (rendered.refusal.status, rendered.refusal.data) == (500, data_of(chunks))
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 5}, {"echo": True, "logprobs": 5}])
+async def test_log_probabilities_of_prompts_have_a_limit(
+    running: Running, monkeypatch: pytest.MonkeyPatch, asked: Body
+) -> None:
+    """The loop makes all of them at once."""
+    monkeypatch.setattr(http_run, "MOST_PROMPT_LOGPROBS", 12)
+    statuses = [
+        status_of(await chunks_of(running, request_of(COMPLETIONS, body | asked)))
+        for prompt in ([1, 2], [1, 2, 3])
+        for body in ({"model": "m", "prompt": prompt, "max_tokens": 1},)
+    ]
+    assert statuses == [200, 400]
 
 
 PERSON = r'\{"name": "[a-z]{4,9}", "age": [1-9][0-9]?\}'
