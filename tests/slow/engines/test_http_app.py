@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from kvroute.contract.generation import NO_TOKENS, Chunk
 from kvroute.contract.http_call import HttpCall
-from kvroute.replica.vllm_engine import http_run
 from tests.support import bodies
 from tests.support.answers import data_of, ids_of, status_of
 from tests.support.applications import (
@@ -256,7 +255,7 @@ async def test_log_probabilities_of_prompts_have_a_limit(
     running: Running, monkeypatch: pytest.MonkeyPatch, asked: Body
 ) -> None:
     """The loop makes all of them at once."""
-    monkeypatch.setattr(http_run, "MOST_PROMPT_LOGPROBS", 12)
+    monkeypatch.setattr("kvroute.replica.vllm_engine.http_run.MOST_PROMPT_LOGPROBS", 12)
     statuses = [
         status_of(await chunks_of(running, request_of(COMPLETIONS, body | asked)))
         for prompt in ([1, 2], [1, 2, 3])
