@@ -109,6 +109,7 @@ class Fleet:
         self._scale: Scale | None = None  # None: nothing is known of the engines yet
         self._boundaries: dict[str, Boundaries] = {}  # of engines with several cache groups
         self._host_tiers: dict[str, HostTier] = {}  # of replicas that have one
+        self._all_cache_tokens: int | None = None  # of all replicas; None: they have changed
 
     @property
     def records(self) -> list[ReplicaRecord]:
@@ -198,6 +199,7 @@ class Fleet:
         """Takes over the replicas' current records. `unleased`: replicas whose lease expired
         recently, or whose record cannot be read; `unreadable`: why it cannot."""
         self._records = {record.id: record for record in records}
+        self._all_cache_tokens = None
         self._ranks = _by_replica(self._records.values())
         if unreadable and self._running:
             ours = set(self._running())
@@ -440,7 +442,9 @@ class Fleet:
     def cache_tokens(self) -> int:
         """Return the tokens that all replicas can keep, in host memory too where blocks come back
         from there sooner than they are computed."""
-        return sum(map(self._cache_tokens, self._records.values()))
+        if self._all_cache_tokens is None:
+            self._all_cache_tokens = sum(map(self._cache_tokens, self._records.values()))
+        return self._all_cache_tokens
 
     def _cache_tokens(self, record: ReplicaRecord) -> int:
         facts, tier = record.facts, self._host_tiers.get(record.id)

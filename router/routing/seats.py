@@ -82,12 +82,15 @@ class SeatState:
     """What operators see of the seats."""
 
     is_limited: bool
+    most: int | None  # seats, where the operator has set a number
     sessions: int  # that are active
+    tokens: int  # of their contexts
     seats: int
-    seat_tokens: int  # of their contexts
+    seat_tokens: int  # of the contexts of the sessions that hold them
     limit_tokens: int  # that they may have together
     waiting: int  # requests without a seat, in this router
     oldest_s: float  # how long the first of them has waited
+    elsewhere: int  # requests without a seat, in other routers
 
 
 class Seats(Generic[R]):
@@ -115,7 +118,7 @@ class Seats(Generic[R]):
         self._elsewhere: dict[str, tuple[int, float]] = {}  # by router: number, first arrival
         self._has_new_seats = False  # since the waiting requests were looked through
         self._blocked_s = math.inf  # since when there is room and another router's session is first
-        self._granted_s = -math.inf  # when a session that had waited last got a seat
+        self._granted_s = 0.0  # when a waiting session last got a seat, or the first began to wait
         self._interval_s = 0.0  # mean time between two of these; 0: unknown
 
     def __len__(self) -> int:
@@ -188,6 +191,8 @@ class Seats(Generic[R]):
     def add(self, waiter: Waiter[R]) -> None:
         """Let a request wait for a seat. Its session is active meanwhile."""
         self._session_of(waiter, waiter.arrived_s).running += 1
+        if not self._waiting:
+            self._granted_s = waiter.arrived_s
         self._waiting[waiter.tenant].append(waiter)
         self.on_change()
 
@@ -216,20 +221,25 @@ class Seats(Generic[R]):
 
     def forecast_s(self, waiter: Waiter[R]) -> float:
         """Return how long a new request would wait for a seat; 0 while that is unknown."""
-        before = len(self) + sum(count for count, _ in self._elsewhere.values())
-        return (before + 1) * self._interval_s
+        return (len(self) + self._waiting_elsewhere() + 1) * self._interval_s
+
+    def _waiting_elsewhere(self) -> int:
+        return sum(count for count, _ in [*self._elsewhere.values()])
 
     def state(self, now_s: float) -> SeatState:
         """Return what operators see. Another thread may ask."""
         arrivals_s = [waiters[0].arrived_s for waiters in [*self._waiting.values()] if waiters]
         return SeatState(
             self._is_limited,
+            self._most,
             len(self._active),
+            self._tokens,
             self._seats,
             self._seat_tokens.total(),
             self._limit_tokens(),
             len(self),
             now_s - min(arrivals_s, default=now_s),
+            self._waiting_elsewhere(),
         )
 
     # The other routers.
@@ -339,10 +349,9 @@ class Seats(Generic[R]):
 
     def _granted(self, now_s: float) -> None:
         """Record that a session which had waited gets a seat."""
-        if self._granted_s > -math.inf:
-            interval_s = now_s - self._granted_s
-            share = INTERVAL_WEIGHT if self._interval_s else 1.0
-            self._interval_s += share * (interval_s - self._interval_s)
+        interval_s = now_s - self._granted_s
+        share = INTERVAL_WEIGHT if self._interval_s else 1.0
+        self._interval_s += share * (interval_s - self._interval_s)
         self._granted_s = now_s
 
     # Sums.
