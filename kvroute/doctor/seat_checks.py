@@ -25,8 +25,8 @@ def seated(seats: Facts) -> str:
     waiting = seats["all_routers"]["waiting"]
     text = f"{_counted(seats['seats'], 'session')} of {seats['sessions']:,} for {seats['model']} "
     text += f"with a seat, since {_why(seats)}; {_counted(waiting, 'request')} waiting for one"
-    if seats["waiting"]:
-        text += f", in the router that answered for up to {seats['oldest_s']:.0f} s"
+    if waiting:
+        text += f", the first for {seats['all_routers']['oldest_s']:.0f} s"
     return text
 
 

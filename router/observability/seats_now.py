@@ -18,5 +18,8 @@ def as_json(seats: Seats[Any], now_s: float) -> dict[str, Any]:
         "limit_tokens": state.limit_tokens,
         "waiting": state.waiting,
         "oldest_s": round(state.oldest_s, 3),
-        "all_routers": {"waiting": state.waiting + state.elsewhere},
+        "all_routers": {
+            "waiting": state.all_waiting,
+            "oldest_s": round(state.all_oldest_s, 3),
+        },
     }

@@ -137,7 +137,7 @@ function queueNote(queue, refused) {
 function seatNote(seats) {
   if (!seats.is_limited) return `${count(seats.sessions)} active; none needs one`;
   const why = seats.most ? `--max-sessions ${count(seats.most)}` : `${count(seats.tokens)} tokens for ${count(seats.limit_tokens)}`;
-  const wait = seats.waiting ? `, here for up to ${seconds(seats.oldest_s)}` : "";
+  const wait = seats.all_routers.waiting ? ` for up to ${seconds(seats.all_routers.oldest_s)}` : "";
   return `${count(seats.all_routers.waiting)} requests wait for one${wait}: ${why}`;
 }
 
