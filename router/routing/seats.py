@@ -268,7 +268,7 @@ class Seats(Generic[R]):
     # How many seats there are.
 
     def _drop_idle(self, now_s: float) -> None:
-        """Take back the seats of idle sessions, and those of the oldest where there are too many."""
+        """Take back the seats of idle sessions, and of the oldest where there are too many."""
         while len(self._active) > MOST_SESSIONS:
             self._drop(next(iter(self._active)))
         while self._active:

@@ -19,7 +19,10 @@ from kvroute.router.serving.models import Models
 CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER: Any = {"role": "user", "content": "Hi"}
 HEAD = "text/event-stream; charset=utf-8"
-CHUNK = b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":"Hello"}}]}\n\ndata: [DONE]\n\n'
+CHUNK = (
+    b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m",'
+    b'"choices":[{"index":0,"delta":{"content":"Hello"}}]}\n\ndata: [DONE]\n\n'
+)
 MESSAGE = (
     b'event: message_start\ndata: {"type":"message_start","message":{"id":"1","type":"message",'
     b'"role":"assistant","content":[],"model":"m","stop_reason":null,"stop_sequence":null,'
@@ -51,9 +54,9 @@ class Model:
     async def answer(
         self, call: Any, *, still_waiting: Callable[[], Awaitable[None]] | None, **_: Any
     ) -> Response:
-        for _ in range(self._notices if still_waiting else 0):
-            assert still_waiting is not None
-            await still_waiting()
+        if still_waiting is not None:
+            for _notice in range(self._notices):
+                await still_waiting()
         if isinstance(self._result, ApiError):
             raise self._result
         return self._result
@@ -103,7 +106,7 @@ def stream(data: bytes) -> Response:
 
 async def posted(model: Model, path: str, **body: Any) -> httpx2.Response:
     async with served(model) as client:
-        return await client.post(path, json={"model": "m", "max_tokens": 1} | body)
+        return await client.post(path, json={"model": "m", "max_tokens": 1, **body})
 
 
 @pytest.mark.parametrize(

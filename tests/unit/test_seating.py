@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -54,7 +55,7 @@ class Line:
             task.cancel()
             await asyncio.wait([task])
 
-    async def ask(self, session: int, *, blocks: int = 1, **more: object) -> float:
+    async def ask(self, session: int, *, blocks: int = 1, **more: Any) -> float:
         """Send the session's next turn. Return how long it has waited for a seat."""
         chain = self._chains.setdefault(session, [])
         chain.extend(Fingerprint(1000 * session + len(chain) + each) for each in range(blocks))
@@ -99,7 +100,7 @@ async def test_a_request_waits_until_its_session_has_a_seat() -> None:
     [{"urgency": Urgency("batch")}, {"prompts": 2}, {"retention": None}],
 )
 async def test_batch_requests_and_what_is_no_turn_of_a_conversation_need_no_seat(
-    more: dict[str, object],
+    more: dict[str, Any],
 ) -> None:
     line = Line()
     await line.begin(1, 2)
@@ -156,7 +157,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_but_the_first_in_the_l
         assert await waiting == 80.0
         first = asyncio.create_task(line.ask(3))
         await line.has_waiting(1)
-        with pytest.raises(ApiError, match="would wait 160 s .* is 100 s") as refused:
+        with pytest.raises(ApiError, match=r"would wait 160 s .* is 100 s") as refused:
             await line.ask(4)
         assert refused.value.headers["retry-after"] == "60"
         first.cancel()
