@@ -4,6 +4,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster, doctor, findings, start_cluster
 from tests.support.waiting import wait_until
 
+CROWD, WAVES, TURNS = 8, 3, 5  # sessions at a time, how often, and the turns of each
 SESSION, DEADLINE = "x-session-id", "x-kvroute-deadline-s"
 COMMENT = b": waiting for a seat\n\n"
 WORDS = "A story of many words that fills some blocks of the cache. " * 10
@@ -154,3 +156,35 @@ def test_who_is_refused_comes_again_and_succeeds(cluster: Cluster, holder: str) 
         end(cluster, holder)
         assert asked.result().choices
     end(cluster, "hurried")
+
+
+def test_seats_are_needed_by_themselves_when_contexts_do_not_fit_and_all_sessions_complete() -> (
+    None
+):
+    """Eight sessions of 500 tokens and more on a cache of 2,000 tokens; without their limit, each
+    turn computes its whole context again."""
+    speed = ("--simulated-prefill-tokens-per-s", "2000", "--simulated-decode-ms", "1")
+    options = ("--engine", "simulated", "--simulated-blocks", "64", "--max-wait-s", "100")
+    with start_cluster(*options, *speed) as cluster, ThreadPoolExecutor(CROWD) as pool:
+        was_limited = Event()
+
+        def live(session: str) -> int:
+            """Send the session's turns, and return how many were answered."""
+            statuses = []
+            for number in range(1, TURNS + 1):
+                answer = httpx.post(
+                    url(cluster),
+                    json=body(session, number),
+                    headers={SESSION: session},
+                    timeout=300,
+                )
+                statuses.append(answer.status_code)
+                if seats(cluster)["is_limited"]:
+                    was_limited.set()
+            end(cluster, session)
+            return statuses.count(200)
+
+        names = [f"{wave}-{one}" for wave in range(WAVES) for one in range(CROWD)]
+        assert [*pool.map(live, names)] == [TURNS] * len(names)
+        assert was_limited.is_set()
+        wait_until(lambda: not seats(cluster)["is_limited"])
