@@ -308,6 +308,8 @@ class Attempt:
         at_s = self.last_chunk_s or self.first_token_s or self.sent_s
         if self.seats is not None and turn:
             self.seats.ended(turn.session, at_s)
+            if turn.is_last and self.is_over:
+                self.seats.session_ended(turn.session)
         if self.returns and turn and self.is_over:
             self.returns.finish(turn, is_tool_call=self.is_tool_call, now_s=at_s)
 

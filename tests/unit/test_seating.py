@@ -61,7 +61,7 @@ class Line:
         chain.extend(Fingerprint(1000 * session + len(chain) + each) for each in range(blocks))
         tokens = BLOCK * len(chain) + 1
         placement = self.fleet.place_chain(chain, tokens, [REPLICA], self.now_s)
-        said = Said(session)
+        said = more.pop("said", Said(session))
         retention = self.fleet.retention(placement, self.now_s, said)
         context = RequestContext(self.now_s, said=said, retention=retention)
         context = replace(context, **more)
@@ -112,6 +112,16 @@ async def test_a_prompt_without_a_whole_block_needs_no_seat() -> None:
     await line.begin(1)
     assert await line.ask(2, blocks=0) == 0.0
     assert await line.ask(2, blocks=0) == 0.0
+
+
+async def test_the_last_turn_of_a_session_gives_its_seat_back() -> None:
+    line = Line()
+    async with line.running():
+        await line.begin(1, 2)
+        waiting = asyncio.create_task(line.ask(2))
+        await line.has_waiting(1)
+        await line.ask(1, said=Said(1, is_end=True))
+        assert await waiting == 0.0
 
 
 async def test_a_client_that_leaves_makes_room() -> None:
