@@ -171,8 +171,9 @@ QUEUE = Row(
         Panel(
             "Turned away",
             "forecast: requests that would wait longer than they may. deadline: they did. full: "
-            "too many wait. no_replica: none is ready, see `kvroute status`. For the others: more "
-            "replicas, or a larger `--max-wait-s` where clients have the patience.",
+            "too many wait. no_replica: none is ready, see `kvroute status`. no_seat: sessions "
+            "waited too long for a seat, see `kvroute doctor`. For the others: more replicas, or a "
+            "larger `--max-wait-s` where clients have the patience.",
             grafana.REQUESTS_PER_S,
             (
                 Query(
@@ -182,6 +183,32 @@ QUEUE = Row(
             ),
             stacking="normal",
             width=6,
+        ),
+    ),
+)
+SEATS = Row(
+    "Seats of sessions",
+    (
+        Panel(
+            "Sessions",
+            "Sessions need a seat to send while their contexts do not fit in the caches. While "
+            "requests wait for one: more replicas, or host memory (`--host-cache-gb`).",
+            grafana.NUMBER,
+            (
+                Query(f"max ({router('kvroute_sessions_active')})", "active"),
+                Query(f"max ({router('kvroute_seats_held')})", "with a seat"),
+                Query(f"sum ({router('kvroute_sessions_waiting')})", "requests that wait"),
+            ),
+        ),
+        Panel(
+            "Wait for a seat",
+            "Of requests that had to wait; the oldest is one that waits now. From "
+            "`--max-seat-wait-s` on, requests are refused.",
+            grafana.SECONDS,
+            (
+                *quantiles(router("kvroute_seat_wait_seconds_bucket"), 0.5, 0.9),
+                Query(f"max ({router('kvroute_seat_oldest_seconds')})", "oldest now"),
+            ),
         ),
     ),
 )
@@ -284,5 +311,5 @@ FLEET = Dashboard(
     "kvroute-fleet",
     "kvroute / Fleet",
     "Is the fleet well, and do its clients feel well?",
-    (NOW, CLIENTS, QUEUE, WORK, PROCESSES),
+    (NOW, CLIENTS, QUEUE, SEATS, WORK, PROCESSES),
 )

@@ -16,6 +16,7 @@ from kvroute.command.prefixes_command import prefixes
 from kvroute.command.replay_command import replay
 from kvroute.command.serve_command import Serve
 from kvroute.command.tenants_command import tenants
+from kvroute.doctor.seat_checks import seated
 
 COLUMNS = ("id", "node", "pid", "blocks", "running", "waiting", "incarnation")
 
@@ -54,6 +55,9 @@ def status(url: Url = LOCAL) -> None:
     for queue in found.get("queues", ()):
         if queue["all_routers"]["requests"]:
             console.print(_queued(queue))
+    for seats in found.get("seats", ()):
+        if seats["is_limited"]:
+            console.print(seated(seats))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from kvroute.client import error_message, key_headers, metrics_headers
-from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports
+from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports, seat_checks
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
 
@@ -92,6 +92,7 @@ class _Collection:
         yield from load_checks.hits(found["hits"])
         yield from load_checks.load(replicas["backlogs_s"])
         yield from load_checks.queues(found.get("queues", ()))
+        yield from seat_checks.seats(found.get("seats", ()))
         yield checks.haproxy(found["serve"])
         yield checks.access(found["access"])
         yield checks.versions(found["versions"], ours, found["nodes"])

@@ -14,6 +14,7 @@ REFUSALS = {
     "deadline": "had waited too long",
     "full": "found too many waiting",
     "no_replica": "found no replica",
+    "no_seat": "had to wait too long for a seat of their session",
 }
 BIGGER = "more replicas, or a larger --max-replicas"
 
@@ -158,7 +159,8 @@ def _refused(queue: Facts) -> Iterator[Check]:
     reasons = ", ".join(f"{n:,} {REFUSALS.get(reason, reason)}" for reason, n in refused.items())
     finding = f"{_plural(sum(refused.values()), 'request')} for {queue['model']} refused in "
     finding += f"{_minutes(queue['recent'])}: {reasons}"
-    yield Check("queue", "warning", finding, f"{BIGGER}; a larger --max-wait-s for more patience")
+    options = "--max-seat-wait-s" if refused.keys() == {"no_seat"} else "--max-wait-s"
+    yield Check("queue", "warning", finding, f"{BIGGER}; a larger {options} for more patience")
 
 
 def _have_waited(queue: Facts) -> Check:

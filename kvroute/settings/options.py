@@ -288,6 +288,27 @@ class RouterOptions(CommonOptions):
             "longer gets a 429 at once. Batch requests wait as long as they say; 0: so do all.",
         ),
     ] = 30.0
+    max_sessions: Annotated[
+        Literal["auto", "off"] | int,
+        BeforeValidator(parsers.session_limit),
+        Option(
+            CLUSTER,
+            "Sessions that may be active at once; the others wait for a seat. auto: while the "
+            "contexts of active sessions exceed the caches, as many as fit; off: any number.",
+            example="auto, off or 100",
+            kind=str,
+        ),
+    ] = "auto"
+    # Agents give up after 10 minutes, as do the official clients: nobody reads a later answer.
+    max_seat_wait_s: Annotated[
+        float,
+        Field(ge=0, le=1e6),
+        Option(
+            CLUSTER,
+            "Seconds that a request waits for a seat of its session. One that would wait longer "
+            "gets a 429 at once. 0: there is no limit.",
+        ),
+    ] = 600.0
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+MOST_SESSIONS = 1_000_000
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 
 
@@ -101,6 +102,18 @@ def size_bytes(given: str, *, of_bytes: int) -> int:
     if not 0 <= number <= (100 if percent else 1e6):
         raise ValueError(given)
     return int(number / 100 * of_bytes) if percent else int(number * 1e9)
+
+
+def session_limit(given: object) -> object:
+    """Return auto, off, or a number of sessions that is at least 1."""
+    if given in ("auto", "off"):
+        return given
+    text = str(given)
+    if text.isdecimal() and 1 <= int(text[:10]) <= MOST_SESSIONS:
+        return int(text)
+    raise PydanticCustomError(
+        "sessions", f"expected auto, off, or a number of sessions from 1 to {MOST_SESSIONS:,}"
+    )
 
 
 def checked_ports(given: str) -> str:

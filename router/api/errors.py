@@ -101,6 +101,17 @@ def _anthropic(error: ApiError) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
+def event_of_refusal(body: bytes, status: int, *, path: str) -> bytes:
+    """Return the end of a stream that has only its head, from the body of an error response."""
+    try:
+        found = msgspec.json.decode(body)["error"]
+        message, kind = str(found["message"]), str(found["type"])
+        error = ApiError(status, message, kind, found.get("param"), found.get("code"))
+    except (msgspec.DecodeError, LookupError, TypeError):
+        error = ApiError(status, body.decode(errors="replace"))
+    return event(error, b"", path=path)
+
+
 def refusal_of_replica(data: bytes, status: int, *, path: str) -> bytes:
     """Return the body of an error that a replica found, as the route's API has it.
 

@@ -4,7 +4,7 @@ Our own fields are checked. Those of other APIs and of agents are read as far as
 never refused: their next versions may have other values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,13 +16,23 @@ from kvroute.router.api.errors import invalid, shown
 from kvroute.router.routing.returns import Said
 
 SESSION = "x-session-id"
+FINAL = "x-dynamo-session-final"  # true: no further request of the session comes
+CODEX, CODEX_THREAD = "session-id", "thread-id"  # a session may have several threads
 AGENTS = (  # headers of coding agents, in place of ours
+    "x-dynamo-session-id",
     "x-claude-code-session-id",
-    "session-id",  # Codex
+    CODEX,
     "session_id",  # older versions of it
     "x-opencode-session",  # where the provider's name begins with opencode
     "x-session-affinity",  # OpenCode elsewhere, and others
 )
+# Headers in which a sub-agent with a session id of its own names the session that has started it.
+# Both are one family then, with one seat. Claude Code's sub-agents have no session of their own.
+PARENTS = (
+    "x-dynamo-parent-session-id",
+    "x-parent-session-id",  # OpenCode
+)
+CODEX_PARENT = ("x-codex-parent-thread-id",)
 SUFFIX = "_session_"  # of the `user_id` of Claude Code before 2.1.78; then comes the id
 MOST_USER = 1024  # characters of a `user_id` that may have a session's id in it
 TTLS_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "24h": 86_400.0}
@@ -31,10 +41,11 @@ CACHED = ("system", "tools", "messages", "input")  # lists that may have marks o
 
 def said_of(headers: Mapping[str, str], call: Call) -> Said:
     """ApiError for a session id that is none, or a `session_end` that is no boolean."""
-    id_ = _session_id(headers, call.body)
+    id_, parent = _session_id(headers, call.body), _parent(headers)
+    is_end = _is_end(call.body.get("session_end")) or headers.get(FINAL, "").lower() == "true"
     return Said(
-        session_number(call.cache_salt, id_) if id_ else 0,
-        _is_end(call.body.get("session_end")),
+        session_number(call.cache_salt, parent or id_) if parent or id_ else 0,
+        is_end and not parent,  # the family goes on
         max(_kept_s(call), _retention_s(call.body)),
         tenant_number(tenant_of(call.caller) or call.cache_salt),
     )
@@ -60,10 +71,27 @@ def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
     own = checked_id("session_id", body.get("session_id"))
     if own := own or checked_id(SESSION, _header(headers, SESSION)):
         return own
-    for name in AGENTS:
+    if any(headers.get(name) for name in AGENTS):
+        return _first(headers, AGENTS)
+    return _session_of_user(body.get("metadata"))
+
+
+def _parent(headers: Mapping[str, str]) -> str:
+    """Return the session that has started this one, which is a sub-agent's; empty: it is none.
+
+    A sub-agent of Codex is a thread. It is of the session of the thread that has started it, or has
+    a session of its own, with the thread's id.
+    """
+    is_own = headers.get(CODEX) == headers.get(CODEX_THREAD)
+    return _first(headers, (*PARENTS, *(CODEX_PARENT if is_own else ())))
+
+
+def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
+    """Return the first of these headers that is there; empty if it is none, or too long."""
+    for name in names:
         if given := _header(headers, name):
             return given if len(given) <= MAX_NAME else ""
-    return _session_of_user(body.get("metadata"))
+    return ""
 
 
 def _header(headers: Mapping[str, str], name: str) -> str | None:

@@ -30,9 +30,10 @@ def urgency_of(
         later_s = max(0.0, later_s)
     priority = asked or "default"
     bound_s = math.inf if priority == "batch" or not most_s else most_s
+    deadline_s = own_s or math.inf
     if own_s is not None and own_s >= bound_s:
-        own_s = None  # it changes nothing
-    return Urgency(priority, later_s, own_s or bound_s, own_s)
+        own_s = None  # it changes nothing in the queue
+    return Urgency(priority, later_s, own_s or bound_s, own_s, deadline_s)
 
 
 def sharer_of(caller: Caller | None, user: object) -> str:

@@ -22,10 +22,18 @@ from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.turns import Turns
 from kvroute.router.dispatch.blamed import Blamed
-from kvroute.router.dispatch.holding import RECOVERY_S, WAITING, Holding, Turn, no_replica
+from kvroute.router.dispatch.holding import (
+    MOST_REFUSED_S,
+    RECOVERY_S,
+    WAITING,
+    Holding,
+    Turn,
+    no_replica,
+)
 from kvroute.router.dispatch.links import LateError, Links, UnansweredError
 from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
+from kvroute.router.dispatch.seating import Seating
 from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.waits import AT_EASE, Urgency
@@ -180,7 +188,8 @@ class Generation:
 class Dispatcher:
     """Sends each prompt to a replica in the order of the fleet's ranking.
 
-    shared_tokens: how many of a text's first tokens are a shared prefix's.
+    shared_tokens: how many of a text's first tokens are a shared prefix's. seating: None: sessions
+    need no seats.
     """
 
     def __init__(
@@ -192,8 +201,10 @@ class Dispatcher:
         *,
         shared_tokens: Callable[[TokenIds], int] = lambda token_ids: 0,
         blamed: Blamed | None = None,
+        seating: Seating | None = None,
     ) -> None:
         self._blamed = blamed or Blamed()
+        self._seating = seating
         self._shared_tokens = shared_tokens
         self._links = links
         self._fleet = fleet
@@ -296,6 +307,7 @@ class Dispatcher:
         ApiError as above, and when too many replicas die. OverLimitError."""
         pause_s = FIRST_PAUSE_S
         turn = Turn(context.at_s) if context.is_resumed else None
+        seating, seat_s = None if context.is_resumed else self._seating, 0.0
         while True:
             self._blamed.check(request)
             self._check(losses, request)
@@ -311,17 +323,22 @@ class Dispatcher:
             if context.entry is not None:
                 tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
                 context.entry.admit(request.request_id, tokens, new_tokens, now_s)
-            if turn is None:
-                turn = await self._holding.turn(placement, context)
-                context = replace(context, wait=turn.wait)
-                if turn.wait.reason != "none":
-                    continue  # what replicas have cached has changed
             retention = context.retention or self._fleet.retention(placement, now_s, context.said)
             context = replace(context, retention=retention)
+            if seating is not None:
+                seat_s, seating = await seating.seat(placement, context), None
+                if seat_s:
+                    context = replace(context, urgency=context.urgency.after(seat_s))
+                    continue  # what replicas have cached has changed
+            if turn is None:
+                turn = await self._holding.turn(placement, context)
+                context = replace(context, wait=turn.wait.after_seat(seat_s))
+                if turn.wait.reason != "none":
+                    continue  # the same
             request = replace(
                 request,
                 order_s=turn.at_s - now_s,
-                waited_s=turn.missed_s,
+                waited_s=max(turn.missed_s, min(seat_s, MOST_REFUSED_S)),
                 keep=retention.keep,
             )
             try:

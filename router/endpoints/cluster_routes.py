@@ -60,7 +60,7 @@ async def version() -> Response:
 @routes.get("/v1/cluster")
 async def cluster(models: Served) -> Response:
     """The replicas in the index, or those last seen there while Redis is away or slow; and what
-    waits in this router and, as far as it knows, in all."""
+    waits in this router and, as far as it knows, in all; and how many sessions have seats."""
     replicas = await asyncio.gather(*(model.replicas() for model in models.all))
     return JSONResponse(
         {
@@ -68,6 +68,7 @@ async def cluster(models: Served) -> Response:
             "ray_address": ray.get_runtime_context().gcs_address,
             "replicas": together(models.all, replicas),
             "queues": [model.queue() for model in models.all],
+            "seats": [*chain.from_iterable(model.seats() for model in models.all)],
         }
     )
 

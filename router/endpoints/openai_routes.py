@@ -24,9 +24,11 @@ from kvroute.router.api.calls import (
     parse_invocation,
 )
 from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
+from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import FORM, REPORTING, report_headers
 from kvroute.router.api.request_id import request_id
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
+from kvroute.router.api.seat_notices import SeatNotices
 from kvroute.router.api.sessions import said_of
 from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.chat_batch import answered_together
@@ -56,11 +58,21 @@ class Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # as FastAPI's routes do, for the span's name
-        request = Request(scope, receive)
+        request, notices = Request(scope, receive), SeatNotices(send)
         entry = entered(request)
-        with leaving(entry):
-            response = await _respond(self.path, request, entry)
-            await response(scope, receive, send)
+        try:
+            with leaving(entry):
+                response = await _respond(self.path, request, entry, notices)
+                if not notices.has_begun:
+                    await response(scope, receive, send)
+                elif response.status_code >= 400:
+                    await notices.refused(response)
+                else:
+                    await response(scope, receive, notices.send)
+        except ApiError as error:
+            if not notices.has_begun:
+                raise
+            await notices.failed(error)
 
     def route(self) -> Route:
         return Route(self.path, self, methods=["POST"])
@@ -116,7 +128,9 @@ def _prefix_name(request: Request) -> str | None:
     return name
 
 
-async def _respond(path: str, request: Request, entry: Entry | None) -> Response:
+async def _respond(
+    path: str, request: Request, entry: Entry | None, notices: SeatNotices
+) -> Response:
     models: Models = request.app.state.models
     bodies: Bodies = request.app.state.bodies
     with counting_refusals(request, models):
@@ -132,7 +146,7 @@ async def _respond(path: str, request: Request, entry: Entry | None) -> Response
         else:
             parse = parse_invocation if path == INVOCATIONS else partial(parse_call, path)
             call = await bodies.read(parse, request)
-            response = await _answer(call, request, entry, id_=request_id(request))
+            response = await _answer(call, request, entry, id_=request_id(request), notices=notices)
     add_headers(request, entry, response)
     return response
 
@@ -152,13 +166,20 @@ async def _score(request: Request, entry: Entry | None) -> Response:
 
 
 async def _answer(
-    call: Call, request: Request, entry: Entry | None, *, id_: str, is_first: bool = True
+    call: Call,
+    request: Request,
+    entry: Entry | None,
+    *,
+    id_: str,
+    is_first: bool = True,
+    notices: SeatNotices | None = None,
 ) -> Response:
     """Return the response to one call.
 
     Args:
         id_: of the request.
         is_first: of the calls in its body. The first one decides whether all wait too long.
+        notices: tell the client of a stream that it waits for a seat; None: it is not told.
     """
     models: Models = request.app.state.models
     call = call.asked_by(caller_of(request))
@@ -173,6 +194,7 @@ async def _answer(
         entry=entry,
         urgency=urgency if is_first else urgency.without_bound(),
         said=said_of(request.headers, call),
+        still_waiting=notices.of(call) if notices else None,
     )
     is_whole = response.status_code == 200 and not isinstance(response, StreamingResponse)
     if is_whole and call.path in REPORTING and (form := request.headers.get(FORM)):

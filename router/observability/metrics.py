@@ -20,6 +20,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.links import Links
+from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.accounts import NAMED, named
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
@@ -37,6 +38,7 @@ from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.ledger import CAUSES
 from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.returns import WHYS
+from kvroute.router.routing.seats import Seats
 from kvroute.store.responses import Responses
 
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -48,7 +50,7 @@ REFUSALS = (
     *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
     *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
-    *("rate_limit_exceeded", "wait_too_long", "replicas_died", "request_blamed"),
+    *("rate_limit_exceeded", "wait_too_long", "no_seat", "replicas_died", "request_blamed"),
 )
 
 
@@ -228,7 +230,9 @@ class RouterMetrics(RequestObservers):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counts = Counts(registry)
-        super().__init__(Waits(registry), counts, QueueMetrics(registry))
+        super().__init__(
+            Waits(registry), counts, QueueMetrics(registry), seat_metrics.SeatMetrics(registry)
+        )
         self.refused = counts.refused
         self.over_limit = OverLimit(registry).count
         self._readings = Readings(registry)
@@ -272,6 +276,10 @@ class RouterMetrics(RequestObservers):
     def export_queue(self, queue: Queue[Any]) -> None:
         """Exports what waits in the queue now."""
         export(queue, self._readings, time.monotonic)
+
+    def export_seats(self, seats: Seats[Any]) -> None:
+        """Exports how many sessions hold a seat or wait for one now."""
+        seat_metrics.export(seats, self._readings, time.monotonic)
 
     def export_prefixes(self, catalogue: Catalogue) -> None:
         """Two series for each prefix while it is declared, so MAX_PREFIXES bounds them."""

@@ -37,7 +37,7 @@ class QueueMetrics(RequestObserver):
             "kvroute_queue_refused_requests",
             "Requests that got an error in place of a replica, by the reason: forecast (they would "
             "wait longer than they may), deadline (they have), full (too many wait), no_replica "
-            "(none is ready).",
+            "(none is ready), no_seat (their session would wait too long for a seat, or did).",
             ("priority", "reason"),
             registry=registry,
         )

@@ -55,6 +55,7 @@ class Line(msgspec.Struct):
     host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of the cached ones: reloaded from there
     evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # if the ledger has evicted tokens
     queued_s: float | msgspec.UnsetType = msgspec.UNSET  # before it was sent, if it had to wait
+    seat_s: float | msgspec.UnsetType = msgspec.UNSET  # the part of it spent waiting for a seat
     priority: str | msgspec.UnsetType = msgspec.UNSET  # its class, if it is not `default`
     session: int | msgspec.UnsetType = msgspec.UNSET  # a hash of its client's id for it
     session_end: bool | msgspec.UnsetType = msgspec.UNSET  # the client says that it is the last
@@ -126,6 +127,7 @@ class RequestLog(RequestObserver):
             host_tokens=attempt.host_tokens or msgspec.UNSET,
             evicted_why=attempt.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
             queued_s=waited_s or msgspec.UNSET,
+            seat_s=attempt.context.wait.seat_s or msgspec.UNSET,
             priority=_unless_default(attempt.context.urgency.priority),
             session=attempt.context.said.session & ID_BITS or msgspec.UNSET,
             session_end=attempt.context.said.is_end or msgspec.UNSET,

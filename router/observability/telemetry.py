@@ -30,6 +30,7 @@ from kvroute.router.routing.attempts import RequestObserver, RequestObservers
 from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.queue import Queue
+from kvroute.router.routing.seats import Seats
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 from kvroute.store.responses import Responses
@@ -75,6 +76,7 @@ class Telemetry:
         blamed: Blamed,
         responses: Responses | None,
         queue: Queue[Any],
+        seats: Seats[Any] | None,
         handover: HandOver,
     ) -> None:
         """Prometheus can scrape and find this router from now on, unless metrics are off."""
@@ -88,6 +90,8 @@ class Telemetry:
         self._metrics.export_blamed(blamed)
         self._metrics.export_queue(queue)
         self._metrics.export_handover(handover)
+        if seats is not None:
+            self._metrics.export_seats(seats)
         if responses is not None:
             self._metrics.export_responses(responses)
         if self._log:

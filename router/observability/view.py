@@ -2,6 +2,7 @@
 
 router          this router, its model and how well it knows the index
 queue           what waits here and in all routers, and the last minutes' waits and refusals
+seats           of sessions: how many are held, and who waits for one; none where they are off
 ledger          where the prompts' tokens came from, for the requests in recent.Window, and where
                 chats changed
 prefixes        the hottest prefixes, as in GET /v1/cluster/hot
@@ -52,6 +53,7 @@ class View:
         liveness: Liveness,
         hottest: Callable[[], list[dict[str, Any]]],
         queue: Callable[[], dict[str, Any]],
+        seats: Callable[[], list[dict[str, Any]]],
         peers: PeerSubscriber,
     ) -> None:
         self._recent = recent
@@ -63,6 +65,7 @@ class View:
         self._liveness = liveness
         self._hottest = hottest
         self._queue = queue
+        self._seats = seats
         self._peers = peers
         self._blocks: dict[str, int] = {}  # by replica id, as last counted
         self._counted = 0  # where the next count starts, in rotation over the fleet
@@ -77,6 +80,7 @@ class View:
         state = {
             "router": encode(self._router()),
             "queue": encode(self._queue()),
+            "seats": encode(next(iter(self._seats()), None)),
             "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
             "prefixes": self._hot_prefixes(),
         }

@@ -1,6 +1,6 @@
 """One request at one replica: why it was placed there, what it receives, how it ends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -109,6 +109,8 @@ class RequestContext(Struct, frozen=True):
     wait: Wait = NO_WAIT  # of this prompt, in the router
     said: Said = NOTHING_SAID
     retention: Retention | None = None  # of this prompt, once it was placed
+    # Is called again and again while it waits for a seat, as its client cannot see that it does.
+    still_waiting: Callable[[], Awaitable[None]] | None = None
 
 
 class Dispatch(Struct, frozen=True):
@@ -142,6 +144,9 @@ class RequestObserver:
     def waited(self, wait: Wait) -> None:
         """A request that had to wait for its turn goes to a replica now."""
 
+    def seated(self, waited_s: float) -> None:
+        """A request that had to wait for a seat of its session has one now."""
+
     def turned_away(self, priority: Priority, refusal: Refusal) -> None:
         """A client gets an error in place of an answer, as its request would wait too long, or has
         done so."""
@@ -170,6 +175,10 @@ class RequestObservers(RequestObserver):
     def waited(self, wait: Wait) -> None:
         for observer in self._observers:
             observer.waited(wait)
+
+    def seated(self, waited_s: float) -> None:
+        for observer in self._observers:
+            observer.seated(waited_s)
 
     def turned_away(self, priority: Priority, refusal: Refusal) -> None:
         for observer in self._observers:
@@ -299,6 +308,8 @@ class Attempt:
         at_s = self.last_chunk_s or self.first_token_s or self.sent_s
         if self.seats is not None and turn:
             self.seats.ended(turn.session, at_s)
+            if turn.is_last and self.is_over:
+                self.seats.session_ended(turn.session)
         if self.returns and turn and self.is_over:
             self.returns.finish(turn, is_tool_call=self.is_tool_call, now_s=at_s)
 

@@ -110,6 +110,7 @@ class Fleet:
         self._scale: Scale | None = None  # None: nothing is known of the engines yet
         self._boundaries: dict[str, Boundaries] = {}  # of engines with several cache groups
         self._host_tiers: dict[str, HostTier] = {}  # of replicas that have one
+        self.cache_tokens = 0  # that all replicas can keep, as of their latest records
 
     @property
     def records(self) -> list[ReplicaRecord]:
@@ -225,6 +226,8 @@ class Fleet:
         }
         for replica_id, load in self._loads.items():
             self._describe(replica_id, load)
+        if self.seats is not None:
+            self.cache_tokens = sum(map(self._cache_tokens, self._records.values()))
 
     def told(self, replica_id: str, pending_tokens: int) -> None:
         """What it says just now that it has to compute, for all routers."""
@@ -443,13 +446,9 @@ class Fleet:
         if self.seats is not None:
             self.seats.session_ended(session)
 
-    @property
-    def cache_tokens(self) -> int:
-        """Return the tokens that all replicas can keep, in host memory too where blocks come back
-        from there sooner than they are computed."""
-        return sum(map(self._cache_tokens, self._records.values()))
-
     def _cache_tokens(self, record: ReplicaRecord) -> int:
+        """Return the tokens that a replica can keep, in host memory too where blocks come back from
+        there sooner than they are computed."""
         facts, tier = record.facts, self._host_tiers.get(record.id)
         if not facts.prefix_caching:
             return 0

@@ -31,7 +31,7 @@ LEAST_PRESSURE = 1.0  # evicted tokens that are computed again for each new toke
 LEAST_BUSY = 0.5  # share of recent requests that found every replica busy
 BUSY_WEIGHT = 0.01  # of the latest request in that share
 IDLE_S = 60.0  # a session that has sent nothing for so long is not active; 30 s served a sixth less
-MOST_SESSIONS = 50_000  # whose shared prefixes are remembered, the latest ones
+MOST_SESSIONS = 50_000  # that are active, and whose shared prefixes are remembered, at most
 MOST_CONTEXTS = 64  # conversations of one session whose tokens count, the latest ones
 INTERVAL_WEIGHT = 0.1  # of the latest interval between two seats in their mean
 PATIENCE_S = 1.0  # another router's session comes first for so long while there is room
@@ -82,12 +82,16 @@ class SeatState:
     """What operators see of the seats."""
 
     is_limited: bool
+    most: int | None  # seats, where the operator has set a number
     sessions: int  # that are active
+    tokens: int  # of their contexts
     seats: int
-    seat_tokens: int  # of their contexts
+    seat_tokens: int  # of the contexts of the sessions that hold them
     limit_tokens: int  # that they may have together
     waiting: int  # requests without a seat, in this router
     oldest_s: float  # how long the first of them has waited
+    all_waiting: int  # requests without a seat, in all routers
+    all_oldest_s: float  # how long the first of those has waited
 
 
 class Seats(Generic[R]):
@@ -115,11 +119,11 @@ class Seats(Generic[R]):
         self._elsewhere: dict[str, tuple[int, float]] = {}  # by router: number, first arrival
         self._has_new_seats = False  # since the waiting requests were looked through
         self._blocked_s = math.inf  # since when there is room and another router's session is first
-        self._granted_s = -math.inf  # when a session that had waited last got a seat
+        self._granted_s = 0.0  # when a waiting session last got a seat, or the first began to wait
         self._interval_s = 0.0  # mean time between two of these; 0: unknown
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, [*self._waiting.values()]))
 
     def __iter__(self) -> Iterator[Waiter[R]]:
         for waiters in self._waiting.values():
@@ -147,6 +151,7 @@ class Seats(Generic[R]):
             tokens: of its prompt.
             known: the last block of the part that some replica had cached, and its tokens.
         """
+        self._drop_idle(now_s)
         session = self._active.get(turn.session)
         if session is None:
             shared = self._shared_tokens(turn, *known)
@@ -188,6 +193,8 @@ class Seats(Generic[R]):
     def add(self, waiter: Waiter[R]) -> None:
         """Let a request wait for a seat. Its session is active meanwhile."""
         self._session_of(waiter, waiter.arrived_s).running += 1
+        if not self._waiting:
+            self._granted_s = waiter.arrived_s
         self._waiting[waiter.tenant].append(waiter)
         self.on_change()
 
@@ -216,20 +223,27 @@ class Seats(Generic[R]):
 
     def forecast_s(self, waiter: Waiter[R]) -> float:
         """Return how long a new request would wait for a seat; 0 while that is unknown."""
-        before = len(self) + sum(count for count, _ in self._elsewhere.values())
-        return (before + 1) * self._interval_s
+        return (len(self) + self._waiting_elsewhere() + 1) * self._interval_s
+
+    def _waiting_elsewhere(self) -> int:
+        return sum(count for count, _ in [*self._elsewhere.values()])
 
     def state(self, now_s: float) -> SeatState:
         """Return what operators see. Another thread may ask."""
         arrivals_s = [waiters[0].arrived_s for waiters in [*self._waiting.values()] if waiters]
+        elsewhere_s = [arrived_s for _, arrived_s in [*self._elsewhere.values()]]
         return SeatState(
             self._is_limited,
+            self._most,
             len(self._active),
+            self._tokens,
             self._seats,
             self._seat_tokens.total(),
             self._limit_tokens(),
             len(self),
             now_s - min(arrivals_s, default=now_s),
+            len(self) + self._waiting_elsewhere(),
+            now_s - min([*arrivals_s, *elsewhere_s], default=now_s),
         )
 
     # The other routers.
@@ -253,8 +267,10 @@ class Seats(Generic[R]):
 
     # How many seats there are.
 
-    def _update(self, now_s: float) -> None:
-        """Forget idle sessions; begin or end the limit."""
+    def _drop_idle(self, now_s: float) -> None:
+        """Take back the seats of idle sessions, and of the oldest where there are too many."""
+        while len(self._active) > MOST_SESSIONS:
+            self._drop(next(iter(self._active)))
         while self._active:
             number, session = next(iter(self._active.items()))
             if now_s - session.used_s < IDLE_S:
@@ -263,6 +279,10 @@ class Seats(Generic[R]):
                 self._use(number, session, now_s)
             else:
                 self._drop(number)
+
+    def _update(self, now_s: float) -> None:
+        """Forget idle sessions; begin or end the limit."""
+        self._drop_idle(now_s)
         if self._most is not None:
             return
         fits = self._tokens <= self._limit_tokens()
@@ -339,10 +359,9 @@ class Seats(Generic[R]):
 
     def _granted(self, now_s: float) -> None:
         """Record that a session which had waited gets a seat."""
-        if self._granted_s > -math.inf:
-            interval_s = now_s - self._granted_s
-            share = INTERVAL_WEIGHT if self._interval_s else 1.0
-            self._interval_s += share * (interval_s - self._interval_s)
+        interval_s = now_s - self._granted_s
+        share = INTERVAL_WEIGHT if self._interval_s else 1.0
+        self._interval_s += share * (interval_s - self._interval_s)
         self._granted_s = now_s
 
     # Sums.

@@ -9,11 +9,16 @@ from msgspec.structs import replace
 from kvroute.contract.priority import Priority
 
 # Why a request had to wait. busy: every replica had enough to do. order: others were before it.
-Reason = Literal["none", "busy", "order"]
+# seat: its session had no seat.
+Reason = Literal["none", "busy", "order", "seat"]
 
 # Why a client gets an error and no answer. forecast: it would wait longer than it may. deadline: it
-# has waited longer. full: too many requests wait. no_replica: none runs.
-Refusal = Literal["forecast", "deadline", "full", "no_replica"]
+# has waited longer. full: too many requests wait. no_replica: none runs. no_seat: its session had
+# to wait too long for a seat.
+Refusal = Literal["forecast", "deadline", "full", "no_replica", "no_seat"]
+
+
+LEAST_S = 0.001  # that is left of a deadline
 
 
 class Urgency(Struct, frozen=True):
@@ -23,6 +28,7 @@ class Urgency(Struct, frozen=True):
     later_s: float = 0.0  # by which its turn is later, as its client says in numbers
     most_s: float = math.inf  # that it may wait in the queue
     own_s: float | None = None  # the same, if the request says so itself
+    deadline_s: float = math.inf  # until a replica begins with it, as the request says
 
     @property
     def is_batch(self) -> bool:
@@ -37,6 +43,14 @@ class Urgency(Struct, frozen=True):
         """It may wait for as long as it takes."""
         return replace(self, most_s=math.inf, own_s=None)
 
+    def after(self, waited_s: float) -> "Urgency":
+        """Return what is left of it for a request that has waited for a seat."""
+        left_s = self.deadline_s - waited_s
+        if left_s >= self.most_s:
+            return self
+        left_s = max(LEAST_S, left_s)
+        return replace(self, most_s=left_s, own_s=left_s)
+
 
 AT_EASE = Urgency()
 
@@ -48,6 +62,13 @@ class Wait(Struct, frozen=True):
     reason: Reason = "none"
     waited_s: float = 0.0
     forecast_s: float = 0.0  # as it was forecast when the request came
+    seat_s: float = 0.0  # the part of waited_s in which it waited for a seat
+
+    def after_seat(self, seat_s: float) -> "Wait":
+        """Return the wait of a request that had waited for a seat before."""
+        if not seat_s:
+            return self
+        return replace(self, reason="seat", waited_s=self.waited_s + seat_s, seat_s=seat_s)
 
 
 NO_WAIT = Wait()

@@ -66,6 +66,7 @@ class Diagnosis:
             },
             "hits": self._hits(),
             "queues": [model.queue() for model in self._models],
+            "seats": [each for model in self._models for each in model.seats()],
             "serve": {
                 "haproxy": ray_internals.HAPROXY_IS_ON,
                 "came_through_haproxy": port in ray_internals.DIRECT_PORTS,

@@ -4,7 +4,7 @@ import asyncio
 import datetime
 import random
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,9 @@ from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
-from kvroute.router.observability import request_spans, waiting
+from kvroute.router.dispatch.seating import Answer as Seat
+from kvroute.router.dispatch.seating import Seating
+from kvroute.router.observability import request_spans, seats_now, waiting
 from kvroute.router.observability.accounts import as_json
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
@@ -65,6 +67,7 @@ from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.receipts import receipt
 from kvroute.router.routing.recent_prompts import RecentPrompts
 from kvroute.router.routing.returns import NOTHING_SAID, Said
+from kvroute.router.routing.seats import Seats
 from kvroute.router.routing.volatile import CONTEXT_TOKENS, MOST_TOKENS, kind_of
 from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError, placed_by
@@ -119,15 +122,16 @@ class ModelRouter:
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
         self._queue = queue = Queue[Answer](lambda: self._fleet.scale.busy_s)
-        wake = Wake()
-        self._publisher = PeerPublisher(router_id, limits=limits, queue=queue)
+        wake, self._seat_wake = Wake(), Wake()
+        self._seats = seats = _seats(settings, lambda: self._fleet.cache_tokens)
+        self._publisher = PeerPublisher(router_id, limits=limits, queue=queue, seats=seats)
         self._accounts = _accounts(settings, redis, unreadable, router_id)
         self._ended_sessions = EndedSessions()
-        also = RequestObservers(self._publisher, wake, self._ended_sessions)
+        also = RequestObservers(self._publisher, wake, self._seat_wake, self._ended_sessions)
         self._telemetry = Telemetry(router_id, settings, also=also, lasting=self._accounts)
         running = partial(serves.running_replicas, self._deployment)
         self._chats = Chats()
-        self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running)
+        self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running, seats)
         self._feed = Feed(self._index, self._fleet)
         learned = Learned(redis, self.name, cluster=settings.cluster)
         self._learning = Learning(learned, self._fleet.returns, unreadable)
@@ -147,10 +151,12 @@ class ModelRouter:
             wake=wake,
             routers=lambda: 1 + self._subscriber.alive,
         )
+        self._seating = self._new_seating()
         self._dispatcher = Dispatcher(
             *(self._links, self._fleet, self._liveness, self.holding),
             shared_tokens=self.prefixes.catalogue.shared_tokens,
             blamed=self._blamed,
+            seating=self._seating,
         )
         self._handover = HandOver(
             *(self._fleet, RecentPrompts(), canary_sender(self._links)),
@@ -188,6 +194,7 @@ class ModelRouter:
             blamed=self._blamed,
             responses=self._responses,
             queue=self._queue,
+            seats=self._seats,
             handover=self._handover,
         )
         self._run("feed", self._feed.run())
@@ -197,6 +204,8 @@ class ModelRouter:
         self._run("links", self._links.run())
         self._run("liveness", self._liveness.run())
         self._run("holding", self.holding.run())
+        if self._seating is not None:
+            self._run("seating", self._seating.run())
         self._run("neighbours", self._neighbours.run())
         self._run("ended sessions", self._ended_sessions.run(self._links))
         if self._hands_over:
@@ -244,11 +253,13 @@ class ModelRouter:
         entry: Entry | None = None,
         urgency: Urgency = AT_EASE,
         said: Said = NOTHING_SAID,
+        still_waiting: Callable[[], Awaitable[None]] | None = None,
     ) -> Response:
         """The response to a call that a replica's HTTP application answers. ApiError,
         OverLimitError.
 
         prefix_name: of the header, if there is one. entry: into the tenant's limits.
+        still_waiting: see RequestContext.
         """
         try:
             response = await self._answer(
@@ -259,6 +270,7 @@ class ModelRouter:
                 entry=entry,
                 urgency=urgency,
                 said=said,
+                still_waiting=still_waiting,
             )
         except RefusedCallError as error:
             response = whole_response(error.refusal, path=call.path)
@@ -278,6 +290,7 @@ class ModelRouter:
         entry: Entry | None,
         urgency: Urgency,
         said: Said,
+        still_waiting: Callable[[], Awaitable[None]] | None,
     ) -> Response:
         """The same. RefusedCallError."""
         if call.path in PASSED_ON:
@@ -313,6 +326,7 @@ class ModelRouter:
             urgency=urgency,
             sharer=sharer,
             said=said,
+            still_waiting=still_waiting,
         )
         response = await self._calls.respond(
             call,
@@ -412,6 +426,7 @@ class ModelRouter:
         """A client says that no further turn will come. Returns the ranks that do not know it, and
         why."""
         self._fleet.end_session(session)
+        self._seat_wake.ring()
         self._publisher.session_ended(session)
         if not self._fleet.returns.believes_ends:
             return {}
@@ -516,6 +531,13 @@ class ModelRouter:
         now = waiting.as_json(self._queue, time.monotonic())
         return {"model": self.name, **now, "recent": self._telemetry.recent_waits.as_json()}
 
+    def seats(self) -> list[dict[str, Any]]:
+        """Return the state of the sessions' seats; nothing where sessions need none."""
+        if self._seats is None:
+            return []
+        now = seats_now.as_json(self._seats, time.monotonic())
+        return [{"model": self.name, **now}]
+
     def load(self) -> dict[str, float]:
         """Return the load of all replicas and of this router's queue, under vLLM's names."""
         queued = sum(state.requests for state in self.holding.states().values())
@@ -568,7 +590,20 @@ class ModelRouter:
             "cached_tokens": generation.cached_tokens,
             "queued_s": round(generation.wait.waited_s, 3),
             "queued_for": generation.wait.reason,
+            "seat_s": round(generation.wait.seat_s, 3),
         }
+
+    def _new_seating(self) -> Seating | None:
+        """None: sessions need no seats."""
+        if self._seats is None:
+            return None
+        return Seating(
+            self._seats,
+            self._fleet,
+            hold_s=lambda: self._queue.hold_s,
+            most_s=self.settings.max_seat_wait_s,
+            wake=self._seat_wake,
+        )
 
     def _live(self) -> Live:
         view = View(
@@ -581,6 +616,7 @@ class ModelRouter:
             liveness=self._liveness,
             hottest=self.prefixes.hottest,
             queue=self.queue,
+            seats=self.seats,
             peers=self._subscriber,
         )
         return Live(view.snapshot, draining)
@@ -644,6 +680,7 @@ def _fleet(
     tokenizer: Prompts,
     observer: RequestObserver,
     running: Callable[[], Collection[str]],
+    seats: Seats[Any] | None,
 ) -> Fleet:
     identity = identify(
         tokenizer.model,
@@ -660,4 +697,13 @@ def _fleet(
         observer=observer,
         ranking=RANKINGS[settings.policy](),
         running=running,
+        seats=seats,
     )
+
+
+def _seats(settings: RouterSettings, capacity_tokens: Callable[[], int]) -> Seats[Seat] | None:
+    """None: any number of sessions may be active. Other policies do not use what is cached."""
+    most = settings.max_sessions
+    if most == "off" or (most == "auto" and settings.policy != "kvroute"):
+        return None
+    return Seats(capacity_tokens, None if most == "auto" else most)

@@ -83,7 +83,7 @@ function show() {
   const decisions = all("decision/").sort((a, b) => b.number - a.number);
   setText(byId("model"), router.model);
   document.title = `${router.model} – kvroute`;
-  showFigures(router, ledger, replicas, decisions, things.get("queue"));
+  showFigures(router, ledger, replicas, decisions, things.get("queue"), things.get("seats"));
   showRouter(router);
   showFleet(replicas);
   showLedger(ledger);
@@ -92,7 +92,7 @@ function show() {
   live.setAttribute("aria-busy", "false");
 }
 
-function showFigures(router, ledger, replicas, decisions, queue) {
+function showFigures(router, ledger, replicas, decisions, queue, seats) {
   const ready = processes(replicas.filter((replica) => replica.state === "ready"));
   const known = processes(replicas);
   const total = (name) => replicas.reduce((sum, replica) => sum + (replica[name] ?? 0), 0);
@@ -105,6 +105,7 @@ function showFigures(router, ledger, replicas, decisions, queue) {
     ["Wait for the first token", seconds(waits[waits.length >> 1]), `median of the last ${waits.length}`],
     ["Requests in flight", count(router.in_flight), `in engines: ${count(total("running"))} run, ${count(total("waiting"))} wait`],
     ["Held back by routers", count(queue.all_routers.requests), queueNote(queue, refused), refused > 0],
+    ...(seats ? [["Sessions with a seat", seats.is_limited ? count(seats.seats) : "all", seatNote(seats), seats.all_routers.waiting > 0]] : []),
     ["Requests answered", count(ledger.requests), `last ${minutes} minutes`],
     ["Replicas ready", `${count(ready)} of ${count(known)}`, ready === known ? "all of them" : "see the tiles", ready < known],
     ["Index of the caches", router.index.reachable ? "in step" : "away", indexNote(router.index), !router.index.reachable],
@@ -130,6 +131,14 @@ function queueNote(queue, refused) {
     refused ? `${count(refused)} refused in ${Math.round(queue.recent.window_s / 60)} minutes` : null,
   ];
   return notes.filter(Boolean).join("; ");
+}
+
+// Sessions need a seat to send while their contexts exceed the caches, or where a number is set.
+function seatNote(seats) {
+  if (!seats.is_limited) return `${count(seats.sessions)} active; none needs one`;
+  const why = seats.most ? `--max-sessions ${count(seats.most)}` : `${count(seats.tokens)} tokens for ${count(seats.limit_tokens)}`;
+  const wait = seats.all_routers.waiting ? ` for up to ${seconds(seats.all_routers.oldest_s)}` : "";
+  return `${count(seats.all_routers.waiting)} requests wait for one${wait}: ${why}`;
 }
 
 // Each rank of a replica has an entry: "replica.rank", or "replica" if there is one.

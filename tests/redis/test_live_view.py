@@ -86,6 +86,7 @@ class Seen:
             liveness=Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0),
             hottest=hot.top,
             queue=lambda: waiting.as_json(self.queue, 3.0),
+            seats=list,
             peers=PeerSubscriber(self.fleet, own="me"),
         )
         self.update()

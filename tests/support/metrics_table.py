@@ -33,6 +33,7 @@ from kvroute.router.routing.feed import Feed
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.queue import Queue
 from kvroute.router.routing.recent_prompts import RecentPrompts
+from kvroute.router.routing.seats import Seats
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -69,6 +70,7 @@ def router() -> CollectorRegistry:
     metrics.export_queue(Queue[None](lambda: 1.0))
     metrics.export_links(Links(lambda: replicas("unused")))
     metrics.export_blamed(Blamed())
+    metrics.export_seats(Seats[None](lambda: 0))
     metrics.export_handover(_handover(fleet))
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
     metrics.export_responses(responses)

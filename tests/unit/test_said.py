@@ -98,6 +98,32 @@ def test_an_id_in_a_header_is_the_one_in_a_body_and_in_a_path() -> None:
     assert said_of(latin, parse_call(CHATS, b"{}")).session == session_number("", "gespräch")
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-dynamo-session-id": "child", "x-dynamo-parent-session-id": ID},
+        {"x-session-id": "child", "x-parent-session-id": ID},
+        {"x-session-affinity": "child", "x-parent-session-id": ID},
+        {"session-id": "child", "thread-id": "child", "x-codex-parent-thread-id": ID},
+        {"session-id": ID, "thread-id": "child", "x-codex-parent-thread-id": "another child"},
+        {"x-claude-code-session-id": ID, "x-claude-code-agent-id": "child"},
+    ],
+)
+def test_a_sub_agent_is_of_the_session_that_has_started_it(headers: dict[str, str]) -> None:
+    assert session({}, headers) == session_number("", ID)
+
+
+def test_the_end_of_a_sub_agent_is_not_the_end_of_its_family() -> None:
+    assert said({"session_end": True}, {SESSION: ID}).is_end
+    assert not said({"session_end": True}, {"x-parent-session-id": ID}).is_end
+
+
+@pytest.mark.parametrize(("given", "is_end"), [("true", True), ("True", True), ("false", False)])
+def test_dynamos_clients_can_say_that_a_session_ends(given: str, is_end: bool) -> None:
+    headers = {"x-dynamo-session-id": ID, "x-dynamo-session-final": given}
+    assert said({}, headers) == Said(session_number("", ID), is_end=is_end)
+
+
 @pytest.mark.parametrize("given", ["true", 1, 0, [], {}])
 def test_what_is_no_end_is_refused(given: Any) -> None:
     with pytest.raises(ApiError, match="expected true or false") as refused:

@@ -1,0 +1,190 @@
+"""Sessions that wait for a seat: what their clients see, and what operators do."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvroute.router.dispatch.seating import NOTICE_S
+from tests.support.scraping import total
+from tests.support.serving import KVROUTE, Cluster, doctor, findings, start_cluster
+from tests.support.waiting import wait_until
+
+CROWD, WAVES, TURNS = 8, 3, 5  # sessions at a time, how often, and the turns of each
+SESSION, DEADLINE = "x-session-id", "x-kvroute-deadline-s"
+COMMENT = b": waiting for a seat\n\n"
+WORDS = "A story of many words that fills some blocks of the cache. " * 10
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two routers whose replica serves one session at a time."""
+    options = ("--engine", "simulated", "--max-sessions", "1", "--routers", "2")
+    with start_cluster(*options, "--simulated-decode-ms", "1") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def holder(cluster: Cluster) -> Iterator[str]:
+    """A session with the only seat."""
+    for number in (1, 2):
+        httpx.post(url(cluster), json=body("holder", number), headers={SESSION: "holder"})
+    wait_until(lambda: seats(cluster)["seats"] == 1)
+    yield "holder"
+    end(cluster, "holder")
+
+
+def url(cluster: Cluster) -> str:
+    return f"{cluster.url}/v1/chat/completions"
+
+
+def body(session: str, number: int, **more: Any) -> dict[str, Any]:
+    """The session's turn with that number, from 1."""
+    messages = [{"role": "user", "content": f"{session} {WORDS}"}]
+    for each in range(2, number + 1):
+        messages.append({"role": "assistant", "content": "Then?"})
+        messages.append({"role": "user", "content": f"{each} {WORDS}"})
+    return {"model": "SmolLM2-135M-Instruct", "messages": messages, "max_tokens": 2, **more}
+
+
+def end(cluster: Cluster, session: str) -> None:
+    httpx.delete(f"{cluster.url}/v1/sessions/{session}", timeout=10).raise_for_status()
+
+
+def seats(cluster: Cluster) -> dict[str, Any]:
+    (found,) = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["seats"]
+    return dict(found)
+
+
+def client(cluster: Cluster, session: str, **headers: str) -> openai.OpenAI:
+    headers = {SESSION: session} | headers
+    return openai.OpenAI(api_key="none", base_url=f"{cluster.url}/v1", default_headers=headers)
+
+
+def begin(cluster: Cluster, session: str) -> None:
+    """Send the session's first turn, which needs no seat."""
+    answer = httpx.post(url(cluster), json=body(session, 1), headers={SESSION: session})
+    assert (answer.status_code, answer.headers["x-kvroute-queued-for"]) == (200, "none")
+
+
+def streamed(cluster: Cluster, session: str) -> tuple[float, list[bytes], httpx.Headers]:
+    """Return when the head of a second turn came, and the parts of the stream."""
+    asked_s, body_ = time.monotonic(), body(session, 2, stream=True)
+    headers = {SESSION: session}
+    with httpx.stream("POST", url(cluster), json=body_, headers=headers, timeout=120) as answer:
+        waited_s = time.monotonic() - asked_s
+        return waited_s, [*answer.iter_raw()], answer.headers
+
+
+def chunks(cluster: Cluster, session: str, **headers: str) -> int:
+    """Return how many chunks the official client gets of a second turn."""
+    found = client(cluster, session, **headers).chat.completions.create(
+        **body(session, 2, stream=True)
+    )
+    return sum(1 for _ in found)
+
+
+def test_streams_live_through_a_wait_and_all_see_why(cluster: Cluster, holder: str) -> None:
+    begin(cluster, "raw")
+    begin(cluster, "late")
+    begin(cluster, "official")
+    with ThreadPoolExecutor(3) as pool:
+        raw = pool.submit(streamed, cluster, "raw")
+        wait_until(lambda: seats(cluster)["all_routers"]["waiting"] == 1)
+        late = pool.submit(chunks, cluster, "late", **{DEADLINE: f"{NOTICE_S + 1}"})
+        official = pool.submit(chunks, cluster, "official")
+        wait_until(lambda: seats(cluster)["all_routers"]["waiting"] == 3)
+        told = seats(cluster)
+        assert (told["is_limited"], told["most"], told["seats"]) == (True, 1, 1)
+        assert total(cluster, "router")["kvroute_sessions_waiting"] == 3
+        (check,) = [each for each in findings(doctor(cluster, "--json")) if each.name == "seats"]
+        assert check.grade == "warning"
+        assert "since --max-sessions is 1; 3 requests waiting for one" in check.finding
+        assert "--max-sessions is 1" in status(cluster)
+        with pytest.raises(openai.APIError, match="its deadline is 16 s"):
+            late.result()
+        end(cluster, holder)
+        waited_s, parts, headers = raw.result()
+        end(cluster, "raw")
+        assert official.result() > 0
+    assert waited_s > NOTICE_S - 1
+    assert parts[0] == COMMENT
+    assert b"data: [DONE]" in parts[-1]
+    assert "x-kvroute-replica" not in headers
+    end(cluster, "official")
+    assert seats(cluster)["all_routers"]["waiting"] == 0
+
+
+def status(cluster: Cluster) -> str:
+    command = [*KVROUTE, "status", "--url", cluster.url]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_whole_answer_says_how_long_it_waited(cluster: Cluster, holder: str) -> None:
+    begin(cluster, "whole")
+    headers = {SESSION: "whole", "x-kvroute-receipt": "1"}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            httpx.post, url(cluster), json=body("whole", 2), headers=headers, timeout=60
+        )
+        wait_until(lambda: seats(cluster)["all_routers"]["waiting"] == 1)
+        end(cluster, holder)
+        answer = asked.result()
+    assert answer.headers["x-kvroute-queued-for"] == "seat"
+    (receipt,) = answer.json()["kvroute_receipts"]
+    assert receipt["seat_s"] > 0
+    end(cluster, "whole")
+
+
+def test_who_is_refused_comes_again_and_succeeds(cluster: Cluster, holder: str) -> None:
+    begin(cluster, "hurried")
+    headers = {SESSION: "hurried", DEADLINE: "0.3"}
+    refused = httpx.post(url(cluster), json=body("hurried", 2), headers=headers, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "no_seat")
+    assert int(refused.headers["retry-after"]) >= 1
+    again = client(cluster, "hurried", **{DEADLINE: "0.3"})
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: again.chat.completions.create(**body("hurried", 2)))
+        wait_until(lambda: seats(cluster)["all_routers"]["waiting"] == 1)
+        wait_until(lambda: seats(cluster)["all_routers"]["waiting"] == 0)
+        end(cluster, holder)
+        assert asked.result().choices
+    end(cluster, "hurried")
+
+
+def test_seats_are_needed_by_themselves_when_contexts_do_not_fit_and_all_sessions_complete() -> (
+    None
+):
+    """Eight sessions of 500 tokens and more on a cache of 2,000 tokens; without their limit, each
+    turn computes its whole context again."""
+    speed = ("--simulated-prefill-tokens-per-s", "2000", "--simulated-decode-ms", "1")
+    options = ("--engine", "simulated", "--simulated-blocks", "64", "--max-wait-s", "100")
+    with start_cluster(*options, *speed) as cluster, ThreadPoolExecutor(CROWD) as pool:
+        was_limited = Event()
+
+        def live(session: str) -> int:
+            """Send the session's turns, and return how many were answered."""
+            statuses = []
+            for number in range(1, TURNS + 1):
+                answer = httpx.post(
+                    url(cluster),
+                    json=body(session, number),
+                    headers={SESSION: session},
+                    timeout=300,
+                )
+                statuses.append(answer.status_code)
+                if seats(cluster)["is_limited"]:
+                    was_limited.set()
+            end(cluster, session)
+            return statuses.count(200)
+
+        names = [f"{wave}-{one}" for wave in range(WAVES) for one in range(CROWD)]
+        assert [*pool.map(live, names)] == [TURNS] * len(names)
+        assert was_limited.is_set()
+        wait_until(lambda: not seats(cluster)["is_limited"])

@@ -1,0 +1,212 @@
+"""Requests wait for a seat of their session without holding up anybody else."""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.router.api.errors import ApiError
+from kvroute.router.dispatch.holding import Wake
+from kvroute.router.dispatch.seating import Answer, Seating
+from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.routing.fleet import Fleet
+from kvroute.router.routing.returns import Said
+from kvroute.router.routing.seats import Seats
+from kvroute.router.routing.waits import Urgency
+from tests.support.waiting import until
+
+BLOCK = 16
+REPLICA = "0"
+
+
+class Line:
+    """Sessions with one seat, and the time."""
+
+    def __init__(self, most_s: float = 600.0, notice_s: float = 15.0) -> None:
+        self.now_s = 100.0
+        self.seats = Seats[Answer](lambda: 10_000, most=1)
+        self.fleet = Fleet(
+            model="m", revision="", block_size=BLOCK, rng=random.Random(0), seats=self.seats
+        )
+        self.wake = Wake()
+        self.seating = Seating(
+            self.seats,
+            self.fleet,
+            hold_s=lambda: 1.0,
+            most_s=most_s,
+            wake=self.wake,
+            notice_s=notice_s,
+            clock=lambda: self.now_s,
+        )
+        self._chains: dict[int, list[Fingerprint]] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.seating.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def ask(self, session: int, *, blocks: int = 1, **more: Any) -> float:
+        """Send the session's next turn. Return how long it has waited for a seat."""
+        chain = self._chains.setdefault(session, [])
+        chain.extend(Fingerprint(1000 * session + len(chain) + each) for each in range(blocks))
+        tokens = BLOCK * len(chain) + 1
+        placement = self.fleet.place_chain(chain, tokens, [REPLICA], self.now_s)
+        said = more.pop("said", Said(session))
+        retention = self.fleet.retention(placement, self.now_s, said)
+        context = RequestContext(self.now_s, said=said, retention=retention)
+        context = replace(context, **more)
+        waited_s = await self.seating.seat(placement, context)
+        self.fleet.sent(placement, REPLICA, f"{session} {len(chain)}", self.now_s, context).end()
+        return waited_s
+
+    async def begin(self, *sessions: int) -> None:
+        """Send the first turn of each session, and the second of the first one."""
+        for session in sessions:
+            assert await self.ask(session) == 0.0
+        assert await self.ask(sessions[0]) == 0.0
+
+    def end(self, session: int) -> None:
+        self.fleet.end_session(session)
+        self.wake.ring()
+
+    async def has_waiting(self, count: int) -> None:
+        await until(lambda: len(self.seats) == count)
+
+
+async def test_a_request_waits_until_its_session_has_a_seat() -> None:
+    line = Line()
+    async with line.running():
+        await line.begin(1, 2)
+        waiting = asyncio.create_task(line.ask(2))
+        await line.has_waiting(1)
+        line.now_s += 20
+        line.end(1)
+        assert await waiting == 20.0
+        assert await line.ask(2) == 0.0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"urgency": Urgency("batch")}, {"prompts": 2}, {"retention": None}],
+)
+async def test_batch_requests_and_what_is_no_turn_of_a_conversation_need_no_seat(
+    more: dict[str, Any],
+) -> None:
+    line = Line()
+    await line.begin(1, 2)
+    assert await line.ask(2, **more) == 0.0
+
+
+async def test_a_prompt_without_a_whole_block_needs_no_seat() -> None:
+    line = Line()
+    await line.begin(1)
+    assert await line.ask(2, blocks=0) == 0.0
+    assert await line.ask(2, blocks=0) == 0.0
+
+
+async def test_the_last_turn_of_a_session_gives_its_seat_back() -> None:
+    line = Line()
+    async with line.running():
+        await line.begin(1, 2)
+        waiting = asyncio.create_task(line.ask(2))
+        await line.has_waiting(1)
+        await line.ask(1, said=Said(1, is_end=True))
+        assert await waiting == 0.0
+
+
+async def test_a_client_that_leaves_makes_room() -> None:
+    line = Line()
+    async with line.running():
+        await line.begin(1, 2, 3)
+        leaving, staying = (asyncio.create_task(line.ask(session)) for session in (2, 3))
+        await line.has_waiting(2)
+        leaving.cancel()
+        await line.has_waiting(1)
+        line.end(1)
+        assert await staying == 0.0
+
+
+@pytest.mark.parametrize(
+    ("most_s", "deadline_s", "whose"),
+    [(0.01, math.inf, "--max-seat-wait-s is 0.01 s"), (600.0, 0.01, "its deadline is 0.01 s")],
+)
+async def test_who_waits_too_long_is_told_when_to_come_again(
+    most_s: float, deadline_s: float, whose: str
+) -> None:
+    line = Line(most_s=most_s)
+    async with line.running():
+        await line.begin(1, 2)
+        waiting = asyncio.create_task(line.ask(2, urgency=Urgency(deadline_s=deadline_s)))
+        await line.has_waiting(1)
+        line.now_s += 1
+        with pytest.raises(ApiError, match=whose) as refused:
+            await waiting
+    assert (refused.value.status, refused.value.code) == (429, "no_seat")
+    assert refused.value.headers["retry-after"] == "1"
+    assert len(line.seats) == 0
+
+
+async def test_who_would_wait_too_long_is_refused_at_once_but_the_first_in_the_line() -> None:
+    line = Line(most_s=100.0)
+    async with line.running():
+        await line.begin(1, 2, 3, 4)
+        waiting = asyncio.create_task(line.ask(2))
+        await line.has_waiting(1)
+        line.now_s += 80
+        line.end(1)
+        assert await waiting == 80.0
+        first = asyncio.create_task(line.ask(3))
+        await line.has_waiting(1)
+        with pytest.raises(ApiError, match=r"would wait 160 s .* is 100 s") as refused:
+            await line.ask(4)
+        assert refused.value.headers["retry-after"] == "60"
+        first.cancel()
+
+
+async def test_too_many_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvroute.router.dispatch.seating.WAITING", 1)
+    line = Line()
+    async with line.running():
+        await line.begin(1, 2, 3)
+        waiting = asyncio.create_task(line.ask(2))
+        await line.has_waiting(1)
+        with pytest.raises(ApiError, match="one of too many"):
+            await line.ask(3)
+        waiting.cancel()
+
+
+async def test_a_client_is_told_again_and_again_that_it_waits() -> None:
+    line, notices = Line(notice_s=0.001), 0
+
+    async def notice() -> None:
+        nonlocal notices
+        notices += 1
+
+    async with line.running():
+        await line.begin(1, 2)
+        waiting = asyncio.create_task(line.ask(2, still_waiting=notice))
+        await until(lambda: notices >= 2)
+        line.end(1)
+        await waiting
+
+
+async def test_a_client_that_cannot_be_told_waits_no_longer() -> None:
+    line = Line(notice_s=0.001)
+
+    async def notice() -> None:
+        raise OSError("the connection is closed")
+
+    await line.begin(1, 2)
+    with pytest.raises(OSError, match="closed"):
+        await line.ask(2, still_waiting=notice)
+    assert len(line.seats) == 0

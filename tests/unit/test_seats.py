@@ -1,0 +1,356 @@
+"""Sessions whose contexts do not fit in the caches together send in turns."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.contract.fingerprint import Fingerprint
+from kvroute.contract.keep import NO_BLOCK, SessionTurn
+from kvroute.contract.messages import WaitingSessions
+from kvroute.router.routing.seats import CACHE_SHARE, IDLE_S, PATIENCE_S, Seats, Waiter
+
+CAPACITY = 1000  # tokens
+LIMIT = int(CACHE_SHARE * CAPACITY)
+MANY = 2000  # requests; enough for every average to be what all of them are
+
+numbers = itertools.count(1)
+
+
+class Sessions:
+    """Sessions that send their turns through one router, or several that tell each other."""
+
+    def __init__(self, most: int | None = None, routers: int = 1) -> None:
+        self.now_s = 0.0
+        self.routers = [Seats[int](lambda: CAPACITY, most) for _ in range(routers)]
+        self.seats = self.routers[0]
+        self.ends: dict[int, Fingerprint] = {}  # of the latest turn of each session
+        self.turns: dict[int, int] = {}
+        self.running: list[int] = []  # sessions, one entry for each request
+
+    def thrash(self) -> None:
+        """Let requests find every replica busy, and caches too small."""
+        for seats in self.routers:
+            for _ in range(MANY):
+                seats.observe(is_busy=True, pressure=1.0)
+
+    def begin(self, session: int, tokens: int, tenant: int = 0) -> None:
+        """Send a session's first turn, which ends at once."""
+        waiter = self.waiter(session, tokens, tenant)
+        assert self.seats.is_free(waiter, self.now_s)
+        self.send(waiter)
+        self.end(session)
+
+    def waiter(self, session: int, tokens: int, tenant: int = 0) -> Waiter[int]:
+        end = Fingerprint(next(numbers))
+        before = self.ends.get(session, NO_BLOCK)
+        turn = SessionTurn(end, session, self.turns.get(session, 0) + 1, before)
+        return Waiter(session, turn, tokens, tenant, self.now_s)
+
+    def ask(self, session: int, tokens: int, tenant: int = 0, router: int = 0) -> bool:
+        """Send the next turn, or let it wait. Return whether it was sent."""
+        seats, waiter = self.routers[router], self.waiter(session, tokens, tenant)
+        if not seats.is_free(waiter, self.now_s):
+            seats.add(waiter)
+            self.tell()
+            return False
+        self.send(waiter)
+        return True
+
+    def send(self, waiter: Waiter[int]) -> None:
+        self.ends[waiter.session] = waiter.turn.end
+        self.turns[waiter.session] = waiter.turn.number
+        self.running.append(waiter.session)
+        for seats in self.routers:
+            known = (NO_BLOCK, 0)
+            tenant = waiter.tenant
+            seats.sent(waiter.turn, waiter.tokens, tenant=tenant, known=known, now_s=self.now_s)
+
+    def end(self, session: int) -> None:
+        self.running.remove(session)
+        for seats in self.routers:
+            seats.ended(session, self.now_s)
+
+    def tell(self) -> None:
+        for number, seats in enumerate(self.routers):
+            for other in self.routers:
+                if other is not seats:
+                    other.hear(f"{number}", seats.report(self.now_s), self.now_s)
+
+    def seated(self, router: int = 0) -> list[int]:
+        """Send all turns that may go now. Return their sessions, in order."""
+        found, seats = [], self.routers[router]
+        while waiter := seats.due(self.now_s):
+            self.send(waiter)
+            found.append(waiter.session)
+            self.tell()
+        return found
+
+
+@pytest.fixture
+def full() -> Sessions:
+    """Two sessions have seats and the cache is full; more have begun."""
+    sessions = Sessions()
+    for session in range(1, 7):
+        sessions.begin(session, 300)
+    sessions.thrash()
+    assert [sessions.ask(session, 400) for session in (1, 2)] == [True, True]
+    return sessions
+
+
+def test_nobody_waits_while_the_contexts_fit() -> None:
+    sessions = Sessions()
+    sessions.thrash()
+    for session in range(1, 4):
+        sessions.begin(session, LIMIT // 3)
+    assert all(sessions.ask(session, LIMIT // 3) for session in range(1, 4))
+    assert not sessions.seats.state(0.0).is_limited
+
+
+@pytest.mark.parametrize(("is_busy", "pressure"), [(False, 3.0), (True, 0.5)])
+def test_nobody_waits_while_replicas_have_time_or_little_is_evicted(
+    is_busy: bool, pressure: float
+) -> None:
+    sessions = Sessions()
+    for _ in range(MANY):
+        sessions.seats.observe(is_busy=is_busy, pressure=pressure)
+    for session in range(1, 20):
+        sessions.begin(session, 300)
+        assert sessions.ask(session, 300)
+
+
+def test_past_the_cache_sessions_wait_and_come_in_the_order_of_their_arrival(
+    full: Sessions,
+) -> None:
+    assert not any(full.ask(session, 400) for session in (3, 4, 5))
+    assert full.seated() == []
+    assert full.ask(1, 450), "a session with a seat sends on"
+    full.seats.session_ended(1)
+    assert full.seated() == [3]
+    full.seats.session_ended(2)
+    assert full.seated() == [4]
+
+
+def test_a_first_prompt_needs_no_seat(full: Sessions) -> None:
+    full.begin(99, 400)
+    assert full.seats.state(full.now_s).seats == 2
+
+
+def test_all_requests_of_a_session_share_its_seat(full: Sessions) -> None:
+    assert not full.ask(3, 400)
+    assert not full.ask(4, 400)
+    assert not full.ask(3, 410)
+    full.seats.session_ended(1)
+    assert full.seated() == [3, 3]
+
+
+def test_a_session_loses_its_seat_when_it_is_idle_but_not_while_it_is_answered(
+    full: Sessions,
+) -> None:
+    full.end(1)
+    assert not full.ask(3, 400)
+    assert not full.ask(4, 400)
+    full.now_s = IDLE_S - 1
+    assert full.seated() == []
+    full.now_s = IDLE_S
+    assert full.seated() == [3]
+    full.now_s = 3 * IDLE_S
+    assert full.seated() == [], "2 and 3 are being answered"
+
+
+def test_the_tenant_with_the_fewest_seats_is_next(full: Sessions) -> None:
+    assert not full.ask(3, 400, tenant=0)
+    full.now_s += 1
+    assert not full.ask(4, 400, tenant=7)
+    full.seats.session_ended(1)
+    assert full.seated() == [4]
+
+
+def test_a_client_that_leaves_waits_no_longer(full: Sessions) -> None:
+    waiter = full.waiter(3, 400)
+    assert not full.seats.is_free(waiter, full.now_s)
+    full.seats.add(waiter)
+    assert full.seats.remove(waiter)
+    assert not full.seats.remove(waiter)
+    full.seats.session_ended(1)
+    assert full.seated() == []
+
+
+def test_a_session_that_exceeds_the_cache_alone_has_a_seat_alone(full: Sessions) -> None:
+    assert not full.ask(3, 2 * CAPACITY)
+    full.seats.session_ended(1)
+    assert full.seated() == []
+    full.seats.session_ended(2)
+    assert full.seated() == [3]
+    assert not full.ask(4, 10)
+
+
+def test_a_number_of_seats_holds_whatever_fits() -> None:
+    sessions = Sessions(most=2)
+    for session in (1, 2, 3):
+        sessions.begin(session, 10)
+    assert [sessions.ask(session, 20) for session in (1, 2, 3)] == [True, True, False]
+    sessions.seats.session_ended(2)
+    assert sessions.seated() == [3]
+
+
+def test_waiting_ends_with_the_limit(full: Sessions) -> None:
+    assert not full.ask(3, 400)
+    for session in (1, 2, 4, 5, 6):
+        full.seats.session_ended(session)
+    assert full.seated() == [3]
+    assert not full.seats.state(full.now_s).is_limited
+
+
+def test_what_comes_first_in_any_router_is_seated_first() -> None:
+    sessions = Sessions(most=1, routers=2)
+    for session in (1, 2, 3):
+        sessions.begin(session, 10)
+    assert sessions.ask(1, 20)
+    assert not sessions.ask(2, 20, router=1)
+    sessions.now_s += 1
+    assert not sessions.ask(3, 20, router=0)
+    for seats in sessions.routers:
+        seats.session_ended(1)
+    assert sessions.seated(router=0) == []
+    assert sessions.seated(router=1) == [2]
+    assert sessions.seated(router=0) == []
+    for seats in sessions.routers:
+        seats.session_ended(2)
+    assert sessions.seated(router=0) == [3]
+
+
+def test_a_router_that_says_nothing_more_holds_nobody_up_for_long() -> None:
+    sessions = Sessions(most=1)
+    for session in (1, 2):
+        sessions.begin(session, 10)
+    assert sessions.ask(1, 20)
+    sessions.seats.hear("silent", WaitingSessions(1, 10.0), sessions.now_s)
+    assert not sessions.ask(2, 20)
+    sessions.seats.session_ended(1)
+    assert sessions.seated() == []
+    sessions.now_s += PATIENCE_S
+    assert sessions.seated() == [2]
+
+
+def test_the_forecast_is_the_interval_between_seats_times_the_place_in_the_line(
+    full: Sessions,
+) -> None:
+    newcomer = full.waiter(6, 400)
+    assert full.seats.forecast_s(newcomer) == 0.0, "nobody has waited yet"
+    assert not full.ask(3, 400)
+    full.now_s += 30
+    full.seats.session_ended(1)
+    assert full.seated() == [3]
+    assert full.seats.forecast_s(newcomer) == 30.0
+    assert not any(full.ask(session, 400) for session in (4, 5))
+    assert full.seats.forecast_s(newcomer) == 90.0
+
+
+def test_a_time_in_which_nobody_waits_says_nothing_of_the_wait() -> None:
+    sessions = Sessions(most=1)
+    for session in (1, 2, 3):
+        sessions.begin(session, 10)
+    assert sessions.ask(1, 20)
+    for session in (2, 3):
+        sessions.now_s += 3000
+        assert not sessions.ask(session, 20)
+        sessions.now_s += 30
+        sessions.seats.session_ended(session - 1)
+        assert sessions.seated() == [session]
+    assert sessions.seats.forecast_s(sessions.waiter(4, 20)) == 30.0
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Callable[[Sessions], None]]:
+    session = st.integers(1, 8)
+    ask = st.builds(_ask, session, st.integers(1, 900), st.integers(0, 2))
+    end = st.builds(_end, st.integers(0, 20))
+    over = st.builds(_over, session)
+    wait = st.builds(_wait, st.floats(0, 2 * IDLE_S))
+    return draw(st.lists(st.one_of(ask, ask, end, over, wait), max_size=60))
+
+
+def _ask(session: int, tokens: int, tenant: int) -> Callable[[Sessions], None]:
+    def step(sessions: Sessions) -> None:
+        before, waiter = sessions.seats.state(0.0), sessions.waiter(session, tokens, tenant)
+        if sessions.seats.is_free(waiter, sessions.now_s):
+            check_granted(sessions, before.seats)
+            sessions.send(waiter)
+        else:
+            assert sessions.seats.state(0.0).is_limited, "it waits, though nothing is limited"
+            sessions.seats.add(waiter)
+
+    return step
+
+
+def _end(place: int) -> Callable[[Sessions], None]:
+    def step(sessions: Sessions) -> None:
+        if sessions.running:
+            sessions.end(sessions.running[place % len(sessions.running)])
+
+    return step
+
+
+def _over(session: int) -> Callable[[Sessions], None]:
+    return lambda sessions: sessions.seats.session_ended(session)
+
+
+def _wait(s: float) -> Callable[[Sessions], None]:
+    def step(sessions: Sessions) -> None:
+        sessions.now_s += s
+
+    return step
+
+
+def check_granted(sessions: Sessions, seats_before: int) -> None:
+    """A seat that was just granted fits, unless its session is the only one with a seat."""
+    state = sessions.seats.state(sessions.now_s)
+    if state.is_limited and state.seats > max(1, seats_before):
+        assert state.seat_tokens <= state.limit_tokens
+
+
+@given(steps())
+def test_seats_never_take_more_than_the_cache_and_nobody_waits_without_need(
+    taken: list[Callable[[Sessions], None]],
+) -> None:
+    sessions = Sessions()
+    sessions.thrash()
+    for step in taken:
+        step(sessions)
+        while True:
+            before = sessions.seats.state(0.0).seats
+            waiter = sessions.seats.due(sessions.now_s)
+            if waiter is None:
+                break
+            check_granted(sessions, before)
+            sessions.send(waiter)
+        state = sessions.seats.state(sessions.now_s)
+        assert state.is_limited or not state.waiting
+        assert state.seats or not state.waiting, "all wait, and nobody has a seat"
+        assert state.seat_tokens <= state.tokens
+        assert 0 <= state.seats <= state.sessions
+    sessions.now_s += 2 * IDLE_S
+    for session in [*sessions.running]:
+        sessions.end(session)
+    sessions.now_s += 2 * IDLE_S
+    while waiter := sessions.seats.due(sessions.now_s):
+        pass
+    sessions.now_s += 2 * IDLE_S
+    assert sessions.seats.due(sessions.now_s) is None
+    assert sessions.seats.state(sessions.now_s).waiting == 0
+
+
+def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even in a router that only hears of the requests of others."""
+    sessions = Sessions()
+    sessions.begin(1, 10)
+    sessions.now_s += IDLE_S
+    sessions.send(sessions.waiter(2, 10))
+    assert sessions.seats.state(sessions.now_s).sessions == 1
+    monkeypatch.setattr("kvroute.router.routing.seats.MOST_SESSIONS", 5)
+    for session in range(3, 20):
+        sessions.send(sessions.waiter(session, 10))
+    assert sessions.seats.state(sessions.now_s).sessions <= 6
