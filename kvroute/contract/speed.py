@@ -5,6 +5,7 @@ from functools import lru_cache
 
 PRIOR = 1.5  # weight of the claimed speed, in observations of mean length
 FADE = 0.8  # share of that weight that is left after each observation
+LEAST_BELIEF = 0.05  # of that weight: below it only observations count
 MEMORY = 120.0  # observations of mean length after which an earlier one's weight is 1/e
 TYPICAL = 200  # observations that the expected mean length weighs as much as
 RECENT = 10.0  # the same of the latest observations, which tell whether the speed has changed
@@ -83,6 +84,16 @@ class Speed:
         is_enough = recent_s > RECENT / 2 * self._mean_s
         if is_enough and not 1.0 / CHANGED < ratio < CHANGED:
             self.predicted_s, self.observed_s, self._belief = recent_s, seen_s, 0.0
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether the assumed slowness still counts beside the observations."""
+        return self._belief > LEAST_BELIEF
+
+    def assume(self, slowness: float) -> None:
+        """Replace the slowness that was assumed before the first observation."""
+        self.prior = slowness
+        self.slowness = self.slowness_after(0.0, 0.0)
 
     def believe(self, slowness: float) -> None:
         """Replace what was learned; the observations keep their weight."""

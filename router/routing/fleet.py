@@ -475,7 +475,9 @@ class Fleet:
         known, free_blocks = self._loads, self._free_blocks
         loads = [known.get(replica_id) or self._load(replica_id) for replica_id in running]
         candidates = []
-        for replica_id, load, slowness in zip(running, loads, learned_slowness(loads), strict=True):
+        learned = learned_slowness(loads)
+        for replica_id, load, (busy, idle) in zip(running, loads, learned, strict=True):
+            slowness = busy if load.waiting or load.decoding else idle
             hit_blocks = hits.get(replica_id, 0)
             new_tokens, own_s, copy_s = prompt.at(load.model, hit_blocks)
             candidates.append(

@@ -11,6 +11,7 @@ from kvroute.contract.prefill_queue import PrefillQueue
 from kvroute.contract.speed import PrefillModel, PrefillSpeed, Speed
 from kvroute.router.routing.reloads import Reloads
 
+NEAR = 0.25  # share of the median slowness by which replicas differ without being told apart
 TYPICAL_STEPS = 2.0  # full steps that a prompt is expected to take before any was seen
 MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
 UNLIMITED = 1 << 30  # adapters; used until a replica has reported its capacity
@@ -161,23 +162,31 @@ def new_replica_load(
     return ReplicaLoad(model, step_tokens, speed=speed)
 
 
-def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:
-    """Each replica's slowness; if it is near the median, half-way to the fleet's.
+def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
+    """Return each replica's slowness twice: while it has requests, and while it has none.
 
-    A few observations say little about one replica. But a value far from the median is real.
+    A few observations say little about one replica. Those near the median get the middle of their
+    own value and the mean while they are busy: answers take more of their time on some. While idle
+    they get the mean: else the one that seems a little faster would get all requests of an idle
+    fleet. A value far from the median is real.
     """
     if not loads:
         return []
     speeds = [load.speed for load in loads]
-    own = [speed.slowness for speed in speeds]
     fleet = _fleet_slowness(speeds)
+    for speed in speeds:
+        if speed.is_new and speed.prior != fleet:
+            speed.assume(fleet)
+    own = [speed.slowness for speed in speeds]
     median = sorted(own)[len(own) // 2]
-    return [(c + fleet) / 2 if abs(c - median) <= 0.25 * median else c for c in own]
+    near = [speed for speed in speeds if abs(speed.slowness - median) <= NEAR * median]
+    mean = _fleet_slowness(near)
+    return [((c + mean) / 2, mean) if abs(c - median) <= NEAR * median else (c, c) for c in own]
 
 
 def _fleet_slowness(speeds: Sequence[Speed]) -> float:
-    """Return the mean slowness, weighted by what was observed of each replica."""
+    """Return the mean slowness, as observed; as assumed before anything was."""
     predicted_s = sum([speed.predicted_s for speed in speeds])
     if not predicted_s:
-        return sum([speed.slowness for speed in speeds]) / len(speeds)
-    return sum([speed.slowness * speed.predicted_s for speed in speeds]) / predicted_s
+        return sum([speed.prior for speed in speeds]) / len(speeds)
+    return sum([speed.observed_s for speed in speeds]) / predicted_s

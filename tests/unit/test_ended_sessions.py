@@ -154,7 +154,7 @@ class Application:
         return SimpleNamespace(
             name=name,
             adapter=lambda given: "" if given == name else None,
-            settings=SimpleNamespace(adapters=()),
+            settings=SimpleNamespace(adapters=(), model="m"),
             known_max_model_len=None,
             end_session=end,
         )

@@ -36,7 +36,7 @@ class Model:
 
     def __init__(self) -> None:
         self.name = "m"
-        self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0)
+        self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0, model="m")
         self.known_max_model_len = 100
         self.tokens, self.new = 100, 100
         self.then: Any = self.done
