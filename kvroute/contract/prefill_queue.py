@@ -12,6 +12,9 @@ from typing import Generic, Protocol, TypeVar
 from kvroute.contract.speed import PrefillSpeed
 
 
+JUST = 1e-6  # share by which a backlog is below another one, so that rounding does not matter
+
+
 class Prefill(Protocol):
     """A waiting prompt."""
 
@@ -79,6 +82,15 @@ class PrefillQueue(Generic[P]):
         had_s = head_s if head_s < had_s else had_s
         left_s = slowness * (self.waiting_s + self.unknown_s) - (had_s if had_s > 0.0 else 0.0)
         return left_s if left_s > 0.0 else 0.0
+
+    def below_in_s(self, backlog_s: float, now_s: float) -> float:
+        """Return the time until the backlog is below that, while no first token comes; infinite:
+        it will not be."""
+        slowness = self.speed.slowness
+        excess_s = self.backlog_s(slowness, now_s) - backlog_s
+        left_s = slowness * self.head_s - max(0.0, now_s - self.busy_since_s)
+        after_s = excess_s + JUST * backlog_s
+        return max(0.0, after_s) if after_s < left_s else math.inf
 
     def _begun_s(self) -> float:
         """When the engine could begin with what it has computed now."""

@@ -5,8 +5,12 @@ from functools import lru_cache
 
 PRIOR = 1.5  # weight of the claimed speed, in observations of mean length
 FADE = 0.8  # share of that weight that is left after each observation
-MEMORY = 60.0  # observations of mean length after which an earlier one's weight is 1/e
-MEAN_OF = 50  # latest observations whose mean length is taken
+MEMORY = 120.0  # observations of mean length after which an earlier one's weight is 1/e
+TYPICAL = 200  # observations that the expected mean length weighs as much as
+RECENT = 10.0  # the same of the latest observations, which tell whether the speed has changed
+CHANGED = 2.0  # times as slow, or as fast, as learned before: then only the latest count
+MOST_WEIGHT = 2.0  # of one of these, in observations of mean length
+MEAN_OF = 500  # latest observations whose mean length is taken
 MOST_OFF = 4.0  # times as long as expected: what one observation can say at most
 LATEST_SHORTER = 1 / 4  # weight of the latest observation in the mean of steps, if it is shorter
 LATEST = 1 / 16  # weight of the latest observation in the mean of the fixed part, and of steps
@@ -42,14 +46,18 @@ class Speed:
     predicted_s: float = 0.0
     observed_s: float = 0.0
     prior: float = 1.0  # slowness as it was believed before the first observation
+    typical_s: float = 0.0  # mean prediction that is expected before the first one; 0: unknown
     memory: float = MEMORY  # observations of mean length after which an earlier one weighs 1/e
     slowness: float = field(init=False)  # observed seconds per predicted second
     _mean_s: float = field(init=False, default=0.0)  # of the latest predictions
     _count: int = field(init=False, default=0)  # of observations, at most MEAN_OF
+    _recent: tuple[float, float] = field(init=False, default=(0.0, 0.0))  # predicted, observed
     _belief: float = field(init=False, default=PRIOR)  # weight that is left of `prior`
 
     def __post_init__(self) -> None:
         self.slowness = self.observed_s / self.predicted_s if self.predicted_s else self.prior
+        self._mean_s = self.typical_s
+        self._count = TYPICAL if self.typical_s else 0
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
         """Record one observation; its weight is its predicted time."""
@@ -61,7 +69,20 @@ class Speed:
         self._belief *= FADE
         self.predicted_s = keep * self.predicted_s + predicted_s
         self.observed_s = keep * self.observed_s + observed_s
+        self._learn_recent(predicted_s, observed_s)
         self.slowness = self.slowness_after(0.0, 0.0)
+
+    def _learn_recent(self, predicted_s: float, observed_s: float) -> None:
+        """Forget what was learned before the speed changed: a GPU gets hot, a neighbour comes."""
+        share = min(1.0, MOST_WEIGHT * self._mean_s / predicted_s)
+        keep = 1.0 - share * predicted_s / ((RECENT + MOST_WEIGHT) * self._mean_s)
+        recent_s, seen_s = self._recent
+        recent_s, seen_s = keep * recent_s + share * predicted_s, keep * seen_s + share * observed_s
+        self._recent = recent_s, seen_s
+        ratio = seen_s * self.predicted_s / max(recent_s * self.observed_s, 1e-12)
+        is_enough = recent_s > RECENT / 2 * self._mean_s
+        if is_enough and not 1.0 / CHANGED < ratio < CHANGED:
+            self.predicted_s, self.observed_s, self._belief = recent_s, seen_s, 0.0
 
     def believe(self, slowness: float) -> None:
         """Replace what was learned; the observations keep their weight."""

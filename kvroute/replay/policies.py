@@ -28,9 +28,12 @@ from kvroute.router.routing.baselines import RANKINGS
 from kvroute.router.routing.fleet import Fleet
 from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.routing.policy import Candidate
-from kvroute.router.routing.queue import MOST_WAKE_S, Held, Queue
+from kvroute.router.routing.queue import Held, Queue
 from kvroute.router.routing.returns import Retention, Said
-from kvroute.router.routing.seats import Seats, Waiter
+from kvroute.router.routing.seats import IDLE_S, Seats, Waiter
+
+
+RETRY_SHARE = 1 / 60  # of IDLE_S, between two looks at idle sessions while others wait
 
 
 class Production:
@@ -111,9 +114,11 @@ class Production:
             yield self._send(held, now_s)
 
     def wakes_s(self) -> float | None:
+        """Return the time until a replica has room for what waits, or until seats are idle."""
+        waits_s = [RETRY_SHARE * IDLE_S] if self._seats else []
         if self._queue:
-            return self._queue.wake_s
-        return MOST_WAKE_S if self._seats else None
+            waits_s.append(self._fleet.room_in_s(self._names, self._queue.hold_s, self._now_s))
+        return min(waits_s, default=None)
 
     def _place(self, request: Request, now_s: float, among: Sequence[str] = ()) -> Placement:
         return self._fleet.place_chain(

@@ -29,6 +29,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
+    "logprob_token_ids": ([],),
     "logits_processors": ([],),
     "min_p": (0,),
     "modalities": ([], ["text"]),

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from fastapi.dependencies.utils import request_body_to_args
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,6 +46,8 @@ from kvroute.replica.vllm_engine.priority import priority_of
 log = logging.getLogger("kvroute.replica")
 
 WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
+# Log-probabilities of a prompt, which the replica's loop makes all at once: 6 us of CPU time each.
+MOST_PROMPT_LOGPROBS = 131_072
 END_S = 5.0  # for the application to end once the client has left
 OURS = "kvroute_"  # how names in extra_args begin that clients may not set
 RESPONSES = "/v1/responses"
@@ -214,6 +217,7 @@ class Run:
         await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
         ids = prompt["prompt_token_ids"]
+        _check_prompt_logprobs(params, len(ids or ()))
         if self.call.deltas and self._prompts == 1:
             answered = self.request.answered_ids.tolist()
             tokenizer = llm.get_tokenizer()
@@ -368,6 +372,19 @@ def _outside() -> Iterator[None]:
         yield
     finally:
         CURRENT.reset(token)
+
+
+def _check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
+    if params.prompt_logprobs is None:
+        return
+    values = tokens * (params.prompt_logprobs + 1)
+    if values > MOST_PROMPT_LOGPROBS:
+        raise VLLMValidationError(
+            f"{values} log-probabilities of the prompt are asked for: prompt_logprobs (with echo: "
+            f"logprobs) and one more, for each of {tokens} tokens. The limit is "
+            f"{MOST_PROMPT_LOGPROBS}; ask for fewer, or send a shorter prompt",
+            parameter="prompt_logprobs",
+        )
 
 
 def _delta_params(params: SamplingParams, ours: Mapping[str, Any]) -> SamplingParams:

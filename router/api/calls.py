@@ -79,6 +79,12 @@ PROMPT_FIELDS = ("prompt", "prompt_embeds")  # of a completion
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
 # Fields that would let a client replace the prompt that was routed, or run on after its request.
 REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
+# Arguments of transformers' apply_chat_template, which vLLM also takes from chat_template_kwargs.
+# They are no variables of templates. With `padding` and `max_length`, a prompt has any length.
+TOKENIZERS = (
+    *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 
 # Fields and parts that bodies of /v1/messages have, and chats do not.
 ANTHROPICS = frozenset({"system", "stop_sequences"})
@@ -209,6 +215,7 @@ def parse_call(path: str, raw: bytes) -> Call:
             raise unsupported(
                 name, f"{name} is {shown(body[name])}, which is not supported; leave {name} out"
             )
+    _check_template_kwargs(body.get("chat_template_kwargs"))
     _check_name("cache_salt", body.get("cache_salt"))
     _check_count("n", body.get("n"), MAX_N)
     _check_lengths(path, body)
@@ -292,6 +299,16 @@ def _prefix_id(field: str, value: object) -> str:
         return _PREFIX_ID.validate_python(value)
     except ValidationError:
         raise invalid(field, f"{field} is {shown(value)}; expected {PREFIX_NAME}") from None
+
+
+def _check_template_kwargs(given: object) -> None:
+    for name in TOKENIZERS:
+        if isinstance(given, dict) and name in given:
+            raise unsupported(
+                "chat_template_kwargs",
+                f"chat_template_kwargs has {name}, an argument of the tokenizer; send variables of "
+                "the chat template only",
+            )
 
 
 def _check_name(name: str, value: object) -> None:

@@ -1,5 +1,6 @@
 """A router's knowledge about all replicas, from which it ranks them for one request."""
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -165,6 +166,12 @@ class Fleet:
         """Seconds of prefill queued or running on each."""
         loads = [self._load(replica_id) for replica_id in replica_ids]
         return [load.backlog_s(load.speed.slowness, now_s) for load in loads]
+
+    def room_in_s(self, replica_ids: Sequence[str], hold_s: float, now_s: float) -> float:
+        """Return the time until the first replica's backlog is below hold_s, if no first token
+        comes before; infinite: none will be."""
+        loads = [self._load(replica_id) for replica_id in replica_ids]
+        return min([load.below_in_s(hold_s, now_s) for load in loads], default=math.inf)
 
     def rooms(self, replica_ids: Sequence[str], now_s: float) -> list[Room]:
         """What each can take, as far as is known."""
@@ -586,7 +593,9 @@ class Fleet:
     def _load(self, replica_id: str) -> ReplicaLoad:
         load = self._loads.get(replica_id)
         if load is None:
-            load = new_replica_load(self._speed(replica_id), self._loads.values())
+            record = self._records.get(replica_id)
+            step_tokens = record.facts.step_tokens if record else UNKNOWN_STEP_TOKENS
+            load = new_replica_load(self._speed(replica_id), step_tokens, self._loads.values())
             self._loads[replica_id] = load
             self._describe(replica_id, load)
         return load

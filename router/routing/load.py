@@ -11,12 +11,13 @@ from kvroute.contract.prefill_queue import PrefillQueue
 from kvroute.contract.speed import PrefillModel, PrefillSpeed, Speed
 from kvroute.router.routing.reloads import Reloads
 
+TYPICAL_STEPS = 2.0  # full steps that a prompt is expected to take before any was seen
 MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
 UNLIMITED = 1 << 30  # adapters; used until a replica has reported its capacity
-# What decoding adds to a step, in prefill times of one token. A replica's memory and its arithmetic
-# grow together: among 8B and 70B models on L4, A100, H100 and H200, the second is 3e-4 to 13e-4.
-DECODE_REQUEST = 0.5  # of each request
-DECODE_TOKEN = 7e-4  # of each token of its context: its keys and values are read once a step
+# What decoding adds to a step. A GPU's memory and its arithmetic grow together: for 8B and 70B models
+# on L4, A100, H100 and H200, a token of context adds 3e-4 to 13e-4 prefill times of a token.
+DECODE_REQUEST = 6e-5  # of each request, in prefill times of a full step
+DECODE_TOKEN = 7e-4  # of each token of its context, in prefill times of a token
 
 
 @dataclass(slots=True)
@@ -144,15 +145,20 @@ class ReplicaLoad(PrefillQueue[Sent]):
         self.decoding_tokens += tokens - self.decoding.pop(request_id, 0)
         if tokens:
             self.decoding[request_id] = tokens
-        prefills = DECODE_REQUEST * len(self.decoding) + DECODE_TOKEN * self.decoding_tokens
-        self.decode_step_s = prefills / self.model.tokens_per_s
+        requests_tokens = DECODE_REQUEST * self.step_tokens * len(self.decoding)
+        tokens = requests_tokens + DECODE_TOKEN * self.decoding_tokens
+        self.decode_step_s = tokens / self.model.tokens_per_s
 
 
-def new_replica_load(model: PrefillModel, fleet: Collection[ReplicaLoad]) -> ReplicaLoad:
+def new_replica_load(
+    model: PrefillModel, step_tokens: int, fleet: Collection[ReplicaLoad]
+) -> ReplicaLoad:
     """A replica without requests yet. It starts with the slowness that the others have relative to
     their reported speeds. Its own report alone would attract more requests than it can take."""
     slowness = _fleet_slowness([load.speed for load in fleet]) if fleet else 1.0
-    return ReplicaLoad(model, speed=PrefillSpeed(prior=slowness))
+    typical_s = TYPICAL_STEPS * model.seconds(0, step_tokens)
+    speed = PrefillSpeed(prior=slowness, typical_s=typical_s)
+    return ReplicaLoad(model, step_tokens, speed=speed)
 
 
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[float]:

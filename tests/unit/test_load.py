@@ -105,8 +105,8 @@ def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None
 
 def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:
     slow = ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=20.0))
-    load = new_replica_load(MODEL, [slow])
-    assert new_replica_load(MODEL, []).speed.slowness == 1.0
+    load = new_replica_load(MODEL, 8192, [slow])
+    assert new_replica_load(MODEL, 8192, []).speed.slowness == 1.0
     assert load.speed.slowness == 4.0
     for i in range(100):
         load.send(str(i), sent(float(i)))

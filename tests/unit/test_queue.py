@@ -383,8 +383,8 @@ def test_a_request_is_forecast_to_wait_for_those_before_it_at_all_routers() -> N
     queue.hear("other", told(held("b", prefill_s=2.0)), 0.0)
     new = held("new", 90.0, 0.0)
     assert queue.forecast_s(new, replicas=1, sooner=NOTHING, now_s=90.0) == pytest.approx(3.0)
-    batch = held("new", 900.0, 0.0, is_batch=True)
-    assert queue.forecast_s(batch, replicas=1, sooner=NOTHING, now_s=900.0) == pytest.approx(33.0)
+    batch = held("new", 1300.0, 0.0, is_batch=True)
+    assert queue.forecast_s(batch, replicas=1, sooner=NOTHING, now_s=1300.0) == pytest.approx(33.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), max_size=50))

@@ -135,7 +135,7 @@ def test_a_redis_that_is_away_is_said_and_the_rest_is_examined(
     found = {check.name: check for check in findings(examined)}
     assert examined.returncode == 1
     assert "Traceback" not in examined.stderr
-    assert found["redis"].finding.startswith("Redis is away: ")
+    assert found["redis"].finding.startswith("Redis is away or refuses writes: ")
     assert found["audit"].finding.startswith("Redis is away")
     assert [check.grade for check in found.values()].count("ok") >= 4
     assert found["canary"].finding.startswith("answered by 3 replicas; without Redis")

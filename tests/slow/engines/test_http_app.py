@@ -250,6 +250,20 @@ async def test_what_vllm_cannot_render_is_an_error_of_the_request_with_its_cause
     assert (rendered.refusal.status, rendered.refusal.data) == (500, data_of(chunks))
 
 
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 5}, {"echo": True, "logprobs": 5}])
+async def test_log_probabilities_of_prompts_have_a_limit(
+    running: Running, monkeypatch: pytest.MonkeyPatch, asked: Body
+) -> None:
+    """The loop makes all of them at once."""
+    monkeypatch.setattr("kvroute.replica.vllm_engine.http_run.MOST_PROMPT_LOGPROBS", 12)
+    statuses = [
+        status_of(await chunks_of(running, request_of(COMPLETIONS, body | asked)))
+        for prompt in ([1, 2], [1, 2, 3])
+        for body in ({"model": "m", "prompt": prompt, "max_tokens": 1},)
+    ]
+    assert statuses == [200, 400]
+
+
 PERSON = r'\{"name": "[a-z]{4,9}", "age": [1-9][0-9]?\}'
 RANDOM = {"model": "m", "temperature": 1.0, "seed": 7}
 SEEDED: dict[str, Body] = {

@@ -7,6 +7,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.serving import Cluster
 from tests.support.suites import SUITE_TIMEOUT_S
@@ -14,6 +16,7 @@ from tests.support.suites import SUITE_TIMEOUT_S
 VLLM = Path(sys.executable).with_name("vllm")
 
 
+@pytest.mark.timeout(2 * SUITE_TIMEOUT_S)
 def test_vllms_benchmark_gets_all_its_answers(
     suite_cluster: Cluster, suite_model: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,106 @@
+"""Placement and queue have no unit of time or of tokens: fleets of any speed get the same decisions.
+
+Factors are powers of two, by which numbers are multiplied without rounding.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvroute.contract.speed import PrefillModel
+from kvroute.replay.model import EngineModel
+from kvroute.replay.simulate import Cluster, Outcome, simulate
+from kvroute.replay.trace import Request
+from tests.support.traces import agents, documents
+
+FACTORS = [2.0**-7, 0.5, 2.0, 2.0**7]
+CLUSTER = Cluster(replicas=4, kv_tokens=2**20, index_delay_s=0.01)
+# Engines keep blocks for as long as clients think, which is no matter of the engines' speed.
+POLICY = "kvroute-lru"
+
+
+def busy(seed: int) -> list[Request]:
+    """Return requests of which more come than four replicas can answer at once."""
+    requests = [*agents(seed, sessions=80, span_s=120.0), *documents(seed, visits=120)]
+    requests.sort(key=lambda request: request.arrival_s)
+    return [
+        replace(each, index=index, arrival_s=each.arrival_s / 4, session=None)
+        for index, each in enumerate(requests[:400])
+    ]
+
+
+def slower(cluster: Cluster, factor: float) -> Cluster:
+    return replace(
+        cluster,
+        engine=cluster.engine.at_speed(1.0 / factor),
+        index_delay_s=factor * cluster.index_delay_s,
+    )
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_slower_engine_under_slower_requests_gets_the_same_decisions(
+    factor: float, seed: int
+) -> None:
+    requests = busy(seed)
+    usual = simulate(requests, CLUSTER, POLICY)
+    late = [replace(each, arrival_s=factor * each.arrival_s) for each in requests]
+    found = simulate(late, slower(CLUSTER, factor), POLICY)
+    assert found.hit_tokens == usual.hit_tokens
+    assert np.array(found.first_token_s) == pytest.approx(factor * np.array(usual.first_token_s))
+
+
+@pytest.mark.parametrize("factor", [2, 2**7])
+def test_larger_prompts_in_larger_blocks_and_caches_get_the_same_decisions(factor: int) -> None:
+    requests = busy(0)
+    usual = simulate(requests, CLUSTER, POLICY)
+    engine, prefill = CLUSTER.engine, CLUSTER.engine.prefill
+    larger = replace(
+        CLUSTER,
+        kv_tokens=factor * CLUSTER.kv_tokens,
+        engine=replace(
+            engine,
+            prefill=PrefillModel(factor * prefill.tokens_per_s, factor * prefill.attention_tokens),
+            chunk_tokens=factor * engine.chunk_tokens,
+            context_token_s=0.0,
+        ),
+    )
+    plain = replace(CLUSTER, engine=replace(engine, context_token_s=0.0))
+    usual = simulate(_even(requests, 1), plain, POLICY)
+    found = simulate(_even(requests, factor), larger, POLICY)
+    assert [tokens // factor for tokens in found.hit_tokens] == usual.hit_tokens
+    assert np.array(found.first_token_s) == pytest.approx(np.array(usual.first_token_s))
+
+
+def _even(requests: list[Request], factor: int) -> list[Request]:
+    """Return requests whose answers are one token, so that only prompts take memory."""
+    return [
+        replace(
+            each,
+            input_tokens=factor * each.input_tokens,
+            output_tokens=1,
+            block_tokens=factor * each.block_tokens,
+        )
+        for each in requests
+    ]
+
+
+def p90_s(outcome: Outcome) -> float:
+    waits_s = np.array(outcome.first_token_s) - np.array(outcome.arrival_s)
+    return float(np.percentile(waits_s, 90))
+
+
+@pytest.mark.parametrize("more", [{"replicas": 5}, {"kv_tokens": 2**21}])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_one_more_replica_or_more_cache_makes_no_request_clearly_later(
+    more: dict[str, int], seed: int
+) -> None:
+    requests = busy(seed)
+    before_s = p90_s(simulate(requests, CLUSTER, "kvroute"))
+    assert p90_s(simulate(requests, replace(CLUSTER, **more), "kvroute")) <= 1.05 * before_s
+
+
+def test_the_modelled_engine_itself_has_no_unit() -> None:
+    model = EngineModel()
+    assert model.at_speed(0.5).alone_s(0, 1000, 10) == 2.0 * model.alone_s(0, 1000, 10)
