@@ -1,0 +1,69 @@
+"""Whoever looks at a fleet sees whether sessions wait for seats, for how long and why."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvroute.doctor.seat_checks import seated, seats
+from kvroute.router.observability import seats_now
+from kvroute.router.observability.metrics import RouterMetrics
+from tests.unit.test_seats import Sessions
+
+
+def told(sessions: Sessions) -> dict[str, Any]:
+    return {"model": "m", **seats_now.as_json(sessions.seats, sessions.now_s)}
+
+
+def thrashing() -> Sessions:
+    """One session waits, since two have seats and the cache is full."""
+    sessions = Sessions()
+    for session in (1, 2, 3):
+        sessions.begin(session, 300)
+    sessions.thrash()
+    assert [sessions.ask(session, 400) for session in (1, 2, 3)] == [True, True, False]
+    sessions.now_s += 40
+    return sessions
+
+
+def test_the_doctor_warns_while_sessions_wait_and_says_why() -> None:
+    (check,) = seats([told(thrashing())])
+    assert (check.name, check.grade) == ("seats", "warning")
+    assert check.finding == (
+        "2 sessions of 3 for m with a seat, since the contexts of active sessions have 1,200 "
+        "tokens and the caches room for 900; 1 request waiting for one, the first for 40 s"
+    )
+    assert "more replicas" in check.remedy
+    assert "--max-sessions off" in check.remedy
+
+
+def test_without_waiting_sessions_all_is_well() -> None:
+    (check,) = seats([told(Sessions())])
+    assert (check.grade, check.finding) == ("ok", "0 active sessions for m; none needs a seat")
+    (check,) = seats([told(Sessions(most=7))])
+    assert check.grade == "ok"
+    assert "--max-sessions is 7; 0 requests waiting" in check.finding
+
+
+def test_what_waits_in_other_routers_counts() -> None:
+    here, there = thrashing(), Sessions()
+    there.seats.hear("here", here.seats.report(here.now_s), 100.0)
+    there.now_s = 105.0
+    assert told(there)["all_routers"] == {"waiting": 1, "oldest_s": 45.0}
+    assert "1 request waiting for one, the first for 45 s" in seated(told(there))
+
+
+def test_metrics_have_the_seats_and_the_waits_for_them() -> None:
+    registry, sessions = CollectorRegistry(), thrashing()
+    metrics = RouterMetrics(registry)
+    metrics.export_seats(sessions.seats)
+    metrics.seated(20.0)
+    values = {
+        name: registry.get_sample_value(f"kvroute_{name}")
+        for name in ("seats_held", "seats_limited", "sessions_waiting", "seat_wait_seconds_sum")
+    }
+    assert values == {
+        "seats_held": 2.0,
+        "seats_limited": 1.0,
+        "sessions_waiting": 1.0,
+        "seat_wait_seconds_sum": 20.0,
+    }
