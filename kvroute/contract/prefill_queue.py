@@ -11,7 +11,6 @@ from typing import Generic, Protocol, TypeVar
 
 from kvroute.contract.speed import PrefillSpeed
 
-
 JUST = 1e-6  # share by which a backlog is below another one, so that rounding does not matter
 
 

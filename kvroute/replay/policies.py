@@ -32,7 +32,6 @@ from kvroute.router.routing.queue import Held, Queue
 from kvroute.router.routing.returns import Retention, Said
 from kvroute.router.routing.seats import IDLE_S, Seats, Waiter
 
-
 RETRY_SHARE = 1 / 60  # of IDLE_S, between two looks at idle sessions while others wait
 
 

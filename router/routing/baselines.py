@@ -21,6 +21,7 @@ class Ranking(Protocol):
         rng: random.Random,
         busy_s: float,
         pressure: float = 0.0,
+        has_forked: bool = True,
     ) -> list[Candidate]: ...
 
 
@@ -37,6 +38,7 @@ class RoundRobin:
         rng: random.Random,
         busy_s: float,
         pressure: float = 0.0,
+        has_forked: bool = True,
     ) -> list[Candidate]:
         self._turn += 1
         first = self._turn % max(1, len(candidates))
@@ -45,7 +47,7 @@ class RoundRobin:
 
 
 def power_of_two(
-    candidates: Sequence[Candidate], *, rng: random.Random, busy_s: float, pressure: float = 0.0
+    candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
 ) -> list[Candidate]:
     """The less loaded of two random replicas, as in Ray Serve's PowerOfTwoChoicesRequestRouter."""
     shuffled = rng.sample(candidates, len(candidates))
@@ -53,14 +55,14 @@ def power_of_two(
 
 
 def least_loaded(
-    candidates: Sequence[Candidate], *, rng: random.Random, busy_s: float, pressure: float = 0.0
+    candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
 ) -> list[Candidate]:
     """The replica with the fewest unanswered requests; ties are broken at random."""
     return sorted(rng.sample(candidates, len(candidates)), key=_unanswered)
 
 
 def any_replica(
-    candidates: Sequence[Candidate], *, rng: random.Random, busy_s: float, pressure: float = 0.0
+    candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
 ) -> list[Candidate]:
     return rng.sample(candidates, len(candidates))
 

@@ -27,6 +27,7 @@ from kvroute.router.routing.attempts import (
 )
 from kvroute.router.routing.baselines import Ranking
 from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError, boundaries_of
+from kvroute.router.routing.branches import Branches
 from kvroute.router.routing.handshake import NONE, Handshake
 from kvroute.router.routing.load import (
     ReplicaLoad,
@@ -43,6 +44,7 @@ from kvroute.router.routing.scale import Scale
 from kvroute.router.routing.seats import Seats
 
 EVERYBODY = Scope()
+HOME = -1.0  # a share of new conversations below that of replicas without any
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 UNKNOWN_STEP_TOKENS = 8192  # of a replica without a record
 
@@ -107,6 +109,7 @@ class Fleet:
         self._leased: set[str] = set()  # replicas with a valid lease
         self._free_blocks: dict[str, int] = {}  # of replicas with a record
         self._loads: dict[str, ReplicaLoad] = {}  # of replicas with a record or with requests
+        self._branches = Branches()
         self._scale: Scale | None = None  # None: nothing is known of the engines yet
         self._boundaries: dict[str, Boundaries] = {}  # of engines with several cache groups
         self._host_tiers: dict[str, HostTier] = {}  # of replicas that have one
@@ -318,8 +321,9 @@ class Fleet:
         for replica_id, (host_blocks, _) in reloads.items():
             hits[replica_id] = hits.get(replica_id, 0) + host_blocks
         best = max([hits.get(replica_id, 0) for replica_id in running], default=0)
+        prefix = chain[:best]
         prompt = Prompt(prompt_tokens, best, self._block_size)
-        candidates = self._candidates(running, prompt, hits, now_s)
+        candidates = self._candidates(running, prompt, hits, prefix, now_s)
         if lora:
             candidates = [self._with_lora(each, lora) for each in candidates]
         if reloads:
@@ -327,7 +331,10 @@ class Fleet:
         if not best and (home := self.returns.home(session)):
             candidates = [_with_home(each, home) for each in candidates]
         busy_s, pressure = self.scale.busy_s, self._pressure.value
-        ranking = self._rank(candidates, rng=self._rng, busy_s=busy_s, pressure=pressure)
+        has_forked = self._branches.forks(prefix) > 0
+        ranking = self._rank(
+            candidates, rng=self._rng, busy_s=busy_s, pressure=pressure, has_forked=has_forked
+        )
         return Placement(
             ranking=tuple(ranking),
             chain=tuple(chain),
@@ -335,6 +342,7 @@ class Fleet:
             prompt_tokens=prompt_tokens,
             block_size=self._block_size,
             busy_s=busy_s,
+            has_forked=has_forked,
             pressure=pressure,
             lora=lora,
             known_blocks=self._known(chain, best),
@@ -422,6 +430,8 @@ class Fleet:
                 reload_s,
             ),
         )
+        fleet = self.mirror.replica_ids | {dispatch.replica_id}
+        self._branches.take(dispatch.known_prefix, dispatch.replica_id, fleet)
         self.scale.computed(load.speed.slowness * dispatch.prefill_s)
         self.mirror.forget_computed(now_s)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
@@ -469,14 +479,18 @@ class Fleet:
         running: Sequence[str],
         prompt: Prompt,
         hits: Mapping[str, int],
+        prefix: Sequence[Fingerprint],
         now_s: float,
     ) -> list[Candidate]:
         """Most of a decision's time is spent here, once for each replica; so without keywords."""
         known, free_blocks = self._loads, self._free_blocks
         loads = [known.get(replica_id) or self._load(replica_id) for replica_id in running]
         candidates = []
+        branches = self._branches.shares(prefix, running)
         learned = learned_slowness(loads)
-        for replica_id, load, (busy, idle) in zip(running, loads, learned, strict=True):
+        for replica_id, load, (busy, idle), share in zip(
+            running, loads, learned, branches, strict=True
+        ):
             slowness = busy if load.waiting or load.decoding else idle
             hit_blocks = hits.get(replica_id, 0)
             new_tokens, own_s, copy_s = prompt.at(load.model, hit_blocks)
@@ -492,6 +506,7 @@ class Fleet:
                     free_blocks.get(replica_id, 0),
                     load.unanswered,
                     self._memory_s(load, prompt.tokens),
+                    branch_share=share,
                 )
             )
         return candidates
@@ -642,8 +657,9 @@ def _with_reload(candidate: Candidate, reloads: Mapping[str, tuple[int, float]])
 
 
 def _with_home(candidate: Candidate, home: str) -> Candidate:
-    """Prefer the replica of a session's latest turn: it may have what the index does not know."""
-    return candidate._replace(is_home=True) if candidate.replica_id == home else candidate
+    """Prefer the replica of a session's latest turn: it may have what the index does not know. A new
+    conversation that begins there costs the least. A busy fleet does not look at it."""
+    return candidate._replace(branch_share=HOME) if candidate.replica_id == home else candidate
 
 
 def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:

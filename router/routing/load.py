@@ -15,8 +15,8 @@ NEAR = 0.25  # share of the median slowness by which replicas differ without bei
 TYPICAL_STEPS = 2.0  # full steps that a prompt is expected to take before any was seen
 MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
 UNLIMITED = 1 << 30  # adapters; used until a replica has reported its capacity
-# What decoding adds to a step. A GPU's memory and its arithmetic grow together: for 8B and 70B models
-# on L4, A100, H100 and H200, a token of context adds 3e-4 to 13e-4 prefill times of a token.
+# What decoding adds to a step. A GPU's memory and its arithmetic grow together: for 8B and 70B
+# models on L4, A100, H100 and H200, a token of context adds 3e-4 to 13e-4 prefill times of a token.
 DECODE_REQUEST = 6e-5  # of each request, in prefill times of a full step
 DECODE_TOKEN = 7e-4  # of each token of its context, in prefill times of a token
 
@@ -146,9 +146,9 @@ class ReplicaLoad(PrefillQueue[Sent]):
         self.decoding_tokens += tokens - self.decoding.pop(request_id, 0)
         if tokens:
             self.decoding[request_id] = tokens
-        requests_tokens = DECODE_REQUEST * self.step_tokens * len(self.decoding)
-        tokens = requests_tokens + DECODE_TOKEN * self.decoding_tokens
-        self.decode_step_s = tokens / self.model.tokens_per_s
+        prefills = DECODE_REQUEST * self.step_tokens * len(self.decoding)
+        prefills += DECODE_TOKEN * self.decoding_tokens
+        self.decode_step_s = prefills / self.model.tokens_per_s
 
 
 def new_replica_load(

@@ -1,6 +1,7 @@
 """Ranks replicas for a request by cost, as arithmetic only: no clocks, no sockets, no Ray.
 
-    cost = waiting + reload + memory + alpha * (own + copy + lora) + eviction + decode
+    cost = waiting + reload + memory + alpha * (own + copy + lora) + eviction
+           + rotation + decode
 
 in seconds, with
 
@@ -16,6 +17,9 @@ in seconds, with
              waiting times
     eviction what a copy pushes out of the cache there, as far as it is asked for again: copy times
              the pressure (pressure.py)
+    rotation in an idle fleet, new conversations rotate over the replicas, since their own later
+             turns will follow them. A prompt begins a conversation if no replica has its start, or
+             if others diverged from it there. It fades as replicas get busy and caches get tight
     decode   what joining this replica's decode batch costs the requests in it
 
 A minimum of waiting + own + copy alone would recompute a long prefix on an idle replica to save
@@ -32,7 +36,8 @@ from typing import NamedTuple
 
 PRICE = 35.0  # rise of the price of congestion, for a lower quartile of one Scale.busy_s
 MAX_PRICE = 40.0
-HOME = 0.25  # share of a new prompt's prefill by which its session's latest replica is preferred
+ROTATION = 1.25  # what twice the mean of new conversations adds, in prefills of what is new
+IDLE_POWER = 16  # rotation fades as replicas get busy: the idle share to this power
 DECODE_STEPS = 11.0  # decode steps in which a new request slows its batch, plus its prefill steps
 
 
@@ -52,7 +57,7 @@ class Candidate(NamedTuple):
     lora_s: float = 0.0  # to load the request's LoRA adapter there; 0: nothing to load
     host_blocks: int = 0  # of hit_blocks, the last ones: those that have to be reloaded
     reload_s: float = 0.0  # until they are
-    is_home: bool = False  # the index knows nothing of the prompt, but its session was here last
+    branch_share: float = 1.0  # conversations that began there with this prefix, over the mean
 
     @property
     def ttft_s(self) -> float:
@@ -67,13 +72,31 @@ class Prices:
 
     alpha: float
     pressure: float  # prefills to come for each prefill of a copy
+    rotation: float  # weight of one share of new conversations, in prefills of what is new
 
 
-def prices(candidates: Sequence[Candidate], *, busy_s: float, pressure: float = 0.0) -> Prices:
-    """Return the prices of the moment. busy_s: of the fleet's Scale."""
+def prices(
+    candidates: Sequence[Candidate],
+    *,
+    busy_s: float,
+    pressure: float = 0.0,
+    has_forked: bool = True,
+) -> Prices:
+    """Return the prices of the moment.
+
+    Args:
+        busy_s: of the fleet's Scale.
+        has_forked: earlier prompts diverged where the known part of this one ends.
+    """
     backlogs_s = sorted([candidate.backlog_s for candidate in candidates])
-    quartile_s = backlogs_s[len(backlogs_s) // 4]
-    return Prices(1.0 + min(MAX_PRICE, PRICE * quartile_s / busy_s), pressure)
+    count = len(backlogs_s)
+    begins = has_forked or not any(candidate.hit_blocks for candidate in candidates)
+    idle = (backlogs_s.count(0.0) / count) ** IDLE_POWER
+    return Prices(
+        alpha=1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s),
+        pressure=pressure,
+        rotation=ROTATION * idle * max(0.0, 1.0 - pressure) if begins else 0.0,
+    )
 
 
 class Terms(NamedTuple):
@@ -86,6 +109,7 @@ class Terms(NamedTuple):
     copy: float
     lora: float
     eviction: float
+    rotation: float
     decode: float
 
 
@@ -96,10 +120,11 @@ def terms_s(candidate: Candidate, prices: Prices) -> Terms:
         candidate.backlog_s,
         candidate.reload_s,
         candidate.memory_s,
-        prices.alpha * own_s - HOME * own_s * candidate.is_home,
+        prices.alpha * own_s,
         prices.alpha * copy_s,
         prices.alpha * candidate.lora_s,
         prices.pressure * copy_s,
+        prices.rotation * own_s * min(2.0, candidate.branch_share - 1.0),
         candidate.decode_step_s * (DECODE_STEPS + candidate.steps),
     )
 
@@ -110,13 +135,18 @@ def cost_s(candidate: Candidate, prices: Prices) -> float:
 
 
 def rank(
-    candidates: Sequence[Candidate], *, rng: random.Random, busy_s: float, pressure: float = 0.0
+    candidates: Sequence[Candidate],
+    *,
+    rng: random.Random,
+    busy_s: float,
+    pressure: float = 0.0,
+    has_forked: bool = True,
 ) -> list[Candidate]:
     """Return the candidates, the cheapest first. At equal cost the one with the most free KV blocks
     comes first, then chance decides."""
     if not candidates:
         return []
-    common = prices(candidates, busy_s=busy_s, pressure=pressure)
+    common = prices(candidates, busy_s=busy_s, pressure=pressure, has_forked=has_forked)
     draw = rng.random
     ranked = sorted([(cost_s(c, common), -c.free_blocks, draw(), c) for c in candidates])
     return [each[-1] for each in ranked]

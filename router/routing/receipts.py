@@ -22,6 +22,7 @@ REASONS = {
     "difference again counts {seconds} s",
     "lora": "{choice} has the LoRA adapter loaded, which counts {seconds} s",
     "eviction": "a copy on {other} would push out what is asked for again ({seconds} s)",
+    "rotation": "it is {choice}'s turn to begin a conversation ({seconds} s)",
     "decode": "{choice} has fewer running answers, which this prompt would slow ({seconds} s)",
 }
 
@@ -44,7 +45,12 @@ def receipt(
     is_priced = ranking and policy == "kvroute"
     common = None
     if is_priced:
-        common = prices(ranking, busy_s=placement.busy_s, pressure=placement.pressure)
+        common = prices(
+            ranking,
+            busy_s=placement.busy_s,
+            pressure=placement.pressure,
+            has_forked=placement.has_forked,
+        )
     listed = ranking[:most]
     terms = [terms_s(candidate, common) for candidate in listed] if common else []
     reloads = any(candidate.host_blocks for candidate in listed)

@@ -18,8 +18,9 @@ def replica(name: str, **facts: float) -> Candidate:
     return plain._replace(**facts)  # type: ignore[arg-type]
 
 
-def best(*candidates: Candidate, pressure: float = 0.0) -> str:
-    return rank(candidates, rng=RNG, busy_s=UNIT_S, pressure=pressure)[0].replica_id
+def best(*candidates: Candidate, pressure: float = 0.0, has_forked: bool = True) -> str:
+    ranked = rank(candidates, rng=RNG, busy_s=UNIT_S, pressure=pressure, has_forked=has_forked)
+    return ranked[0].replica_id
 
 
 def test_in_an_idle_fleet_the_replica_with_the_prefix_wins() -> None:
@@ -52,10 +53,15 @@ def test_equal_replicas_are_chosen_by_chance_not_by_position() -> None:
     assert chosen == {"a", "b", "c"}
 
 
-def test_the_replica_of_a_sessions_latest_turn_is_preferred_while_it_is_idle() -> None:
-    home = replica("home", is_home=True)
-    assert best(home, replica("other", free_blocks=900)) == "home"
-    assert best(home._replace(backlog_s=1.0), replica("other")) == "other"
+def test_idle_replicas_take_turns_with_new_conversations() -> None:
+    assert best(replica("a", branch_share=2.0), replica("b", branch_share=0.0)) == "b"
+
+
+def test_a_conversation_that_goes_on_stays_where_it_is_whoever_has_begun_more() -> None:
+    owner = replica("owner", hit_blocks=16, branch_share=2.0)
+    other = replica("other", copy_s=0.1, branch_share=0.0)
+    assert best(owner, other, has_forked=False) == "owner"
+    assert best(owner, other) == "other"
 
 
 def test_a_replica_whose_memory_is_full_is_avoided() -> None:
@@ -90,6 +96,7 @@ candidates = st.lists(
         own_s=seconds,
         copy_s=seconds,
         steps=st.floats(0, 1000),
+        branch_share=st.floats(0, 64),
         decode_step_s=st.floats(0, 1),
         free_blocks=st.integers(0, 100_000),
         memory_s=seconds,
