@@ -657,8 +657,8 @@ def _with_reload(candidate: Candidate, reloads: Mapping[str, tuple[int, float]])
 
 
 def _with_home(candidate: Candidate, home: str) -> Candidate:
-    """Prefer the replica of a session's latest turn: it may have what the index does not know. A new
-    conversation that begins there costs the least. A busy fleet does not look at it."""
+    """Prefer the replica of a session's latest turn: it may have what the index does not know. A
+    new conversation that begins there costs the least. A busy fleet does not look at it."""
     return candidate._replace(branch_share=HOME) if candidate.replica_id == home else candidate
 
 
