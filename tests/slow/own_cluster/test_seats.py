@@ -159,8 +159,8 @@ def test_who_is_refused_comes_again_and_succeeds(cluster: Cluster, holder: str) 
 
 
 def test_seats_are_needed_by_themselves_when_contexts_do_not_fit_and_all_complete() -> None:
-    """Sessions of 600 to 3,600 tokens share a cache of 16,384. Without seats, each turn computes its
-    whole context again."""
+    """Sessions of 600 to 3,600 tokens share a cache of 16,384. Without seats, each turn computes
+    its whole context again."""
     options = ("--engine", "simulated", "--simulated-blocks", "256", "--max-wait-s", "100")
     speed = ("--simulated-prefill-tokens-per-s", "3000", "--simulated-decode-ms", "1")
     with (
