@@ -1,92 +1,16 @@
 """Sessions whose contexts do not fit in the caches together send in turns."""
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.messages import WaitingSessions
-from kvroute.router.routing.seats import CACHE_SHARE, IDLE_S, PATIENCE_S, Seats, Waiter
+from kvroute.router.routing.seats import CACHE_SHARE, IDLE_S, PATIENCE_S
+from tests.support.seated import CAPACITY, MANY, Sessions
 
-CAPACITY = 1000  # tokens
 LIMIT = int(CACHE_SHARE * CAPACITY)
-MANY = 2000  # requests; enough for every average to be what all of them are
-
-numbers = itertools.count(1)
-
-
-class Sessions:
-    """Sessions that send their turns through one router, or several that tell each other."""
-
-    def __init__(self, most: int | None = None, routers: int = 1) -> None:
-        self.now_s = 0.0
-        self.routers = [Seats[int](lambda: CAPACITY, most) for _ in range(routers)]
-        self.seats = self.routers[0]
-        self.ends: dict[int, Fingerprint] = {}  # of the latest turn of each session
-        self.turns: dict[int, int] = {}
-        self.running: list[int] = []  # sessions, one entry for each request
-
-    def thrash(self) -> None:
-        """Let requests find every replica busy, and caches too small."""
-        for seats in self.routers:
-            for _ in range(MANY):
-                seats.observe(is_busy=True, pressure=1.0)
-
-    def begin(self, session: int, tokens: int, tenant: int = 0) -> None:
-        """Send a session's first turn, which ends at once."""
-        waiter = self.waiter(session, tokens, tenant)
-        assert self.seats.is_free(waiter, self.now_s)
-        self.send(waiter)
-        self.end(session)
-
-    def waiter(self, session: int, tokens: int, tenant: int = 0) -> Waiter[int]:
-        end = Fingerprint(next(numbers))
-        before = self.ends.get(session, NO_BLOCK)
-        turn = SessionTurn(end, session, self.turns.get(session, 0) + 1, before)
-        return Waiter(session, turn, tokens, tenant, self.now_s)
-
-    def ask(self, session: int, tokens: int, tenant: int = 0, router: int = 0) -> bool:
-        """Send the next turn, or let it wait. Return whether it was sent."""
-        seats, waiter = self.routers[router], self.waiter(session, tokens, tenant)
-        if not seats.is_free(waiter, self.now_s):
-            seats.add(waiter)
-            self.tell()
-            return False
-        self.send(waiter)
-        return True
-
-    def send(self, waiter: Waiter[int]) -> None:
-        self.ends[waiter.session] = waiter.turn.end
-        self.turns[waiter.session] = waiter.turn.number
-        self.running.append(waiter.session)
-        for seats in self.routers:
-            known = (NO_BLOCK, 0)
-            tenant = waiter.tenant
-            seats.sent(waiter.turn, waiter.tokens, tenant=tenant, known=known, now_s=self.now_s)
-
-    def end(self, session: int) -> None:
-        self.running.remove(session)
-        for seats in self.routers:
-            seats.ended(session, self.now_s)
-
-    def tell(self) -> None:
-        for number, seats in enumerate(self.routers):
-            for other in self.routers:
-                if other is not seats:
-                    other.hear(f"{number}", seats.report(self.now_s), self.now_s)
-
-    def seated(self, router: int = 0) -> list[int]:
-        """Send all turns that may go now. Return their sessions, in order."""
-        found, seats = [], self.routers[router]
-        while waiter := seats.due(self.now_s):
-            self.send(waiter)
-            found.append(waiter.session)
-            self.tell()
-        return found
 
 
 @pytest.fixture

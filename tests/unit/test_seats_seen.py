@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from kvroute.doctor.seat_checks import seated, seats
 from kvroute.router.observability import seats_now
 from kvroute.router.observability.metrics import RouterMetrics
-from tests.unit.test_seats import Sessions
+from tests.support.seated import Sessions
 
 
 def told(sessions: Sessions) -> dict[str, Any]:
