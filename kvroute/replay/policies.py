@@ -115,7 +115,9 @@ class Production:
     def wakes_s(self) -> float | None:
         """Return the time until a replica has room for what waits, or until seats are idle."""
         waits_s = [RETRY_SHARE * IDLE_S] if self._seats else []
-        if self._queue:
+        if self._queue and self._peer_subscriber.alive:  # whose requests may come first
+            waits_s.append(self._queue.wake_s)
+        elif self._queue:
             waits_s.append(self._fleet.room_in_s(self._names, self._queue.hold_s, self._now_s))
         return min(waits_s, default=None)
 

@@ -166,7 +166,7 @@ class _Simulation:
             Replica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.host)
             for speed in cluster.speeds
         ]
-        self._waking = set[int]()  # routers
+        self._wakes_s: dict[int, float] = {}  # by router: when it is asked again
         self._order = count()  # of events at the same time
         later = {*queued, *(each.index for each in follow_ups.values())}
         self._events: list[tuple[float, int, Event]] = [
@@ -209,8 +209,9 @@ class _Simulation:
                             router.receive(message, now_s)
                             self._ask(number, now_s)
                 case Wake(number):
-                    self._waking.discard(number)
-                    self._ask(number, now_s)
+                    if self._wakes_s.get(number) == now_s:  # else an earlier one has replaced it
+                        del self._wakes_s[number]
+                        self._ask(number, now_s)
                 case Poll(number):
                     self._poll(number, now_s)
                 case Reports(number, reports):
@@ -238,8 +239,9 @@ class _Simulation:
                 self._await_step(chosen)
             self._await_reloads(chosen)
         self._share(router, now_s)
-        if (after_s := policy.wakes_s()) and router not in self._waking:
-            self._waking.add(router)
+        after_s = policy.wakes_s()
+        if after_s and now_s + after_s < self._wakes_s.get(router, math.inf):
+            self._wakes_s[router] = now_s + after_s
             self._push(now_s + after_s, Wake(router))
 
     def _begin_polls(self) -> None:
