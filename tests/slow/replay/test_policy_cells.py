@@ -50,6 +50,6 @@ def test_first_tokens_are_as_early_as_under_the_best_rival(cell: Cell) -> None:
     assert p90_ratio(cell) < MOST_P90
 
 
-@pytest.mark.xfail(reason="the policy delays long prompts too much on slow engines", strict=True)
+@pytest.mark.xfail(reason="a fleet with slow replicas computes too much again", strict=True)
 def test_slow_replicas_of_a_slow_engine_are_no_trap() -> None:
     assert p90_ratio(BAD) < MOST_P90
