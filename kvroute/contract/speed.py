@@ -6,9 +6,10 @@ from functools import lru_cache
 PRIOR = 1.5  # weight of the claimed speed, in observations of mean length
 FADE = 0.8  # share of that weight that is left after each observation
 LEAST_BELIEF = 0.05  # of that weight: below it only observations count
+LEAST_SLOWNESS = 1e-3  # a thousand times as fast as claimed: clocks may tell no time at all
 MEMORY = 120.0  # observations of mean length after which an earlier one's weight is 1/e
 TYPICAL = 200  # observations that the expected mean length weighs as much as
-RECENT = 10.0  # the same of the latest observations, which tell whether the speed has changed
+RECENT = 6.0  # the same of the latest observations, which tell whether the speed has changed
 CHANGED = 2.0  # times as slow, or as fast, as learned before: then only the latest count
 MOST_WEIGHT = 2.0  # of one of these, in observations of mean length
 MEAN_OF = 500  # latest observations whose mean length is taken
@@ -106,7 +107,8 @@ class Speed:
         total_s = belief_s + self.predicted_s + predicted_s
         if not total_s:
             return self.prior
-        return (belief_s * self.prior + self.observed_s + observed_s) / total_s
+        seen_s = belief_s * self.prior + self.observed_s + observed_s
+        return max(LEAST_SLOWNESS, seen_s / total_s)
 
 
 @dataclass(slots=True)

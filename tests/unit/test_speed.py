@@ -88,6 +88,23 @@ def test_a_stall_is_forgotten_when_the_prompts_behind_it_are_answered() -> None:
     assert queue.speed.slowness < 1.5
 
 
+def test_first_tokens_that_take_no_time_leave_a_speed() -> None:
+    speed = PrefillSpeed()
+    for _ in range(100):
+        alone(speed, 0.1, 0.0)
+    assert 0.0 < speed.slowness < 0.1
+
+
+@pytest.mark.parametrize("times", [4.0, 1 / 4.0])
+def test_a_change_of_speed_is_known_after_ten_prompts(times: float) -> None:
+    speed = PrefillSpeed()
+    for _ in range(500):
+        alone(speed, 0.1, 0.1)
+    for _ in range(10):
+        alone(speed, 0.1, 0.1 * times)
+    assert times / 2 < speed.slowness < times * 2
+
+
 def test_an_engine_that_is_much_slower_than_it_claims_is_known_after_some_prompts() -> None:
     speed = PrefillSpeed()
     for _ in range(40):

@@ -130,7 +130,7 @@ def test_an_invocation_is_answered_by_the_route_of_its_body(cluster: Cluster) ->
     assert answer["choices"][0]["text"] == complete(cluster, **completion)["choices"][0]["text"]
     refusal = httpx.post(f"{cluster.url}/invocations", json={"input": "x"}, timeout=60)
     assert refusal.status_code == 400
-    assert "Cannot find suitable handler" in refusal.json()["error"]["message"]
+    assert "Either prompt or prompt_embeds must" in refusal.json()["error"]["message"]
 
 
 def test_a_score_is_the_likelihood_of_the_next_token(cluster: Cluster) -> None:
