@@ -58,6 +58,7 @@ class Production:
             rng=rng,
             observer=self._peer_publisher,
             seats=self._seats,
+            step_s=0.0,
         )
         self._peer_subscriber = PeerSubscriber(
             self._fleet,

@@ -46,6 +46,7 @@ from kvroute.router.routing.seats import Seats
 EVERYBODY = Scope()
 HOME = -1.0  # a share of new conversations below that of replicas without any
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
+UNKNOWN_STEP_S = 0.01  # step of an engine, network included, before an answer has shown its length
 UNKNOWN_STEP_TOKENS = 8192  # of a replica without a record
 
 
@@ -77,7 +78,8 @@ class Fleet:
     """The replicas as one router sees them: the index's mirror, their records, all known requests.
 
     running: returns ids of the replicas that Serve runs; records of other replicas may belong to
-    another cluster. None: Serve is not available.
+    another cluster. None: Serve is not available. step_s: an engine's step before answers have
+    shown it. Prompts that take less say nothing of its speed.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class Fleet:
         ranking: Ranking = rank,
         running: Callable[[], Collection[str]] | None = None,
         seats: Seats[Any] | None = None,
+        step_s: float = UNKNOWN_STEP_S,
     ) -> None:
+        self._step_s = step_s
         self.seats = seats
         self.mirror = Mirror()
         self.handshake = handshake or Handshake()
@@ -612,7 +616,9 @@ class Fleet:
         if load is None:
             record = self._records.get(replica_id)
             step_tokens = record.facts.step_tokens if record else UNKNOWN_STEP_TOKENS
-            load = new_replica_load(self._speed(replica_id), step_tokens, self._loads.values())
+            load = new_replica_load(
+                self._speed(replica_id), step_tokens, self._loads.values(), step_s=self._step_s
+            )
             self._loads[replica_id] = load
             self._describe(replica_id, load)
         return load

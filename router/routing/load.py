@@ -152,13 +152,13 @@ class ReplicaLoad(PrefillQueue[Sent]):
 
 
 def new_replica_load(
-    model: PrefillModel, step_tokens: int, fleet: Collection[ReplicaLoad]
+    model: PrefillModel, step_tokens: int, fleet: Collection[ReplicaLoad], *, step_s: float = 0.0
 ) -> ReplicaLoad:
     """A replica without requests yet. It starts with the slowness that the others have relative to
     their reported speeds. Its own report alone would attract more requests than it can take."""
     slowness = _fleet_slowness([load.speed for load in fleet]) if fleet else 1.0
     typical_s = TYPICAL_STEPS * model.seconds(0, step_tokens)
-    speed = PrefillSpeed(prior=slowness, typical_s=typical_s)
+    speed = PrefillSpeed(prior=slowness, typical_s=typical_s, step_s=step_s)
     return ReplicaLoad(model, step_tokens, speed=speed)
 
 
