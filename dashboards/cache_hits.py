@@ -6,7 +6,7 @@ from dashboards.promql import in_range, on, per_second, replica, router, share
 
 PROMPTS = router("kvroute_prompt_tokens_total")
 SAVED = "kvroute_prefix_saved_tokens_total"
-LEDGER = (  # from the prompt's start to its end, as in router/routing/ledger.py
+LEDGER = (  # from the prompt's start to its end, as in router/placement/ledger.py
     ("hit", "green"),
     ("unexpected_hit", "light-green"),
     ("stale", "red"),
@@ -193,7 +193,7 @@ def found_at(size: str) -> str:
 
 FOUND = replica("kvroute_engine_cached_tokens_total")
 ASKED = replica("kvroute_engine_prompt_tokens_total")
-WHYS = ("ended", "unlikely", "usual", "promised")  # as in router/routing/returns.py
+WHYS = ("ended", "unlikely", "usual", "promised")  # as in router/sessions/returns.py
 
 RETENTION = Row(
     "Retention",

@@ -17,6 +17,7 @@ from kvroute.keys.watched import WatchedKeys
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
+from kvroute.router.admission.limits import Limits
 from kvroute.router.api.access import Access
 from kvroute.router.api.admission import Admission
 from kvroute.router.api.bodies import Bodies
@@ -34,7 +35,6 @@ from kvroute.router.endpoints import (
 )
 from kvroute.router.observability import request_spans
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.limits import Limits
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models
 from kvroute.settings.router import RouterSettings

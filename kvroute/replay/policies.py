@@ -23,14 +23,14 @@ from kvroute.replay.rivals import (
     SGLang,
 )
 from kvroute.replay.trace import Request
-from kvroute.router.routing.attempts import Attempt, Placement, RequestContext
-from kvroute.router.routing.baselines import RANKINGS
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.routing.policy import Candidate
-from kvroute.router.routing.queue import Held, Queue
-from kvroute.router.routing.returns import Retention, Said
-from kvroute.router.routing.seats import IDLE_S, Seats, Waiter
+from kvroute.router.admission.queue import Held, Queue
+from kvroute.router.admission.seats import IDLE_S, Seats, Waiter
+from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
+from kvroute.router.placement.baselines import RANKINGS
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.placement.policy import Candidate
+from kvroute.router.sessions.returns import Retention, Said
 
 RETRY_SHARE = 1 / 60  # of IDLE_S, between two looks at idle sessions while others wait
 

@@ -12,9 +12,9 @@ from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
 from kvroute.replay.protocol import Report, Sending, Setup
 from kvroute.replay.trace import Request
-from kvroute.router.routing.baselines import RANKINGS
-from kvroute.router.routing.mirror import Mirror
-from kvroute.router.routing.policy import Candidate
+from kvroute.router.index.mirror import Mirror
+from kvroute.router.placement.baselines import RANKINGS
+from kvroute.router.placement.policy import Candidate
 
 
 class Counting:

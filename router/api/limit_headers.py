@@ -2,8 +2,8 @@
 
 import math
 
+from kvroute.router.admission.limits import MINUTE_S, Limit, OverLimitError, Room
 from kvroute.router.api.errors import ApiError
-from kvroute.router.routing.limits import MINUTE_S, Limit, OverLimitError, Room
 
 CODE = "rate_limit_exceeded"
 KINDS: dict[Limit, str] = {

@@ -18,7 +18,7 @@ from kvroute.router.api.calls import COMPLETIONS, MAX_CHOICES, Call, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import BOM, json_object, parse
 from kvroute.router.api.response_object import members
-from kvroute.router.routing.receipts import RECEIPTS
+from kvroute.router.placement.receipts import RECEIPTS
 
 SCORING = "/generative_scoring"
 MOST_TOKENS = 1 << 20  # of all prompts together; to write them takes a router's loop some 50 ms

@@ -13,7 +13,7 @@ from kvroute.contract.keep import SESSION_BITS, number_of, tenant_number
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.calls import MAX_NAME, Call, objects
 from kvroute.router.api.errors import invalid, shown
-from kvroute.router.routing.returns import Said
+from kvroute.router.sessions.returns import Said
 
 SESSION = "x-session-id"
 FINAL = "x-dynamo-session-final"  # true: no further request of the session comes

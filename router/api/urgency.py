@@ -7,8 +7,8 @@ from typing import Any
 
 from kvroute.contract.priority import PRIORITIES, Priority, later, named
 from kvroute.keys.keyring import Caller
+from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError, invalid, shown
-from kvroute.router.routing.waits import Urgency
 
 PRIORITY = "x-kvroute-priority"  # header: one of PRIORITIES
 DEADLINE = "x-kvroute-deadline-s"  # header: seconds until a replica begins with the request

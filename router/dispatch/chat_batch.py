@@ -10,7 +10,7 @@ from fastapi import Response
 
 from kvroute.router.dispatch.batch import one_body
 from kvroute.router.dispatch.start import SHOWN_REPLICAS
-from kvroute.router.routing.receipts import RECEIPTS
+from kvroute.router.placement.receipts import RECEIPTS
 
 
 async def answered_together(

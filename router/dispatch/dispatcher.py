@@ -19,6 +19,7 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.ranks import replica_of, replicas_of
+from kvroute.router.admission.waits import AT_EASE, Urgency
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.turns import Turns
 from kvroute.router.dispatch.blamed import Blamed
@@ -34,9 +35,8 @@ from kvroute.router.dispatch.links import LateError, Links, UnansweredError
 from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.dispatch.seating import Seating
-from kvroute.router.routing.attempts import Attempt, Outcome, Placement, RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.waits import AT_EASE, Urgency
+from kvroute.router.placement.attempts import Attempt, Outcome, Placement, RequestContext
+from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.link import FailedError, LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")

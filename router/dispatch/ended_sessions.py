@@ -3,7 +3,7 @@
 import asyncio
 
 from kvroute.router.dispatch.links import Links, UnansweredError
-from kvroute.router.routing.attempts import Attempt, RequestObserver
+from kvroute.router.placement.attempts import Attempt, RequestObserver
 
 TELL_S = 2.0  # the longest wait for a replica to take note
 WAITING = 1000  # ended conversations; further ones end on one replica only

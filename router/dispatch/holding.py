@@ -1,6 +1,6 @@
 """Requests wait here until it is their turn to go to a replica, or are refused.
 
-The order is the queue's (routing/queue.py). A fleet that has time never notices.
+The order is the queue's (admission/queue.py). A fleet that has time never notices.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct
 
 from kvroute.contract.priority import Priority
-from kvroute.router.api.errors import ApiError
-from kvroute.router.routing.attempts import (
-    Attempt,
-    Placement,
-    RequestContext,
-    RequestObserver,
-)
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.forecast import Arrivals, Correction, Margin
-from kvroute.router.routing.queue import (
+from kvroute.router.admission.forecast import Arrivals, Correction, Margin
+from kvroute.router.admission.queue import (
     BATCH_S,
     Held,
     Queue,
     QueueState,
 )
-from kvroute.router.routing.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
+from kvroute.router.admission.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
+from kvroute.router.api.errors import ApiError
+from kvroute.router.placement.attempts import (
+    Attempt,
+    Placement,
+    RequestContext,
+    RequestObserver,
+)
+from kvroute.router.placement.fleet import Fleet
 
 WAITING = 4096  # requests that may wait for their turn; further ones get a 429
 WAITING_BATCH = 500  # the same of batch requests; fewer than a router takes of all (--max-requests)

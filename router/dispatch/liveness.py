@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from kvroute.contract.ranks import replica_of
 from kvroute.router.dispatch.links import Links
 from kvroute.router.dispatch.replicas import Replicas
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.fleet import Fleet
 
 log = logging.getLogger("kvroute.liveness")
 

@@ -1,6 +1,6 @@
 """Requests wait here until their session has a seat, or are refused.
 
-routing/seats.py decides who gets one. While sessions are not limited, nothing waits.
+admission/seats.py decides who gets one. While sessions are not limited, nothing waits.
 """
 
 import asyncio
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 
 from kvroute.contract.keep import NO_BLOCK
+from kvroute.router.admission.seats import Seats, Waiter
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.holding import MOST_RETRY_S, Wake
-from kvroute.router.routing.attempts import Placement, RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.seats import Seats, Waiter
+from kvroute.router.placement.attempts import Placement, RequestContext
+from kvroute.router.placement.fleet import Fleet
 
 WAITING = 1000  # requests that may wait; half of what a router takes (--max-requests), for others
 POLL_S = 0.25  # between two looks for a free seat: idle time frees them, and other routers do

@@ -8,7 +8,7 @@ from operator import attrgetter
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import HttpCall
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
-from kvroute.router.routing.attempts import RequestContext
+from kvroute.router.placement.attempts import RequestContext
 
 SHOWN_REPLICAS = 32  # in a header
 

@@ -9,6 +9,7 @@ from msgspec.json import decode, encode
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvroute.router.admission.limits import Entry
 from kvroute.router.api.access import caller_of
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
@@ -40,7 +41,6 @@ from kvroute.router.endpoints.limited import (
     leaving,
     limits_of,
 )
-from kvroute.router.routing.limits import Entry
 from kvroute.router.serving.calls import RefusedCallError
 from kvroute.router.serving.models import Models, Served
 

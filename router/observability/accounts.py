@@ -22,8 +22,8 @@ import msgspec
 
 from kvroute.keys.limits import OTHER
 from kvroute.router.observability.decode_time import DecodeTime
-from kvroute.router.routing.attempts import Attempt, Outcome, RequestObserver
-from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.placement.attempts import Attempt, Outcome, RequestObserver
+from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account
 
 NAMED = 100  # tenants with a name of their own in the metrics, first come

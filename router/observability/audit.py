@@ -20,8 +20,8 @@ from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.router.dispatch.links import Links, UnansweredError
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.mirror import Mirror
+from kvroute.router.index.feed import Feed
+from kvroute.router.index.mirror import Mirror
 from kvroute.store.index import FencedError, Index, Position
 
 CALL_S = 15.0  # the longest wait for a replica

@@ -9,7 +9,7 @@ later, and looks only when a request of its own begins or ends to decode: betwee
 number of requests is taken to be the mean of both.
 """
 
-from kvroute.router.routing.load import ReplicaLoad
+from kvroute.router.placement.load import ReplicaLoad
 
 
 class DecodeTime:

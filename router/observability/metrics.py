@@ -16,29 +16,29 @@ from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
+from kvroute.router.admission.queue import Queue
+from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.links import Links
+from kvroute.router.index.feed import Feed
 from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.accounts import NAMED, named
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
 from kvroute.router.observability.request_log import RequestLog
-from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.routing.attempts import (
+from kvroute.router.placement.attempts import (
     Attempt,
     Outcome,
     Placement,
     RequestObserver,
     RequestObservers,
 )
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.ledger import CAUSES
-from kvroute.router.routing.queue import Queue
-from kvroute.router.routing.returns import WHYS
-from kvroute.router.routing.seats import Seats
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.ledger import CAUSES
+from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.sessions.returns import WHYS
 from kvroute.store.responses import Responses
 
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
-from kvroute.router.routing.attempts import Attempt, RequestObserver
-from kvroute.router.routing.breaks import Break
+from kvroute.router.placement.attempts import Attempt, RequestObserver
+from kvroute.router.sessions.breaks import Break
 
 NEAR = 64  # tokens; changes so near each other are at one place, as of ids that begin alike
 KEPT = 32  # places in a part of the window; what is lost at others is in the ledger only

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from kvroute.router.routing.attempts import Attempt, RequestObserver
-from kvroute.router.routing.ledger import CAUSES, Ledger
-from kvroute.router.routing.returns import WHYS, Why
+from kvroute.router.placement.attempts import Attempt, RequestObserver
+from kvroute.router.placement.ledger import CAUSES, Ledger
+from kvroute.router.sessions.returns import WHYS, Why
 
 DECISIONS = 50  # kept
 WINDOW_S = 300.0  # over which the sums are taken

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvroute.contract.priority import Priority
+from kvroute.router.admission.waits import Refusal, Wait
 from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
-from kvroute.router.routing.attempts import RequestObserver
-from kvroute.router.routing.waits import Refusal, Wait
+from kvroute.router.placement.attempts import RequestObserver
 
 
 @dataclass(slots=True)

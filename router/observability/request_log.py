@@ -18,9 +18,9 @@ import msgspec
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.priority import Priority
-from kvroute.router.routing.attempts import Attempt, Placement, RequestObserver
-from kvroute.router.routing.breaks import Break
-from kvroute.router.routing.ledger import Ledger
+from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
+from kvroute.router.placement.ledger import Ledger
+from kvroute.router.sessions.breaks import Break
 
 log = logging.getLogger("kvroute.request_log")
 

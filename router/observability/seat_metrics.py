@@ -6,8 +6,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram
 
 from kvroute.process.exposition import Readings
-from kvroute.router.routing.attempts import RequestObserver
-from kvroute.router.routing.seats import Seats
+from kvroute.router.admission.seats import Seats
+from kvroute.router.placement.attempts import RequestObserver
 
 WAITS_S = (1, 5, 15, 30, 60, 120, 180, 300, 450, 600, 1200)
 

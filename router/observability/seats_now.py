@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvroute.router.routing.seats import Seats
+from kvroute.router.admission.seats import Seats
 
 
 def as_json(seats: Seats[Any], now_s: float) -> dict[str, Any]:

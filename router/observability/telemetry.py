@@ -11,9 +11,12 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.exposition import Process
 from kvroute.process.metrics_port import exposed
+from kvroute.router.admission.queue import Queue
+from kvroute.router.admission.seats import Seats
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.links import Links
+from kvroute.router.index.feed import Feed
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.accounts import Accounts
 from kvroute.router.observability.audit import Audit
@@ -25,12 +28,9 @@ from kvroute.router.observability.recent_waits import RecentWaits
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
 from kvroute.router.observability.tenant_metrics import TenantMetrics
+from kvroute.router.placement.attempts import RequestObserver, RequestObservers
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.routing.attempts import RequestObserver, RequestObservers
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.queue import Queue
-from kvroute.router.routing.seats import Seats
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 from kvroute.store.responses import Responses

@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvroute.router.observability.accounts import OUTCOMES, PHASES, US, Accounts
-from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.placement.ledger import CAUSES
 
 
 class TenantMetrics(Collector):

@@ -20,13 +20,13 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.index.feed import Feed
 from kvroute.router.observability.live import State
 from kvroute.router.observability.places import Places
 from kvroute.router.observability.recent import Decision, Recent, Sums, summed
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.peers import PeerSubscriber
-from kvroute.router.routing.receipts import receipt
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import PeerSubscriber
+from kvroute.router.placement.receipts import receipt
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 

@@ -10,10 +10,10 @@ import time
 
 from redis.exceptions import RedisError
 
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import Hot, HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.fleet import Fleet
 from kvroute.store.prefixes import Prefix, own_id
 
 CHECK_INTERVAL_S = 5.0

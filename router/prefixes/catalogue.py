@@ -15,9 +15,9 @@ from kvroute.contract.prefix_id import OF
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError, redis_away
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.similar import similar
 from kvroute.router.prompts.composer import PrefixComposer
-from kvroute.router.routing.fleet import Fleet
 from kvroute.settings.multi_task import Task
 from kvroute.store.outage import Outage
 from kvroute.store.prefixes import Prefix, Prefixes, assigned, own_id, shared_tokens

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue, keepers
-from kvroute.router.routing.fleet import Fleet
 from kvroute.store.prefixes import Prefix
 
 log = logging.getLogger("kvroute.demand")

@@ -3,10 +3,10 @@
 import time
 from typing import Any
 
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import Hot, HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.fleet import Fleet
 
 SHOWN = 20  # prefixes
 SHOWN_TOKENS = 32  # of each prefix, as text

@@ -27,10 +27,10 @@ from kvroute.router.dispatch.batch import batched
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.relay import relayed, whole_response
 from kvroute.router.dispatch.start import begin_all, placement_headers
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.receipts import RECEIPTS
 from kvroute.router.prompts.chat_template import OnlyReplicaError
-from kvroute.router.routing.attempts import RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.receipts import RECEIPTS
 from kvroute.router.serving.image_homes import ImageHomes, first_image
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.store.prefixes import Prefix

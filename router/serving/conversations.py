@@ -20,7 +20,7 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.calls import MAX_NAME, MAX_VALUES, MOST_ITEMS, RESPONSES, Call, values_in
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
-from kvroute.router.routing.receipts import RECEIPTS
+from kvroute.router.placement.receipts import RECEIPTS
 from kvroute.store.outage import Outage
 from kvroute.store.responses import MOST_LINKS, Responses, TooLongError, Turn, joined
 

@@ -23,6 +23,10 @@ from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.keyring import salted, tenant_of
 from kvroute.process.draining import draining
+from kvroute.router.admission.limits import Entry, Limits
+from kvroute.router.admission.queue import Queue
+from kvroute.router.admission.seats import Seats
+from kvroute.router.admission.waits import AT_EASE, Urgency
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import load_of
@@ -39,6 +43,8 @@ from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.dispatch.seating import Answer as Seat
 from kvroute.router.dispatch.seating import Seating
+from kvroute.router.index.feed import Feed
+from kvroute.router.index.handshake import Handshake
 from kvroute.router.observability import request_spans, seats_now, waiting
 from kvroute.router.observability.accounts import as_json
 from kvroute.router.observability.audit import Audit, audit_reader
@@ -50,31 +56,25 @@ from kvroute.router.observability.recent import Sums
 from kvroute.router.observability.targets import Target, targets
 from kvroute.router.observability.telemetry import Telemetry
 from kvroute.router.observability.view import View
+from kvroute.router.placement.attempts import RequestContext, RequestObserver, RequestObservers
+from kvroute.router.placement.baselines import RANKINGS
+from kvroute.router.placement.fleet import EVERYBODY, Fleet
+from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.placement.receipts import receipt
 from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.attempts import RequestContext, RequestObserver, RequestObservers
-from kvroute.router.routing.baselines import RANKINGS
-from kvroute.router.routing.breaks import Break, told_apart
-from kvroute.router.routing.chats import Chats
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import EVERYBODY, Fleet
-from kvroute.router.routing.handshake import Handshake
-from kvroute.router.routing.learning import Learning
-from kvroute.router.routing.limits import Entry, Limits
-from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.routing.queue import Queue
-from kvroute.router.routing.receipts import receipt
-from kvroute.router.routing.recent_prompts import RecentPrompts
-from kvroute.router.routing.returns import NOTHING_SAID, Said
-from kvroute.router.routing.seats import Seats
-from kvroute.router.routing.volatile import CONTEXT_TOKENS, MOST_TOKENS, kind_of
-from kvroute.router.routing.waits import AT_EASE, Urgency
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError, placed_by
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.router.serving.scored import scored_prompts
 from kvroute.router.serving.stored_response import stored
+from kvroute.router.sessions.breaks import Break, told_apart
+from kvroute.router.sessions.chats import Chats
+from kvroute.router.sessions.learning import Learning
+from kvroute.router.sessions.recent_prompts import RecentPrompts
+from kvroute.router.sessions.returns import NOTHING_SAID, Said
+from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MOST_TOKENS, kind_of
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.clusters import Clusters, Tenant

@@ -8,6 +8,7 @@ from kvroute.keys.keyring import Caller
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.dispatch.dispatcher import Generation
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.auto_pin import AutoPin
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.declarations import Declarations
@@ -16,7 +17,6 @@ from kvroute.router.prefixes.hot import HotPrefixes, Owner
 from kvroute.router.prefixes.hottest import Hottest
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.fleet import Fleet
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefix, Prefixes

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.fleet import Fleet
 from tests.bench import peers
 from tests.bench.indexed import BLOCK, PROMPT_TOKENS, REPLICAS, Tokens, fleet, prompt
 from tests.bench.report import Row, Section, each_s

@@ -13,9 +13,9 @@ import psutil
 
 from kvroute.contract.records import Description, Load
 from kvroute.local.embedded_redis import embedded_redis
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.mirror import Mirror
+from kvroute.router.index.feed import Feed
+from kvroute.router.index.mirror import Mirror
+from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.index import BATCH_BLOCKS, Index, unpack
 from tests.bench.apart import apart

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.fleet import Fleet
 
 BLOCK = 16  # tokens, the smallest block in common use: the dearest one for an index
 REPLICAS = [f"r{i}" for i in range(64)]

@@ -10,8 +10,8 @@ import psutil
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.local.embedded_redis import embedded_redis
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.index.feed import Feed
+from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.index import BATCH_BLOCKS, Index, unpack
 from tests.bench.events import DESCRIPTION, LEASE_S, LOAD, LongestPause, _running

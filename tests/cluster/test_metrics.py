@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.observability.metrics import REFUSALS
-from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.placement.ledger import CAUSES
 from tests.support.clients import openai_client
 from tests.support.scraping import scrape, targets, total
 from tests.support.serving import Cluster

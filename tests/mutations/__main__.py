@@ -40,7 +40,7 @@ class Mutation:
 MUTATIONS = {
     "placement": Mutation(
         "a request goes where its prompt is cached",
-        "router/routing/policy.py",
+        "router/placement/policy.py",
         "candidate.backlog_s, candidate.own_s, candidate.copy_s\n    lora_s = candidate.lora_s",
         "candidate.backlog_s, candidate.own_s, 0.0\n    lora_s = candidate.lora_s",
     ),
@@ -64,7 +64,7 @@ MUTATIONS = {
     ),
     "outage": Mutation(
         "an outage of Redis heals by itself",
-        "router/routing/feed.py",
+        "router/index/feed.py",
         "            except (RedisError, OSError) as error:\n                self._outage.begin",
         "            except RecursionError as error:\n                self._outage.begin",
     ),
@@ -88,7 +88,7 @@ MUTATIONS = {
     ),
     "ledger": Mutation(
         "every prompt token has one cause in the ledger",
-        "router/routing/ledger.py",
+        "router/placement/ledger.py",
         '"evicted": until(known),',
         '"evicted": 0 * until(known),',
     ),

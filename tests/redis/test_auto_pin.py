@@ -12,11 +12,11 @@ from msgspec import structs
 
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import Warm
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.auto_pin import AutoPin
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.prefixes import Prefix, Prefixes
 from tests.support.records import record

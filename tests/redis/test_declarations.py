@@ -18,11 +18,11 @@ from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import parse
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.declarations import Declarations
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.prefixes import Prefixes
 from tests.support.records import record

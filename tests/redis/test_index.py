@@ -14,8 +14,8 @@ from kvroute.contract.records import Load
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvroute.replica.publisher import Publisher
-from kvroute.router.routing.feed import Feed, Seen
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.index.feed import Feed, Seen
+from kvroute.router.placement.fleet import Fleet
 from kvroute.store.index import (
     BATCH_BLOCKS,
     START,
@@ -259,7 +259,7 @@ async def test_a_router_that_starts_late_finds_everything(index: Index) -> None:
 async def test_requests_go_on_while_a_router_takes_many_blocks_in(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.router.routing.feed.STEP_S", 0.0)
+    monkeypatch.setattr("kvroute.router.index.feed.STEP_S", 0.0)
     many = [Fingerprint(i) for i in range(BATCH_BLOCKS)]
     await index.change(await join(index, "a"), added=many, lease_s=LEASE_S)
     fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
@@ -319,7 +319,7 @@ async def test_a_leaving_begins_no_stream_that_nobody_would_end(index: Index) ->
 async def test_a_replica_that_leaves_is_forgotten_without_a_poll(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.router.routing.feed.POLL_S", 3600.0)
+    monkeypatch.setattr("kvroute.router.index.feed.POLL_S", 3600.0)
     await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
     async with following(index) as fleet:
         await index.leave("a", "1")
@@ -331,13 +331,13 @@ async def test_a_replica_that_vanishes_is_known_for_a_while(
 ) -> None:
     await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
     async with following(index) as fleet:
-        monkeypatch.setattr("kvroute.router.routing.feed.POLL_S", 0.01)
-        monkeypatch.setattr("kvroute.router.routing.feed.LINGER_S", 60.0)
+        monkeypatch.setattr("kvroute.router.index.feed.POLL_S", 0.01)
+        monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 60.0)
         await index._redis.flushall()
         await asyncio.sleep(0.5)
         assert fleet.mirror.held_by("a") == set(BLOCKS)
         assert [record.id for record in fleet.records] == ["a"]
-        monkeypatch.setattr("kvroute.router.routing.feed.LINGER_S", 0.5)
+        monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 0.5)
         await until(lambda: not fleet.mirror.replica_ids and not fleet.records)
 
 
@@ -353,9 +353,9 @@ async def test_a_replica_that_vanishes_is_known_for_a_while(
 async def test_a_redis_that_refuses_writes_costs_no_replica_its_place(
     index: Index, monkeypatch: pytest.MonkeyPatch, refusing: str, taking: str
 ) -> None:
-    monkeypatch.setattr("kvroute.router.routing.feed.POLL_S", 0.05)
-    monkeypatch.setattr("kvroute.router.routing.feed.RETRY_S", 0.05)
-    monkeypatch.setattr("kvroute.router.routing.feed.LINGER_S", 0.5)
+    monkeypatch.setattr("kvroute.router.index.feed.POLL_S", 0.05)
+    monkeypatch.setattr("kvroute.router.index.feed.RETRY_S", 0.05)
+    monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 0.5)
     async with Side(index, lease_s=0.6).running() as side:
         side.publisher.publish([stored(0, 50)])
         await until(lambda: side.is_equal() and len(side.table) == 50)
@@ -378,7 +378,7 @@ async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_is_over(
     async def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionRefusedError("nobody is there")
 
-    monkeypatch.setattr("kvroute.router.routing.feed.RETRY_S", 0.01)
+    monkeypatch.setattr("kvroute.router.index.feed.RETRY_S", 0.01)
     feed = Feed(index, Fleet(model="a model", revision="", block_size=4, rng=random.Random(0)))
     with monkeypatch.context() as away:
         away.setattr(index, "position", refuse)

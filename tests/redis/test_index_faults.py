@@ -23,8 +23,8 @@ from kvroute.replica.engine.kv_events import (
     EventsLost,
 )
 from kvroute.replica.publisher import Publisher
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.index.feed import Feed
+from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.index import Change, FencedError, Index, Position, WriterState
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
@@ -40,10 +40,10 @@ HEALED_S = 30.0  # within which all must be right; it takes a lease and some pol
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvroute.router.routing.feed.POLL_S", 0.05)
-    monkeypatch.setattr("kvroute.router.routing.feed.WAIT_MS", 10)
-    monkeypatch.setattr("kvroute.router.routing.feed.RETRY_S", 0.02)
-    monkeypatch.setattr("kvroute.router.routing.feed.LINGER_S", 0.2)
+    monkeypatch.setattr("kvroute.router.index.feed.POLL_S", 0.05)
+    monkeypatch.setattr("kvroute.router.index.feed.WAIT_MS", 10)
+    monkeypatch.setattr("kvroute.router.index.feed.RETRY_S", 0.02)
+    monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 0.2)
     monkeypatch.setattr("kvroute.replica.publisher.RETRY_S", 0.02)
 
 

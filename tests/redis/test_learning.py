@@ -8,9 +8,9 @@ from redis.asyncio import Redis
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.unreadable import Unreadable
-from kvroute.router.routing import learning
-from kvroute.router.routing.learning import Learning
-from kvroute.router.routing.returns import NOTHING_SAID, Counts, Returns, encode_counts
+from kvroute.router.sessions import learning
+from kvroute.router.sessions.learning import Learning
+from kvroute.router.sessions.returns import NOTHING_SAID, Counts, Returns, encode_counts
 from kvroute.store.connection import connect
 from kvroute.store.learned import Learned
 from tests.support.waiting import until

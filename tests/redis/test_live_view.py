@@ -15,22 +15,22 @@ from ray.exceptions import RayActorError
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
+from kvroute.router.admission.queue import Held, Queue
+from kvroute.router.admission.waits import NO_WAIT, Wait
 from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
+from kvroute.router.index.feed import Feed
 from kvroute.router.observability import waiting
 from kvroute.router.observability.places import Places
 from kvroute.router.observability.recent import DECISIONS, Recent
 from kvroute.router.observability.view import RECEIPT_REPLICAS, View
+from kvroute.router.placement.attempts import Attempt, RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.ledger import CAUSES, Ledger, account
+from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import HotPrefixes
 from kvroute.router.prefixes.hottest import Hottest
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.attempts import Attempt, RequestContext
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.ledger import CAUSES, Ledger, account
-from kvroute.router.routing.peers import PeerSubscriber
-from kvroute.router.routing.queue import Held, Queue
-from kvroute.router.routing.waits import NO_WAIT, Wait
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index

@@ -14,10 +14,10 @@ from kvroute.contract.generation import TokenIds
 from kvroute.contract.messages import Message, decode
 from kvroute.contract.records import VERSION, ReplicaRecord
 from kvroute.keys.limits import TenantLimits
-from kvroute.router.routing.attempts import Attempt
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.limits import Limits
-from kvroute.router.routing.peers import (
+from kvroute.router.admission.limits import Limits
+from kvroute.router.placement.attempts import Attempt
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import (
     DEAF_S,
     SILENCE_S,
     WAITING_EVENTS,

@@ -14,10 +14,10 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.records import Warm
 from kvroute.router.api.errors import ApiError
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.routing.fleet import Fleet
 from kvroute.settings.multi_task import Task
 from kvroute.store.connection import connect
 from kvroute.store.prefixes import Prefix, Prefixes

@@ -29,11 +29,11 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import BlockStored
 from kvroute.replica.publisher import Publisher
+from kvroute.router.index.feed import Feed
+from kvroute.router.index.handshake import Handshake
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.handshake import Handshake
-from kvroute.router.routing.peers import PeerSubscriber
 from kvroute.store.clusters import KEY, Clusters, Tenant
 from kvroute.store.connection import connect
 from kvroute.store.index import START, FencedError, Index, pack
@@ -279,10 +279,10 @@ class World:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvroute.router.routing.feed.POLL_S", 0.05)
-    monkeypatch.setattr("kvroute.router.routing.feed.WAIT_MS", 10)
-    monkeypatch.setattr("kvroute.router.routing.feed.RETRY_S", 0.02)
-    monkeypatch.setattr("kvroute.router.routing.feed.LINGER_S", 0.2)
+    monkeypatch.setattr("kvroute.router.index.feed.POLL_S", 0.05)
+    monkeypatch.setattr("kvroute.router.index.feed.WAIT_MS", 10)
+    monkeypatch.setattr("kvroute.router.index.feed.RETRY_S", 0.02)
+    monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 0.2)
     monkeypatch.setattr("kvroute.replica.publisher.RETRY_S", 0.02)
     monkeypatch.setattr("kvroute.router.prefixes.catalogue.POLL_S", 0.02)
     monkeypatch.setattr("kvroute.router.prefixes.catalogue.RETRY_S", 0.02)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from kvroute.contract.records import Description, EngineFacts, Load, Pins, ReplicaRecord
-from kvroute.router.routing.load import UNLIMITED
+from kvroute.router.placement.load import UNLIMITED
 
 FACTS = EngineFacts(
     block_size=4,

@@ -4,7 +4,7 @@ import random
 
 from kvroute.contract.records import ReplicaRecord
 from kvroute.replica.block_table import Changes
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.fleet import Fleet
 from tests.support.engines import BLOCK, Running
 
 REPLICA = "a"

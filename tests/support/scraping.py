@@ -6,7 +6,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.placement.ledger import CAUSES
 from tests.support.serving import Cluster
 
 

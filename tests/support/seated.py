@@ -4,7 +4,7 @@ import itertools
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
-from kvroute.router.routing.seats import Seats, Waiter
+from kvroute.router.admission.seats import Seats, Waiter
 
 CAPACITY = 1000  # tokens
 MANY = 2000  # requests; enough for every average to be what all of them are

@@ -13,9 +13,9 @@ from kvroute.contract.records import Description, EngineFacts, HostTier
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.index.feed import Feed
 from kvroute.router.observability.audit import Audit
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from tests.support.records import FACTS, LOAD

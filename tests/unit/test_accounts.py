@@ -18,9 +18,9 @@ from kvroute.contract.speed import PrefillSpeed
 from kvroute.keys.limits import OTHER
 from kvroute.router.observability.accounts import NAMED, US, Accounts, as_json, bounded
 from kvroute.router.observability.tenant_metrics import TenantMetrics
-from kvroute.router.routing.attempts import Attempt, Outcome, RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.placement.attempts import Attempt, Outcome, RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account
 from tests.support.records import record
 

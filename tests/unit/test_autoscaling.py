@@ -35,8 +35,8 @@ from kvroute.replica.ghosts import Ghosts
 from kvroute.replica.missed import HALF_LIFE_S, Missed
 from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
-from kvroute.router.routing.attempts import Attempt
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.attempts import Attempt
+from kvroute.router.placement.fleet import Fleet
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.store.connection import connect

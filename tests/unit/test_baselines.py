@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from kvroute.router.routing.baselines import RANKINGS
-from kvroute.router.routing.policy import Candidate
+from kvroute.router.placement.baselines import RANKINGS
+from kvroute.router.placement.policy import Candidate
 from kvroute.settings.serve import ServeSettings
 
 RNG = random.Random(3)

@@ -17,9 +17,9 @@ from kvroute.contract.cache_groups import (
     member,
 )
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.mirror import Mirror
+from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError
+from kvroute.router.index.mirror import Mirror
+from kvroute.router.placement.fleet import Fleet
 from tests.support.records import record
 
 UNIT = 4  # tokens of one fingerprint

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
-from kvroute.router.routing.breaks import ALIKE, Difference, difference, told_apart
+from kvroute.router.sessions.breaks import ALIKE, Difference, difference, told_apart
 
 
 def tokens(count: int, *, of: int = 0) -> TokenIds:

@@ -30,7 +30,7 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError
-from kvroute.router.routing.fleet import EVERYBODY, Fleet
+from kvroute.router.placement.fleet import EVERYBODY, Fleet
 from kvroute.router.serving.calls import Prompted, placed_by
 
 JSON = st.recursive(

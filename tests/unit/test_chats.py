@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvroute.contract.generation import TokenIds
 from kvroute.router.prompts.conversation import conversation
-from kvroute.router.routing.breaks import Break
-from kvroute.router.routing.chats import PLACES, Chats
+from kvroute.router.sessions.breaks import Break
+from kvroute.router.sessions.chats import PLACES, Chats
 
 Message = dict[str, Any]
 LONG = "You are an agent that reads code and answers in plain words. " * 12

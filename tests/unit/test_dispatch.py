@@ -17,6 +17,7 @@ from kvroute.contract.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest, TokenIds
 from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.admission.waits import Refusal, Urgency
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.dispatch.dispatcher import MANY
 from kvroute.router.dispatch.links import UnansweredError
@@ -28,9 +29,8 @@ from kvroute.router.dispatch.losses import (
     Losses,
 )
 from kvroute.router.dispatch.start import begin_all, placement_headers
-from kvroute.router.routing.attempts import Attempt, RequestContext, RequestObserver
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.waits import Refusal, Urgency
+from kvroute.router.placement.attempts import Attempt, RequestContext, RequestObserver
+from kvroute.router.placement.fleet import Fleet
 from tests.support.answers import (
     COMPLETIONS,
     completion,

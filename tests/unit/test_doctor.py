@@ -15,7 +15,7 @@ from kvroute.doctor.collect import collect_checks
 from kvroute.doctor.metrics_ports import Probe
 from kvroute.local.ports import free_port
 from kvroute.process.metrics_port import Exposition
-from kvroute.router.routing.ledger import CAUSES
+from kvroute.router.placement.ledger import CAUSES
 from tests.support import metrics_table
 
 REDIS = {

@@ -25,10 +25,10 @@ from kvroute.router.dispatch import ended_sessions
 from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
 from kvroute.router.endpoints.session_routes import routes
 from kvroute.router.ingress import _refuse
-from kvroute.router.routing.attempts import RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.returns import ENDED, NOTHING_SAID, Returns, Said
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.models import Models
+from kvroute.router.sessions.returns import ENDED, NOTHING_SAID, Returns, Said
 from tests.support.answers import completion
 from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of

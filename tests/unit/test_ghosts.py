@@ -27,7 +27,7 @@ from kvroute.replica.engine_metrics import ReplicaMetrics, ghost_hit_tokens
 from kvroute.replica.ghosts import SIZES, Ghosts, ghosts_of
 from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
-from kvroute.router.routing.returns import WHYS
+from kvroute.router.sessions.returns import WHYS
 
 SIZE = 4  # tokens of a block
 CAPACITY = 16  # blocks

@@ -13,19 +13,19 @@ from kvroute.contract.cache_groups import CacheGroup, Layout
 from kvroute.contract.chain import Scope
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import Keep
+from kvroute.router.dispatch.ahead import SLICE_S, slice_end
 from kvroute.router.dispatch.handover import MOST_TIME_S, HandOver
 from kvroute.router.dispatch.links import UnansweredError
-from kvroute.router.routing.ahead import SLICE_S, slice_end
-from kvroute.router.routing.attempts import (
+from kvroute.router.placement.attempts import (
     Attempt,
     RequestContext,
     RequestObserver,
     RequestObservers,
 )
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.routing.recent_prompts import RecentPrompts
-from kvroute.router.routing.returns import NOTHING_SAID, Said
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.sessions.recent_prompts import RecentPrompts
+from kvroute.router.sessions.returns import NOTHING_SAID, Said
 from tests.support.records import FACTS, record
 
 BLOCK = FACTS.block_size

@@ -12,8 +12,8 @@ import pytest
 
 from kvroute.contract.identity import Identity, identify
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.handshake import WORDS, Handshake, differences
+from kvroute.router.index.handshake import WORDS, Handshake, differences
+from kvroute.router.placement.fleet import Fleet
 from tests.support.model_files import change_template, copy_model_files
 from tests.support.records import FACTS, LOAD
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from kvroute.contract.priority import Priority
+from kvroute.router.admission.queue import BATCH_S, DELAY, INTERACTIVE, Queue
+from kvroute.router.admission.waits import Refusal, Urgency, Wait
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.dispatch import holding
 from kvroute.router.dispatch.holding import RECOVERY_S, Holding, Turn, Wake
-from kvroute.router.routing.attempts import (
+from kvroute.router.placement.attempts import (
     Attempt,
     RequestContext,
     RequestObserver,
     RequestObservers,
 )
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.queue import BATCH_S, DELAY, INTERACTIVE, Queue
-from kvroute.router.routing.waits import Refusal, Urgency, Wait
+from kvroute.router.placement.fleet import Fleet
 from tests.support.waiting import until
 
 SHORT, LONG = 100, 60_000  # tokens

@@ -22,16 +22,16 @@ from kvroute.contract.records import (
     encode_pins,
 )
 from kvroute.router.observability.metrics import RouterMetrics
-from kvroute.router.routing.attempts import (
+from kvroute.router.placement.attempts import (
     NO_OBSERVER,
     Attempt,
     Placement,
     RequestContext,
     RequestObserver,
 )
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.routing.policy import Candidate
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.placement.policy import Candidate
 from tests.support.records import FACTS, facts, record
 
 BLOCK = 4  # tokens; a replica computes 1000 a second

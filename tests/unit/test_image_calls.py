@@ -14,8 +14,8 @@ from kvroute.contract.fingerprint import Feature
 from kvroute.contract.http_call import Rendered, call_in, encode_rendered
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.calls import MESSAGES, parse_call
-from kvroute.router.routing.attempts import RequestContext
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.calls import Calls
 from tests.support.wired import Wired, dispatcher_of
 

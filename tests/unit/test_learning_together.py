@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.router.routing.attempts import Outcome, RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.routing.returns import Counts, Said
+from kvroute.router.placement.attempts import Outcome, RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.sessions.returns import Counts, Said
 
 CLOCK = count(1)
 TURNS = st.lists(

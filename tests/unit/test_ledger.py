@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.routing.ledger import account
+from kvroute.router.placement.ledger import account
 
 TOKENS = st.integers(0, 10_000)
 LENGTHS = "cacheable reusable expected delivered named partial known".split()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvroute.contract.messages import Message, TenantCounts, decode, encode
 from kvroute.contract.records import VERSION
 from kvroute.keys.limits import TenantLimits
-from kvroute.router.routing.limits import BUSY_TENANTS, Entry, Limits, OverLimitError, Usage
+from kvroute.router.admission.limits import BUSY_TENANTS, Entry, Limits, OverLimitError, Usage
 
 A = "acme"
 DELAY = 3  # steps that a message takes
@@ -437,7 +437,7 @@ def test_another_router_can_make_a_tenant_owe_some_minutes_and_no_more() -> None
 def test_tenants_for_whom_there_is_no_room_are_charged_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvroute.router.routing.limits.BUSY_TENANTS", 2)
+    monkeypatch.setattr("kvroute.router.admission.limits.BUSY_TENANTS", 2)
     own = TenantLimits(uncached_tokens_per_minute=1000)
     router = Limits(lambda tenant: own)
     for n in range(5):

@@ -11,8 +11,8 @@ import pytest
 from kvroute.router.api.errors import ApiError
 from kvroute.router.observability.live import LISTENERS, Live, State
 from kvroute.router.observability.recent import BUCKET_S, WINDOW_S, Window, summed
-from kvroute.router.routing.ledger import Ledger, account
-from kvroute.router.routing.returns import Why
+from kvroute.router.placement.ledger import Ledger, account
+from kvroute.router.sessions.returns import Why
 from tests.support.waiting import until
 
 # What is remembered of requests.

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.speed import PrefillModel, PrefillSpeed
-from kvroute.router.routing.load import (
+from kvroute.router.placement.load import (
     ReplicaLoad,
     Sent,
     learned_slowness,

@@ -12,11 +12,11 @@ from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter,
 from kvroute.contract.chain import Scope
 from kvroute.contract.identity import Identity
 from kvroute.contract.records import Load, ReplicaRecord
-from kvroute.router.routing.attempts import Attempt, RequestObserver
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.routing.policy import Candidate, rank
-from kvroute.router.routing.receipts import receipt
+from kvroute.router.placement.attempts import Attempt, RequestObserver
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.placement.policy import Candidate, rank
+from kvroute.router.placement.receipts import receipt
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from tests.support.adapters import write_adapter

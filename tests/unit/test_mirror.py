@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvroute.contract.cache_groups import in_host
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.router.routing.eviction_history import GENERATION
-from kvroute.router.routing.masks import Masks
-from kvroute.router.routing.mirror import TOLD_S, Mirror
+from kvroute.router.index.eviction_history import GENERATION
+from kvroute.router.index.masks import Masks
+from kvroute.router.index.mirror import TOLD_S, Mirror
 from kvroute.store.index import pack
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]

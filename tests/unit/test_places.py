@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvroute.router.observability.places import KEPT, WORST, Places
 from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
-from kvroute.router.routing.breaks import Break, Difference, Span
-from kvroute.router.routing.chats import PLACES
+from kvroute.router.sessions.breaks import Break, Difference, Span
+from kvroute.router.sessions.chats import PLACES
 
 SPAN = Span(4, "0a")
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.routing.policy import Candidate, cost_s, prices, rank
-from kvroute.router.routing.pressure import MOST
+from kvroute.router.placement.policy import Candidate, cost_s, prices, rank
+from kvroute.router.placement.pressure import MOST
 
 RNG = random.Random(7)
 UNIT_S = 2.0  # the fleet's unit of time

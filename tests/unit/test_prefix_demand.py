@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvroute.contract.records import ReplicaRecord
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.demand import Demand, Second, extra_replicas
-from kvroute.router.routing.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.prefixes import Prefix, Prefixes, assigned
 from tests.support.records import FACTS, LOAD

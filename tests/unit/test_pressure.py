@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.routing.pressure import MOST, Pressure
+from kvroute.router.placement.pressure import MOST, Pressure
 
 
 def after(computed: int, evicted: int, *, prompts: int = 1000) -> float:

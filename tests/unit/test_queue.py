@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvroute.contract.messages import FEW, Message, Waiting, decode, encode
 from kvroute.contract.records import VERSION
-from kvroute.router.routing.forecast import (
+from kvroute.router.admission.forecast import (
     DELAYS,
     LATE,
     LEAST,
@@ -22,7 +22,7 @@ from kvroute.router.routing.forecast import (
     Margin,
     waiting_s,
 )
-from kvroute.router.routing.queue import (
+from kvroute.router.admission.queue import (
     BATCH_S,
     BLINK_S,
     DELAY,

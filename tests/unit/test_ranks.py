@@ -14,8 +14,8 @@ from kvroute.contract.ranks import rank_ids, replica_of, replicas_of, split
 from kvroute.router.dispatch.dispatcher import TRIES
 from kvroute.router.dispatch.links import Links, UnansweredError
 from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
-from kvroute.router.routing.attempts import RequestContext
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.address import Address, address_in
 from tests.support.answers import completion
 from tests.support.records import record

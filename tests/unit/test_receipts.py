@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from kvroute.command.explain import _summary
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import KEEP, SessionTurn
-from kvroute.router.routing.attempts import Placement
-from kvroute.router.routing.breaks import Break, Difference, Span
-from kvroute.router.routing.policy import Candidate, rank
-from kvroute.router.routing.receipts import receipt
-from kvroute.router.routing.returns import Retention
+from kvroute.router.placement.attempts import Placement
+from kvroute.router.placement.policy import Candidate, rank
+from kvroute.router.placement.receipts import receipt
+from kvroute.router.sessions.breaks import Break, Difference, Span
+from kvroute.router.sessions.returns import Retention
 
 
 def replica(name: str, **facts: Any) -> Candidate:

@@ -8,7 +8,7 @@ from kvroute.contract.chain import Scope
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
-from kvroute.router.routing.recent_prompts import PROMPT_TOKENS, RecentPrompts
+from kvroute.router.sessions.recent_prompts import PROMPT_TOKENS, RecentPrompts
 
 SCOPE = Scope(namespace="n")
 

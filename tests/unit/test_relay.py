@@ -18,8 +18,8 @@ from kvroute.router.dispatch.batch import batched, one_body
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.dispatch.relay import relayed
 from kvroute.router.dispatch.start import begin_all
-from kvroute.router.routing.attempts import RequestContext
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.fleet import Fleet
 from tests.support.wired import Wired, dispatcher_of
 
 TOKENS = 12

@@ -24,13 +24,13 @@ from kvroute.local.launch import refuse_closed_folder
 from kvroute.local.progress import StartError
 from kvroute.replay.trace import read
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.admission.waits import AT_EASE, NO_WAIT, Urgency, Wait
 from kvroute.router.observability import request_log
 from kvroute.router.observability.request_log import RequestLog
-from kvroute.router.routing.attempts import RequestContext
-from kvroute.router.routing.breaks import Break, Difference, Span
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.returns import NOTHING_SAID, Said
-from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Urgency, Wait
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.sessions.breaks import Break, Difference, Span
+from kvroute.router.sessions.returns import NOTHING_SAID, Said
 from tests.support.answers import completion
 from tests.support.chunks import streamed
 from tests.support.json_lines import read_lines

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep, SessionTurn
-from kvroute.router.routing import returns as module
-from kvroute.router.routing.returns import (
+from kvroute.router.sessions import returns as module
+from kvroute.router.sessions.returns import (
     BUCKETS,
     ENDED,
     NOTHING_SAID,

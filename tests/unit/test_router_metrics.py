@@ -11,10 +11,10 @@ from kvroute.contract.generation import Chunk
 from kvroute.contract.keep import KEEP, SessionTurn
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.observability.metrics import RouterMetrics
-from kvroute.router.routing.attempts import Attempt, Outcome, RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.ledger import CAUSES
-from kvroute.router.routing.returns import WHYS, Retention, Why
+from kvroute.router.placement.attempts import Attempt, Outcome, RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.ledger import CAUSES
+from kvroute.router.sessions.returns import WHYS, Retention, Why
 from tests.support.records import FACTS, LOAD
 
 

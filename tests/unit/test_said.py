@@ -19,7 +19,7 @@ from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import CHATS, MAX_NAME, MESSAGES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import AGENTS, SESSION, said_of, session_number
-from kvroute.router.routing.returns import NOTHING_SAID, Said
+from kvroute.router.sessions.returns import NOTHING_SAID, Said
 
 ID = "54c1eb09-bc4c-4d2f-98eb-6d2ab2d5e2fe"
 EPHEMERAL = {"type": "ephemeral"}

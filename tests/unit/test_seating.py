@@ -11,14 +11,14 @@ import pytest
 from msgspec.structs import replace
 
 from kvroute.contract.fingerprint import Fingerprint
+from kvroute.router.admission.seats import Seats
+from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.holding import Wake
 from kvroute.router.dispatch.seating import Answer, Seating
-from kvroute.router.routing.attempts import RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.returns import Said
-from kvroute.router.routing.seats import Seats
-from kvroute.router.routing.waits import Urgency
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.sessions.returns import Said
 from tests.support.waiting import until
 
 BLOCK = 16

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.messages import WaitingSessions
-from kvroute.router.routing.seats import CACHE_SHARE, IDLE_S, PATIENCE_S
+from kvroute.router.admission.seats import CACHE_SHARE, IDLE_S, PATIENCE_S
 from tests.support.seated import CAPACITY, MANY, Sessions
 
 LIMIT = int(CACHE_SHARE * CAPACITY)
@@ -274,7 +274,7 @@ def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions.now_s += IDLE_S
     sessions.send(sessions.waiter(2, 10))
     assert sessions.seats.state(sessions.now_s).sessions == 1
-    monkeypatch.setattr("kvroute.router.routing.seats.MOST_SESSIONS", 5)
+    monkeypatch.setattr("kvroute.router.admission.seats.MOST_SESSIONS", 5)
     for session in range(3, 20):
         sessions.send(sessions.waiter(session, 10))
     assert sessions.seats.state(sessions.now_s).sessions <= 6

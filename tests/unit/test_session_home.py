@@ -6,9 +6,9 @@ import time
 import numpy as np
 
 from kvroute.contract.generation import TokenIds
-from kvroute.router.routing.attempts import RequestContext
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.returns import Said
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.sessions.returns import Said
 
 NAMED = Said(session=7)
 REPLICAS = ["a", "b", "c", "d"]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.router.routing.returns import Returns, Said
+from kvroute.router.sessions.returns import Returns, Said
 
 SESSION = Said(session=2**62)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvroute.contract.prefill_queue import PrefillQueue
 from kvroute.contract.speed import MOST_OFF, PrefillSpeed
-from kvroute.router.routing.load import Sent
+from kvroute.router.placement.load import Sent
 
 SHORT_S = 0.00012  # predicted for three tokens
 FIXED_S = 0.03

@@ -15,8 +15,8 @@ from kvroute.process import tracing
 from kvroute.process.tracing import Tracing, protocol, start_tracing, traces_endpoint
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.observability.request_spans import Dispatches
-from kvroute.router.routing.attempts import Attempt
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.attempts import Attempt
+from kvroute.router.placement.fleet import Fleet
 from tests.support.chunks import streamed
 from tests.support.records import FACTS, LOAD, record
 

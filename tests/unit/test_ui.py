@@ -3,7 +3,7 @@
 import re
 
 from kvroute.command.explain import EVICTED
-from kvroute.router.routing.returns import WHYS
+from kvroute.router.sessions.returns import WHYS
 from tests.support.documents import METRICS
 from tests.support.repository import ROOT
 

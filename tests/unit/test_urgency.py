@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.keys.keyring import Caller
+from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.urgency import DEADLINE, MOST_USER, PRIORITY, sharer_of, urgency_of
-from kvroute.router.routing.waits import Urgency
 
 MOST_S = 30.0
 

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.routing.feed import POLL_S
+from kvroute.router.index.feed import POLL_S
 from tests.support.clients import openai_client
 from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvroute.contract.chain import Scope
 from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.replica.block_table import BlockTable, Changes
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.fleet import Fleet
 from tests.support.kv_shapes import SHAPES, cache_of
 from tests.support.records import record
 

@@ -15,7 +15,7 @@ from kvroute.contract.cache_groups import HOST_GROUPS, in_host
 from kvroute.contract.chain import Scope, Space
 from kvroute.contract.keep import Keep
 from kvroute.replica.block_table import Changes
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.placement.fleet import Fleet
 from tests.support.host_tiers import BLOCK_BYTES
 from tests.support.records import record
 from tests.support.schedulers import BLOCK

@@ -15,7 +15,7 @@ from kvroute.contract.cache_groups import CacheGroup, Layout
 from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError
+from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError
 from tests.support.kv_shapes import SHAPES, cache_of
 
 if TYPE_CHECKING:

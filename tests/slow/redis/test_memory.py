@@ -17,9 +17,9 @@ from kvroute.contract.generation import TokenIds
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.blocks import BlockPool
-from kvroute.router.routing.feed import Feed
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.index.feed import Feed
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from tests.support.records import DESCRIPTION, LOAD
@@ -124,9 +124,9 @@ async def index(redis_url: str) -> AsyncIterator[Index]:
 
 @pytest.fixture
 async def router(index: Index, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
-    monkeypatch.setattr("kvroute.router.routing.feed.POLL_S", 0.05)
-    monkeypatch.setattr("kvroute.router.routing.feed.WAIT_MS", 10)
-    monkeypatch.setattr("kvroute.router.routing.eviction_history.GENERATION", GENERATION)
+    monkeypatch.setattr("kvroute.router.index.feed.POLL_S", 0.05)
+    monkeypatch.setattr("kvroute.router.index.feed.WAIT_MS", 10)
+    monkeypatch.setattr("kvroute.router.index.eviction_history.GENERATION", GENERATION)
     router = Router(index)
     following = asyncio.create_task(router.feed.run())
     yield router

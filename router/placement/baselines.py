@@ -8,11 +8,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kvroute.router.routing.policy import Candidate, rank
+from kvroute.router.placement.policy import Candidate, rank
 
 
 class Ranking(Protocol):
-    """All candidates, best first. busy_s, pressure: see `kvroute.router.routing.policy`."""
+    """All candidates, best first. busy_s, pressure: see `kvroute.router.placement.policy`."""
 
     def __call__(
         self,

@@ -32,11 +32,11 @@ from kvroute.contract.messages import (
 )
 from kvroute.contract.records import VERSION
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.routing.attempts import Attempt, Dispatch, RequestObserver
-from kvroute.router.routing.fleet import Fleet
-from kvroute.router.routing.limits import Limits
-from kvroute.router.routing.queue import Queue
-from kvroute.router.routing.seats import Seats
+from kvroute.router.admission.limits import Limits
+from kvroute.router.admission.queue import Queue
+from kvroute.router.admission.seats import Seats
+from kvroute.router.placement.attempts import Attempt, Dispatch, RequestObserver
+from kvroute.router.placement.fleet import Fleet
 from kvroute.store.index import Index, pack, unpack
 from kvroute.store.outage import Outage
 

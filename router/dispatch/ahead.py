@@ -10,8 +10,8 @@ for again. So nothing is gained where caches are so tight that others are missed
 from bisect import bisect_right
 from collections.abc import Callable
 
-from kvroute.router.routing.attempts import Placement
-from kvroute.router.routing.policy import prices, terms_s
+from kvroute.router.placement.attempts import Placement
+from kvroute.router.placement.policy import prices, terms_s
 
 LEAST_S = 0.01  # of prefill; for less, no request is sent
 SLICE_S = 0.25  # the longest that a client may have to wait for a request without a client

@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from redis.exceptions import RedisError
 
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.routing.fleet import Fleet
+from kvroute.router.index.mirror import Mirror
 from kvroute.store.index import (
     END,
     READ_CHANGES,
@@ -63,10 +64,25 @@ class FeedState:
     blocks: int  # in the mirror
 
 
+class IndexedFleet(Protocol):
+    """The part of a fleet that the feed writes."""
+
+    @property
+    def mirror(self) -> Mirror: ...
+
+    def update(
+        self,
+        records: Iterable[ReplicaRecord],
+        *,
+        unleased: Iterable[str],
+        unreadable: Mapping[str, str],
+    ) -> None: ...
+
+
 class Feed:
     """Keeps one fleet's mirror equal to the index, except while Redis is away."""
 
-    def __init__(self, index: Index, fleet: Fleet) -> None:
+    def __init__(self, index: Index, fleet: IndexedFleet) -> None:
         self._index = index
         self._fleet = fleet
         self._mirror = fleet.mirror

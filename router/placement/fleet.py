@@ -17,7 +17,12 @@ from kvroute.contract.keep import NO_BLOCK, Keep, SessionTurn
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.contract.speed import PrefillModel, prefill_model
-from kvroute.router.routing.attempts import (
+from kvroute.router.admission.queue import Room
+from kvroute.router.admission.seats import Seats
+from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError, boundaries_of
+from kvroute.router.index.handshake import NONE, Handshake
+from kvroute.router.index.mirror import Mirror
+from kvroute.router.placement.attempts import (
     NO_OBSERVER,
     Attempt,
     Dispatch,
@@ -25,23 +30,18 @@ from kvroute.router.routing.attempts import (
     RequestContext,
     RequestObserver,
 )
-from kvroute.router.routing.baselines import Ranking
-from kvroute.router.routing.boundaries import Boundaries, UnknownLayoutError, boundaries_of
-from kvroute.router.routing.branches import Branches
-from kvroute.router.routing.handshake import NONE, Handshake
-from kvroute.router.routing.load import (
+from kvroute.router.placement.baselines import Ranking
+from kvroute.router.placement.load import (
     ReplicaLoad,
     Sent,
     learned_slowness,
     new_replica_load,
 )
-from kvroute.router.routing.mirror import Mirror
-from kvroute.router.routing.policy import Candidate, rank
-from kvroute.router.routing.pressure import Pressure
-from kvroute.router.routing.queue import Room
-from kvroute.router.routing.returns import NOTHING_SAID, Retention, Returns, Said
-from kvroute.router.routing.scale import Scale
-from kvroute.router.routing.seats import Seats
+from kvroute.router.placement.policy import Candidate, rank
+from kvroute.router.placement.pressure import Pressure
+from kvroute.router.placement.scale import Scale
+from kvroute.router.sessions.branches import Branches
+from kvroute.router.sessions.returns import NOTHING_SAID, Retention, Returns, Said
 
 EVERYBODY = Scope()
 HOME = -1.0  # a share of new conversations below that of replicas without any

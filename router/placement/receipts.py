@@ -5,10 +5,10 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
-from kvroute.router.routing.attempts import Placement
-from kvroute.router.routing.breaks import Break
-from kvroute.router.routing.policy import Candidate, Terms, prices, terms_s
-from kvroute.router.routing.returns import Retention
+from kvroute.router.placement.attempts import Placement
+from kvroute.router.placement.policy import Candidate, Terms, prices, terms_s
+from kvroute.router.sessions.breaks import Break
+from kvroute.router.sessions.returns import Retention
 
 RECEIPTS = "kvroute_receipts"  # the member of a response that has them
 

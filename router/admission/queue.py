@@ -25,7 +25,7 @@ from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 from kvroute.contract.messages import Waiting
-from kvroute.router.routing.forecast import waiting_s
+from kvroute.router.admission.forecast import waiting_s
 
 HOLD = 0.45  # requests wait in the router while every replica has more prefill, in Scale.busy_s
 FILL = 0.11  # requests that use what others leave go to replicas with less prefill, in Scale.busy_s

@@ -11,17 +11,17 @@ from kvroute.contract.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.contract.priority import Priority
-from kvroute.router.routing.boundaries import Boundaries
-from kvroute.router.routing.breaks import Break
-from kvroute.router.routing.ledger import NOTHING, Ledger, account
-from kvroute.router.routing.limits import Entry
-from kvroute.router.routing.load import ReplicaLoad
-from kvroute.router.routing.mirror import Mirror
-from kvroute.router.routing.policy import Candidate
-from kvroute.router.routing.returns import NOTHING_SAID, Retention, Returns, Said, Why
-from kvroute.router.routing.scale import Scale
-from kvroute.router.routing.seats import Seats
-from kvroute.router.routing.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
+from kvroute.router.admission.limits import Entry
+from kvroute.router.admission.seats import Seats
+from kvroute.router.admission.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
+from kvroute.router.index.boundaries import Boundaries
+from kvroute.router.index.mirror import Mirror
+from kvroute.router.placement.ledger import NOTHING, Ledger, account
+from kvroute.router.placement.load import ReplicaLoad
+from kvroute.router.placement.policy import Candidate
+from kvroute.router.placement.scale import Scale
+from kvroute.router.sessions.breaks import Break
+from kvroute.router.sessions.returns import NOTHING_SAID, Retention, Returns, Said, Why
 
 MUCH = 0.25  # of a prompt
 

@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvroute.contract.generation import TokenIds
-from kvroute.router.routing.breaks import Break, Difference, difference
+from kvroute.router.sessions.breaks import Break, Difference, difference
 
 CAPACITY_TOKENS = 8_000_000  # 32 MB
 MESSAGE_TOKENS, TURN_TOKENS = 24, 256  # what the rest takes, in tokens' room: 100 bytes, 1 kB

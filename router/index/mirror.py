@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvroute.contract.cache_groups import in_host
 from kvroute.contract.fingerprint import Fingerprint
-from kvroute.router.routing.boundaries import Boundaries
-from kvroute.router.routing.eviction_history import EvictionHistory
-from kvroute.router.routing.masks import TABLES, Masks
+from kvroute.router.index.boundaries import Boundaries
+from kvroute.router.index.eviction_history import EvictionHistory
+from kvroute.router.index.masks import TABLES, Masks
 
 # After that time the index has told what an engine stored: within two of the feed's polls, it has
 # noticed any change that it missed.

@@ -6,7 +6,7 @@ import logging
 from redis.exceptions import RedisError, ResponseError
 
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
-from kvroute.router.routing.returns import Returns, decode_counts, encode_counts
+from kvroute.router.sessions.returns import Returns, decode_counts, encode_counts
 from kvroute.store.learned import Learned
 from kvroute.store.outage import Outage
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvroute.contract.adapters import Residents
 from kvroute.contract.prefill_queue import PrefillQueue
 from kvroute.contract.speed import PrefillModel, PrefillSpeed, Speed
-from kvroute.router.routing.reloads import Reloads
+from kvroute.router.placement.reloads import Reloads
 
 NEAR = 0.25  # share of the median slowness by which replicas differ without being told apart
 TYPICAL_STEPS = 2.0  # full steps that a prompt is expected to take before any was seen

@@ -1,0 +1,1 @@
+"""Which requests wait before they go to a replica, for how long, and which are refused."""

@@ -1,0 +1,1 @@
+"""What a router knows of the caches: which replicas hold a prompt's leading blocks."""

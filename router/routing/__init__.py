@@ -1,1 +1,0 @@
-"""What a router knows about the fleet, and how it ranks the replicas for a prompt."""
