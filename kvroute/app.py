@@ -11,7 +11,7 @@ from kvroute import autoscaling
 from kvroute.deployments import deployment
 from kvroute.process.logs import logging_config
 from kvroute.replica.deployment import Replica
-from kvroute.router.dispatch.request_router import KnownReplicas
+from kvroute.router.connections.request_router import KnownReplicas
 from kvroute.router.ingress import Router
 from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load

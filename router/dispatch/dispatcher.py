@@ -22,6 +22,8 @@ from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.router.admission.waits import AT_EASE, Urgency
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.turns import Turns
+from kvroute.router.connections.links import LateError, Links, UnansweredError
+from kvroute.router.connections.liveness import HungError, Liveness
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.holding import (
     MOST_REFUSED_S,
@@ -31,8 +33,6 @@ from kvroute.router.dispatch.holding import (
     Turn,
     no_replica,
 )
-from kvroute.router.dispatch.links import LateError, Links, UnansweredError
-from kvroute.router.dispatch.liveness import HungError, Liveness
 from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.dispatch.seating import Seating
 from kvroute.router.placement.attempts import Attempt, Outcome, Placement, RequestContext

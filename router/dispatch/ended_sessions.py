@@ -2,7 +2,7 @@
 
 import asyncio
 
-from kvroute.router.dispatch.links import Links, UnansweredError
+from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 
 TELL_S = 2.0  # the longest wait for a replica to take note

@@ -20,8 +20,8 @@ from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.contract.ranks import replica_of
 from kvroute.router.admission.queue import BATCH_S
+from kvroute.router.connections.links import UnansweredError
 from kvroute.router.dispatch.ahead import LEAST_S, gain_s, slice_end
-from kvroute.router.dispatch.links import UnansweredError
 from kvroute.router.placement.attempts import Placement, RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.sessions.recent_prompts import RecentPrompt, RecentPrompts

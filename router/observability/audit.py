@@ -19,7 +19,7 @@ from kvroute.contract.audit_report import (
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
-from kvroute.router.dispatch.links import Links, UnansweredError
+from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.mirror import Mirror
 from kvroute.store.index import FencedError, Index, Position

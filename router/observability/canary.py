@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.dispatch.links import Links, UnansweredError
+from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.index import Index
 from kvroute.wire.structs import begin_of, encode

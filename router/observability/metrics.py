@@ -19,9 +19,9 @@ from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
+from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
-from kvroute.router.dispatch.links import Links
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.accounts import NAMED, named

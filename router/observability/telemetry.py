@@ -13,9 +13,9 @@ from kvroute.process.exposition import Process
 from kvroute.process.metrics_port import exposed
 from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
+from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
-from kvroute.router.dispatch.links import Links
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.accounts import Accounts

@@ -19,7 +19,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.dispatch.liveness import Liveness
+from kvroute.router.connections.liveness import Liveness
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability.live import State
 from kvroute.router.observability.places import Places

@@ -32,14 +32,14 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import load_of
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.api.urgency import sharer_of
-from kvroute.router.dispatch import replicas as serves
+from kvroute.router.connections import replicas as serves
+from kvroute.router.connections.links import Links
+from kvroute.router.connections.liveness import Liveness
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.holding import Answer, Holding, Wake
-from kvroute.router.dispatch.links import Links
-from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.dispatch.seating import Answer as Seat
 from kvroute.router.dispatch.seating import Seating

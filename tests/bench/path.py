@@ -25,7 +25,7 @@ from kvroute.local.progress import Progress
 from kvroute.local.ray_cluster import deploy, local_ray
 from kvroute.local.signals import StopSignals
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.dispatch.replicas import replicas
+from kvroute.router.connections.replicas import replicas
 from kvroute.settings.serve import ServeSettings
 from kvroute.wire.link import Stream, connect
 from tests.bench.report import Row, Section

@@ -7,7 +7,7 @@ import pytest
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.local.ports import free_port
-from kvroute.router.dispatch.links import UnansweredError
+from kvroute.router.connections.links import UnansweredError
 from kvroute.router.observability import canary
 from kvroute.router.observability.canary import Canaries, Send
 from kvroute.store.connection import connect

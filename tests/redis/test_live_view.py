@@ -17,7 +17,7 @@ from kvroute.contract.generation import Chunk
 from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
 from kvroute.router.admission.queue import Held, Queue
 from kvroute.router.admission.waits import NO_WAIT, Wait
-from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
+from kvroute.router.connections.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import waiting
 from kvroute.router.observability.places import Places

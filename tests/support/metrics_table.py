@@ -19,10 +19,10 @@ from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
+from kvroute.router.connections.links import Links
+from kvroute.router.connections.replicas import replicas
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
-from kvroute.router.dispatch.links import Links
-from kvroute.router.dispatch.replicas import replicas
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability.accounts import Accounts
 from kvroute.router.observability.audit import Audit

@@ -6,10 +6,10 @@ from typing import Self
 
 from kvroute.contract.generation import Generate
 from kvroute.router.admission.queue import Queue
+from kvroute.router.connections.links import Links
+from kvroute.router.connections.liveness import Liveness
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.holding import Holding, Wake
-from kvroute.router.dispatch.links import Links
-from kvroute.router.dispatch.liveness import Liveness
 from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.address import Address
 from kvroute.wire.server import Method, Server

@@ -19,8 +19,8 @@ from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.admission.waits import Refusal, Urgency
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.connections.links import UnansweredError
 from kvroute.router.dispatch.dispatcher import MANY
-from kvroute.router.dispatch.links import UnansweredError
 from kvroute.router.dispatch.losses import (
     CAUSED,
     DEAD_BEFORE_S,
@@ -411,7 +411,7 @@ async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than
 async def test_a_replica_that_cannot_be_reached_is_named_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvroute.router.dispatch.links.NOTED_S", 0.0)
+    monkeypatch.setattr("kvroute.router.connections.links.NOTED_S", 0.0)
     async with Client(IMMORTAL, IMMORTAL).serving() as client:
         await client.wired.servers["r0"].close()
         links = client.wired.links

@@ -13,9 +13,9 @@ from kvroute.contract.cache_groups import CacheGroup, Layout
 from kvroute.contract.chain import Scope
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import Keep
+from kvroute.router.connections.links import UnansweredError
 from kvroute.router.dispatch.ahead import SLICE_S, slice_end
 from kvroute.router.dispatch.handover import MOST_TIME_S, HandOver
-from kvroute.router.dispatch.links import UnansweredError
 from kvroute.router.placement.attempts import (
     Attempt,
     RequestContext,

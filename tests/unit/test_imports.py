@@ -24,6 +24,7 @@ ORDER = (
     "kvroute.router.placement",
     "kvroute.router.api",
     "kvroute.router.prompts",
+    "kvroute.router.connections",
     "kvroute.router.dispatch",
     "kvroute.router.prefixes",
     "kvroute.router.observability",

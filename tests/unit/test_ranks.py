@@ -11,9 +11,9 @@ import pytest
 
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, Generate, GenerateRequest
 from kvroute.contract.ranks import rank_ids, replica_of, replicas_of, split
+from kvroute.router.connections.links import Links, UnansweredError
+from kvroute.router.connections.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.dispatch.dispatcher import TRIES
-from kvroute.router.dispatch.links import Links, UnansweredError
-from kvroute.router.dispatch.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.address import Address, address_in

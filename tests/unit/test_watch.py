@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.router.dispatch.liveness import HungError, Liveness
+from kvroute.router.connections.liveness import HungError, Liveness
 from kvroute.router.placement.fleet import Fleet
 from tests.support.records import record
 from tests.support.wired import ToldLinks

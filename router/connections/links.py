@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.dispatch.replicas import Replicas, UnknownReplicaError
+from kvroute.router.connections.replicas import Replicas, UnknownReplicaError
 from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
 
 log = logging.getLogger("kvroute.links")

@@ -12,7 +12,7 @@ import ray
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from kvroute.process.ray_internals import actor_of, deployment_name, routing_stats
-from kvroute.router.dispatch.replicas import UnknownReplicaError, register
+from kvroute.router.connections.replicas import UnknownReplicaError, register
 from kvroute.wire.address import Address, address_in
 
 

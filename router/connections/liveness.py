@@ -12,8 +12,8 @@ from collections.abc import Callable
 from ray.exceptions import RayError
 
 from kvroute.contract.ranks import replica_of
-from kvroute.router.dispatch.links import Links
-from kvroute.router.dispatch.replicas import Replicas
+from kvroute.router.connections.links import Links
+from kvroute.router.connections.replicas import Replicas
 from kvroute.router.placement.fleet import Fleet
 
 log = logging.getLogger("kvroute.liveness")
