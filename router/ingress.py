@@ -18,13 +18,8 @@ from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
 from kvroute.router.admission.limits import Limits
-from kvroute.router.api.access import Access
-from kvroute.router.api.admission import Admission
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.api.origins import guard
-from kvroute.router.api.request_id import request_id
-from kvroute.router.api.stopping import LastAnswers, RunningAnswers
 from kvroute.router.endpoints import (
     cluster_routes,
     openai_routes,
@@ -33,6 +28,11 @@ from kvroute.router.endpoints import (
     session_routes,
     ui_routes,
 )
+from kvroute.router.middleware.access import Access
+from kvroute.router.middleware.admission import Admission
+from kvroute.router.middleware.origins import guard
+from kvroute.router.middleware.request_id import request_id
+from kvroute.router.middleware.stopping import LastAnswers, RunningAnswers
 from kvroute.router.observability import request_spans
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.model_router import ModelRouter

@@ -17,7 +17,9 @@ def serve_environment() -> dict[str, str]:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # Lines of Serve's logs that are buffered: more would delay warnings.
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kvroute.router.api.serve_headers:middlewares",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
+            "kvroute.router.middleware.serve_headers:middlewares"
+        ),
         # When the routers change, a new HAProxy takes over. The old one may finish its streams for
         # this long, including those of other routers.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.keys.keyring import tenant_of
-from kvroute.router.api.access import caller_of
-from kvroute.router.api.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
+from kvroute.router.endpoints.days import days_between
+from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, together
 from kvroute.store.accounts import KEPT_DAYS

@@ -10,7 +10,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvroute.router.admission.limits import Entry
-from kvroute.router.api.access import caller_of
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
     CHATS,
@@ -27,9 +26,7 @@ from kvroute.router.api.calls import (
 from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import FORM, REPORTING, report_headers
-from kvroute.router.api.request_id import request_id
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
-from kvroute.router.api.seat_notices import SeatNotices
 from kvroute.router.api.sessions import said_of
 from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.chat_batch import answered_together
@@ -41,6 +38,9 @@ from kvroute.router.endpoints.limited import (
     leaving,
     limits_of,
 )
+from kvroute.router.endpoints.seat_notices import SeatNotices
+from kvroute.router.middleware.access import caller_of
+from kvroute.router.middleware.request_id import request_id
 from kvroute.router.serving.calls import RefusedCallError
 from kvroute.router.serving.models import Models, Served
 

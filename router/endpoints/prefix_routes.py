@@ -5,10 +5,10 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvroute.router.api.access import caller_of
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.endpoints.limited import limits_of
+from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.models import Served, together
 
 routes = APIRouter()

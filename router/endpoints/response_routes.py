@@ -7,10 +7,10 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.keys.keyring import owner
-from kvroute.router.api.access import caller_of
 from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 from kvroute.router.api.response_object import listed
+from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.conversations import OPTION, Conversations
 from kvroute.router.serving.models import Models, Served
 

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.keys.keyring import salted
-from kvroute.router.api.access import caller_of
 from kvroute.router.api.sessions import checked_id, session_number
 from kvroute.router.endpoints.limited import entered, leaving
+from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.models import Served
 
 routes = APIRouter()

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvroute.process.tracing import Tracing, context_of, headers_of, start_tracing
 from kvroute.router.admission.waits import Wait
-from kvroute.router.api.request_id import HEADER
+from kvroute.router.middleware.request_id import HEADER
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
 
 _tracing: Tracing | None = None  # of this process

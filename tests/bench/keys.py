@@ -13,9 +13,9 @@ from kvroute.keys.key_file import KeyFile, new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.admission.limits import Limits
-from kvroute.router.api.access import Access
 from kvroute.router.api.calls import COMPLETIONS, parse_call
-from kvroute.router.api.origins import Origins
+from kvroute.router.middleware.access import Access
+from kvroute.router.middleware.origins import Origins
 from tests.bench.indexed import BLOCK, prompt
 from tests.bench.report import Row, Section
 

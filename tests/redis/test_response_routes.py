@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
-from kvroute.router.api.access import Access
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.endpoints.response_routes import routes
 from kvroute.router.ingress import _refuse
+from kvroute.router.middleware.access import Access
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.stored_response import stored
 from kvroute.store.connection import connect

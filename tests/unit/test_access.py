@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse
 
 from kvroute.keys.key_file import ROLES, Role, new_file, new_key
 from kvroute.keys.keyring import Keyring
-from kvroute.router.api import access
-from kvroute.router.api.access import Access, Failures, roles_for
+from kvroute.router.middleware import access
+from kvroute.router.middleware.access import Access, Failures, roles_for
 from tests.support.routes import routes
 
 EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvroute.router.api.admission import Admission
 from kvroute.router.api.errors import ApiError
+from kvroute.router.middleware.admission import Admission
 
 
 class Router:

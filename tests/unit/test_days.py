@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.api.days import USUAL_DAYS, days_between
 from kvroute.router.api.errors import ApiError
+from kvroute.router.endpoints.days import USUAL_DAYS, days_between
 
 TODAY = date(2026, 11, 23)
 

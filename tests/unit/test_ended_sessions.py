@@ -18,13 +18,13 @@ from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.keep import KEEP, Keep, SessionTurn
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
-from kvroute.router.api.access import Access
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import session_number
 from kvroute.router.dispatch import ended_sessions
 from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
 from kvroute.router.endpoints.session_routes import routes
 from kvroute.router.ingress import _refuse
+from kvroute.router.middleware.access import Access
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.models import Models

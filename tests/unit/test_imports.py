@@ -23,6 +23,7 @@ ORDER = (
     "kvroute.router.admission",
     "kvroute.router.placement",
     "kvroute.router.api",
+    "kvroute.router.middleware",
     "kvroute.router.prompts",
     "kvroute.router.connections",
     "kvroute.router.dispatch",

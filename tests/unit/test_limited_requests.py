@@ -17,11 +17,11 @@ from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.keys.limits import OTHER, TenantLimits
 from kvroute.router.admission.limits import Entry, Limits
-from kvroute.router.api.access import Access
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.api.limit_headers import duration
 from kvroute.router.endpoints import openai_routes
+from kvroute.router.endpoints.limit_headers import duration
+from kvroute.router.middleware.access import Access
 from kvroute.router.observability.accounts import NAMED
 from kvroute.router.observability.metrics import OverLimit
 from kvroute.router.serving.models import Models

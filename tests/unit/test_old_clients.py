@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from kvroute.router.api.old_clients import WholeAnswers
+from kvroute.router.middleware.old_clients import WholeAnswers
 
 
 async def pieces() -> AsyncIterator[bytes]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
-from kvroute.router.api.origins import guard, is_local, is_own
+from kvroute.router.middleware.origins import guard, is_local, is_own
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from tests.support.routes import routes

@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from kvroute.contract.generation import client_id, dispatch_id
-from kvroute.router.api.request_id import ValidIds, request_id
+from kvroute.router.middleware.request_id import ValidIds, request_id
 
 
 async def seen_behind(*ids: bytes) -> list[bytes]:

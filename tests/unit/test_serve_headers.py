@@ -11,8 +11,9 @@ from ray.serve import _private as serves
 from ray.serve._private import constants
 from starlette.types import ASGIApp
 
-from kvroute.router.api import request_id, sessions
-from kvroute.router.api.serve_headers import OBEYED, OF_SERVES_OWN_ROUTER, middlewares
+from kvroute.router.api import sessions
+from kvroute.router.middleware import request_id
+from kvroute.router.middleware.serve_headers import OBEYED, OF_SERVES_OWN_ROUTER, middlewares
 from kvroute.settings.serve_environment import serve_environment
 
 FOLDER = Path(str(serves.__file__)).parent

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from kvroute.router.api.errors import EVENTS, ApiError
-from kvroute.router.api.stopping import LastAnswers, RunningAnswers
+from kvroute.router.middleware.stopping import LastAnswers, RunningAnswers
 
 PIECE = b'data: {"sequence_number": 7}\n\n'
 PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")

@@ -10,8 +10,8 @@ from typing import Final
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvroute.router.api.old_clients import WholeAnswers
-from kvroute.router.api.request_id import ValidIds
+from kvroute.router.middleware.old_clients import WholeAnswers
+from kvroute.router.middleware.request_id import ValidIds
 
 Header = tuple[bytes, bytes]
 

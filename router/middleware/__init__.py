@@ -1,0 +1,1 @@
+"""ASGI middleware of the routers: what happens to every request before its route."""
