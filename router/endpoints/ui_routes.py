@@ -7,7 +7,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.observability.live import Live
+from kvroute.router.page.live import Live
 from kvroute.router.serving.models import Models, Served
 
 PAGE = "index.html"

@@ -1,1 +1,1 @@
-"""A router reports metrics, traces, request logs, the live page and audits."""
+"""A router reports metrics, traces, request logs and audits."""

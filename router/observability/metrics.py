@@ -16,6 +16,7 @@ from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
+from kvroute.router.accounting.accounts import NAMED, named
 from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
@@ -24,7 +25,6 @@ from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import seat_metrics
-from kvroute.router.observability.accounts import NAMED, named
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
 from kvroute.router.observability.request_log import RequestLog

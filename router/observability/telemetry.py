@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.exposition import Process
 from kvroute.process.metrics_port import exposed
+from kvroute.router.accounting.accounts import Accounts
+from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
@@ -18,16 +20,14 @@ from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import request_spans
-from kvroute.router.observability.accounts import Accounts
 from kvroute.router.observability.audit import Audit
-from kvroute.router.observability.lasting_accounts import LastingAccounts
 from kvroute.router.observability.metrics import RouterMetrics
-from kvroute.router.observability.places import Places
-from kvroute.router.observability.recent import Recent
-from kvroute.router.observability.recent_waits import RecentWaits
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
 from kvroute.router.observability.tenant_metrics import TenantMetrics
+from kvroute.router.page.places import Places
+from kvroute.router.page.recent import Recent
+from kvroute.router.page.recent_waits import RecentWaits
 from kvroute.router.placement.attempts import RequestObserver, RequestObservers
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvroute.router.observability.accounts import OUTCOMES, PHASES, US, Accounts
+from kvroute.router.accounting.accounts import OUTCOMES, PHASES, US, Accounts
 from kvroute.router.placement.ledger import CAUSES
 
 

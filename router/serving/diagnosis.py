@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process import ray_internals
-from kvroute.router.observability.recent import summed
+from kvroute.router.page.recent import summed
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.store.connection import answered
 

@@ -23,6 +23,8 @@ from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.keyring import salted, tenant_of
 from kvroute.process.draining import draining
+from kvroute.router.accounting.accounts import as_json
+from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.limits import Entry, Limits
 from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
@@ -45,17 +47,16 @@ from kvroute.router.dispatch.seating import Answer as Seat
 from kvroute.router.dispatch.seating import Seating
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
-from kvroute.router.observability import request_spans, seats_now, waiting
-from kvroute.router.observability.accounts import as_json
+from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
-from kvroute.router.observability.lasting_accounts import LastingAccounts
-from kvroute.router.observability.live import Live
 from kvroute.router.observability.neighbours import Neighbours
-from kvroute.router.observability.recent import Sums
 from kvroute.router.observability.targets import Target, targets
 from kvroute.router.observability.telemetry import Telemetry
-from kvroute.router.observability.view import View
+from kvroute.router.page import seats_now, waiting
+from kvroute.router.page.live import Live
+from kvroute.router.page.recent import Sums
+from kvroute.router.page.view import View
 from kvroute.router.placement.attempts import RequestContext, RequestObserver, RequestObservers
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import EVERYBODY, Fleet

@@ -19,10 +19,10 @@ from kvroute.router.admission.queue import Held, Queue
 from kvroute.router.admission.waits import NO_WAIT, Wait
 from kvroute.router.connections.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability import waiting
-from kvroute.router.observability.places import Places
-from kvroute.router.observability.recent import DECISIONS, Recent
-from kvroute.router.observability.view import RECEIPT_REPLICAS, View
+from kvroute.router.page import waiting
+from kvroute.router.page.places import Places
+from kvroute.router.page.recent import DECISIONS, Recent
+from kvroute.router.page.view import RECEIPT_REPLICAS, View
 from kvroute.router.placement.attempts import Attempt, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES, Ledger, account

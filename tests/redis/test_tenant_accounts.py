@@ -18,11 +18,11 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
+from kvroute.router.accounting.accounts import as_json
+from kvroute.router.accounting.lasting_accounts import DAY_S, LastingAccounts
 from kvroute.router.api.errors import ApiError
 from kvroute.router.endpoints.cluster_routes import routes
 from kvroute.router.ingress import _refuse
-from kvroute.router.observability.accounts import as_json
-from kvroute.router.observability.lasting_accounts import DAY_S, LastingAccounts
 from kvroute.store import accounts as stored
 from kvroute.store.accounts import KEPT_DAYS, DailyAccounts, encode
 from kvroute.store.connection import connect

@@ -17,6 +17,8 @@ from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import ghosts_of
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.router.accounting.accounts import Accounts
+from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
@@ -24,9 +26,7 @@ from kvroute.router.connections.replicas import replicas
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability.accounts import Accounts
 from kvroute.router.observability.audit import Audit
-from kvroute.router.observability.lasting_accounts import LastingAccounts
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.tenant_metrics import TenantMetrics

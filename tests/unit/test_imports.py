@@ -28,6 +28,8 @@ ORDER = (
     "kvroute.router.connections",
     "kvroute.router.dispatch",
     "kvroute.router.prefixes",
+    "kvroute.router.page",
+    "kvroute.router.accounting",
     "kvroute.router.observability",
     "kvroute.router.serving",
     "kvroute.router.endpoints",

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.keys.limits import OTHER, TenantLimits
+from kvroute.router.accounting.accounts import NAMED
 from kvroute.router.admission.limits import Entry, Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
 from kvroute.router.endpoints.limit_headers import duration
 from kvroute.router.middleware.access import Access
-from kvroute.router.observability.accounts import NAMED
 from kvroute.router.observability.metrics import OverLimit
 from kvroute.router.serving.models import Models
 from tests.support.waiting import until

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.observability.live import LISTENERS, Live, State
-from kvroute.router.observability.recent import BUCKET_S, WINDOW_S, Window, summed
+from kvroute.router.page.live import LISTENERS, Live, State
+from kvroute.router.page.recent import BUCKET_S, WINDOW_S, Window, summed
 from kvroute.router.placement.ledger import Ledger, account
 from kvroute.router.sessions.returns import Why
 from tests.support.waiting import until
@@ -90,8 +90,8 @@ class Things:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> tuple[Things, Live]:
-    monkeypatch.setattr("kvroute.router.observability.live.PERIOD_S", 0.01)
-    monkeypatch.setattr("kvroute.router.observability.live.FRESH_S", 0.0)
+    monkeypatch.setattr("kvroute.router.page.live.PERIOD_S", 0.01)
+    monkeypatch.setattr("kvroute.router.page.live.FRESH_S", 0.0)
     things = Things()
     return things, Live(things.snapshot, never)
 
@@ -129,7 +129,7 @@ async def test_whoever_reads_slowly_misses_no_change(live: tuple[Things, Live]) 
 async def test_listeners_share_a_look_and_without_them_nobody_looks(
     live: tuple[Things, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.router.observability.live.FRESH_S", 60.0)
+    monkeypatch.setattr("kvroute.router.page.live.FRESH_S", 60.0)
     things, page = live
     assert things.looks == 0
     listening = [await page.listen() for _ in range(3)]

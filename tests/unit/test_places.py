@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.observability.places import KEPT, WORST, Places
-from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
+from kvroute.router.page.places import KEPT, WORST, Places
+from kvroute.router.page.recent import BUCKET_S, WINDOW_S
 from kvroute.router.sessions.breaks import Break, Difference, Span
 from kvroute.router.sessions.chats import PLACES
 

@@ -15,11 +15,11 @@ from kvroute.process import tracing
 from kvroute.process.tracing import Tracing
 from kvroute.router.admission.queue import Held, Queue
 from kvroute.router.admission.waits import Refusal, Wait
-from kvroute.router.observability import waiting
 from kvroute.router.observability.metrics import RouterMetrics
-from kvroute.router.observability.recent import WINDOW_S
-from kvroute.router.observability.recent_waits import RecentWaits
 from kvroute.router.observability.request_spans import Dispatches
+from kvroute.router.page import waiting
+from kvroute.router.page.recent import WINDOW_S
+from kvroute.router.page.recent_waits import RecentWaits
 
 ELSEWHERE = Waiting([1, 7], [0.5, 3.0], [0.25, 8.0])
 

@@ -5,8 +5,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvroute.doctor.seat_checks import seated, seats
-from kvroute.router.observability import seats_now
 from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.page import seats_now
 from tests.support.seated import Sessions
 
 

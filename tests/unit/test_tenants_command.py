@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli import app
 from kvroute.command import tenants_command
-from kvroute.router.observability.accounts import as_json
+from kvroute.router.accounting.accounts import as_json
 
 USED = {"ok": 3, "refused": 1, "failed": 2, "hit": 1500, "new": 500, "output_tokens": 60}
 TIMES = {"prefill_us": 1_500_000, "decode_us": 1_000_000_000, "saved_us": 4_250_000}

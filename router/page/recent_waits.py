@@ -8,7 +8,7 @@ from typing import Any
 
 from kvroute.contract.priority import Priority
 from kvroute.router.admission.waits import Refusal, Wait
-from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
+from kvroute.router.page.recent import BUCKET_S, WINDOW_S
 from kvroute.router.placement.attempts import RequestObserver
 
 

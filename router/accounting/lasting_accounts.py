@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
-from kvroute.router.observability.accounts import bounded
+from kvroute.router.accounting.accounts import bounded
 from kvroute.store.accounts import KEPT_DAYS, MOST_TENANTS, Account, DailyAccounts, encode
 
 FLUSH_S = 2.0

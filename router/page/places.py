@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvroute.router.observability.recent import BUCKET_S, WINDOW_S
+from kvroute.router.page.recent import BUCKET_S, WINDOW_S
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.sessions.breaks import Break
 

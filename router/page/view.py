@@ -21,9 +21,9 @@ from redis.exceptions import RedisError
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability.live import State
-from kvroute.router.observability.places import Places
-from kvroute.router.observability.recent import Decision, Recent, Sums, summed
+from kvroute.router.page.live import State
+from kvroute.router.page.places import Places
+from kvroute.router.page.recent import Decision, Recent, Sums, summed
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.placement.receipts import receipt

@@ -21,7 +21,7 @@ from typing import Any, Protocol, get_args
 import msgspec
 
 from kvroute.keys.limits import OTHER
-from kvroute.router.observability.decode_time import DecodeTime
+from kvroute.router.accounting.decode_time import DecodeTime
 from kvroute.router.placement.attempts import Attempt, Outcome, RequestObserver
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account

@@ -1,0 +1,1 @@
+"""What each tenant uses, counted in a router and added up in Redis."""
