@@ -22,8 +22,8 @@ from kvroute.deployments import APPLICATION, ROUTERS
 from kvroute.keys import key_file
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
-from kvroute.local.haproxy import check_pair
-from kvroute.local.haproxy_health import tell_of_stop
+from kvroute.local.haproxy.health import tell_of_stop
+from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.last_answers import finish_answers
 from kvroute.local.ports import free_port, is_local, why_not

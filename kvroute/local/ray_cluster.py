@@ -11,8 +11,8 @@ from typing import Any
 
 from kvroute.deployments import APPLICATION, final_error, last_line, model_of, plain
 from kvroute.local.embedded_redis import REDIS_SERVER
-from kvroute.local.haproxy import IDLE_TIMEOUT_S, MOST_REQUESTS, TLS_CERT, TLS_KEY
-from kvroute.local.haproxy_health import ADMIN_SOCKET
+from kvroute.local.haproxy.health import ADMIN_SOCKET
+from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MOST_REQUESTS, TLS_CERT, TLS_KEY
 from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError

@@ -6,19 +6,19 @@ import re
 import pytest
 from ray.serve._private import haproxy_templates
 
-from kvroute.local.haproxy import (
+from kvroute.local.haproxy.errors import (
+    MESSAGES,
+    checks,
+    replies,
+    unreachable_page,
+)
+from kvroute.local.haproxy.wrapper import (
     DEFAULT_MOST_REQUESTS,
     TLS,
     hardened,
     knows_routers,
     refusing,
     without_listeners,
-)
-from kvroute.local.haproxy_errors import (
-    MESSAGES,
-    checks,
-    replies,
-    unreachable_page,
 )
 from kvroute.settings.serve import ServeSettings
 

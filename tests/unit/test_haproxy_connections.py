@@ -5,8 +5,8 @@ import resource
 import pytest
 from ray.serve._private import haproxy_templates
 
-from kvroute.local import haproxy_connections
-from kvroute.local.haproxy_connections import DEFAULT_IDLE_S, limited, most_connections
+from kvroute.local.haproxy import connections as haproxy_connections
+from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, most_connections
 from kvroute.settings.serve import ServeSettings
 
 TEMPLATE = haproxy_templates.HAPROXY_CONFIG_TEMPLATE

@@ -37,6 +37,7 @@ ORDER = (
     "kvroute.deployments",
     "kvroute.autoscaling",
     "kvroute.app",
+    "kvroute.local.haproxy",
     "kvroute.local",
     "kvroute.client",
     "kvroute.doctor",

@@ -9,8 +9,8 @@ import httpx
 import psutil
 import pytest
 
-from kvroute.local import haproxy_standin
-from kvroute.local.haproxy_standin import LEAST_S, SUFFIX
+from kvroute.local.haproxy import standin as haproxy_standin
+from kvroute.local.haproxy.standin import LEAST_S, SUFFIX
 from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.ports import why_not
 from tests.support.serving import READY, Cluster, assert_gone, launched, name_of, start_cluster

@@ -15,11 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvroute.local import haproxy_errors, haproxy_standin
-from kvroute.local.haproxy_connections import DEFAULT_IDLE_S, limited, most_connections
-from kvroute.local.haproxy_errors import BUFFER_BYTES, MOST_PARSED
-from kvroute.local.haproxy_health import failing_when_told
-from kvroute.local.haproxy_pages import program_with_json
+from kvroute.local.haproxy import errors as haproxy_errors
+from kvroute.local.haproxy import standin as haproxy_standin
+from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, most_connections
+from kvroute.local.haproxy.errors import BUFFER_BYTES, MOST_PARSED
+from kvroute.local.haproxy.health import failing_when_told
+from kvroute.local.haproxy.pages import program_with_json
 from kvroute.process.metrics_port import METRICS_HOST
 
 TLS_CERT = "KVROUTE_TLS_CERT"  # settings: PEM files of the endpoint's certificate chain ...
