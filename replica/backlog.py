@@ -6,7 +6,7 @@ The caller passes the time, in seconds of any monotonic clock.
 import math
 from dataclasses import dataclass
 
-from kvroute.contract.prefill_queue import PrefillQueue
+from kvroute.prefill.queue import PrefillQueue
 
 STEP_S = 0.02  # time of a first token in addition to its prompt's prefill
 MEAN_SHARE = 0.05  # weight of the latest request in the mean

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
+from kvroute.blocks.cache_groups import HOST_GROUPS, member
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.cache_groups import HOST_GROUPS, member
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockHash,

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.audit_report import Comparison, ReplicaAudit
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.records import Description, Load, Pins
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlocksHeld, EventsLost, KVEvent

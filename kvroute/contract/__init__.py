@@ -1,1 +1,1 @@
-"""What routers and replicas share: values, fingerprints, keys in Redis."""
+"""The values that routers and replicas exchange: requests, records, messages."""

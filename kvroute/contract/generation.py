@@ -8,8 +8,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvroute.contract.chain import Scope
-from kvroute.contract.fingerprint import Feature
+from kvroute.blocks.chain import Scope
+from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
 from kvroute.contract.keep import Keep
 

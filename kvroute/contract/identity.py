@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from kvroute.blocks.fingerprint import FINGERPRINT_VERSION
 from kvroute.contract.adapters import Adapter, digests
-from kvroute.contract.fingerprint import FINGERPRINT_VERSION
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first one that exists
 TEMPLATE_FILE = "chat_template.jinja"  # wins over the template in tokenizer_config.json

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
+from kvroute.blocks.cache_groups import Layout
 from kvroute.contract.adapters import LOAD_S
-from kvroute.contract.cache_groups import Layout
 from kvroute.contract.identity import Identity
 from kvroute.contract.unreadable import UnreadableError
 

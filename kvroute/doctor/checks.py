@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvroute.contract.cache_groups import UNTOLD
+from kvroute.blocks.cache_groups import UNTOLD
 from kvroute.contract.ranks import replicas_of
 from kvroute.deployments import last_line
 from kvroute.local.ports import is_local

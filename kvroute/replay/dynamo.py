@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replay.protocol import Sending, Setup
 from kvroute.replay.rivals import Prefilling
 from kvroute.replay.trace import Request

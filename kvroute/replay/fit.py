@@ -7,7 +7,7 @@ from itertools import chain, combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.model import EngineModel
 
 NO_ATTENTION_TOKENS = 1e9  # for prefill times without a measurable quadratic term

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvroute.contract.cache_groups import in_host
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.trace import Request
 from kvroute.replica.sim_engine.copies import Copies
 from kvroute.replica.sim_engine.host_cache import HostCache

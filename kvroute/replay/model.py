@@ -5,7 +5,7 @@ Separate from the engine itself, so that the command line, which names profiles,
 
 from dataclasses import dataclass, replace
 
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 
 PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
 KV_BYTES = 131_072  # keys and values of a token

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, takewhile
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import KEEP, Keep
 from kvroute.contract.records import HostTier, Load
 from kvroute.replay.host_memory import HostMemory

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, Pos
 from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.settings.help import expectation
 

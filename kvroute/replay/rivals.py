@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from kvroute.contract.cache_groups import in_host
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
 from kvroute.replay.protocol import Report, Sending, Setup
 from kvroute.replay.trace import Request

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
 from kvroute.contract.records import HostTier
 from kvroute.replay.closed_loop import OPEN_LOOP, FollowUp

@@ -20,7 +20,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from kvroute.contract.fingerprint import Fingerprint, reusable_blocks
+from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 
 BLOCK_TOKENS = 512  # the default for a trace without a block size: Mooncake's
 MOST_TOKENS = 100_000_000  # of a prompt; more is a mistake in the trace

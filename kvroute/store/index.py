@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import redis.asyncio as redis
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import (
     NO_PINS,
     Description,

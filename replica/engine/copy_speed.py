@@ -2,7 +2,7 @@
 
 import math
 
-from kvroute.contract.speed import Speed
+from kvroute.prefill.speed import Speed
 
 MEMORY = 4.0  # copies after which an earlier one weighs 1/e
 FADE_S = 300.0  # time without copies after which 1/e of a learned slowness is left

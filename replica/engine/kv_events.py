@@ -1,6 +1,6 @@
 """The events that an engine emits about its KV cache, in order.
 
-Each group of an engine's KV cache has blocks of its own (contract/cache_groups.py); its number is
+Each group of an engine's KV cache has blocks of its own (blocks/cache_groups.py); its number is
 the engine's. An engine of n groups that keeps blocks in host memory too has n more: number n + g is
 what host memory has of group g.
 """
@@ -8,7 +8,7 @@ what host memory has of group g.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 
 BlockHash = int | bytes  # the engine's own id of a block; never leaves the replica
 

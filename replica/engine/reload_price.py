@@ -3,7 +3,7 @@ engine has shown, beginning with what it claims."""
 
 from dataclasses import dataclass, field
 
-from kvroute.contract.speed import PrefillModel, Speed
+from kvroute.prefill.speed import PrefillModel, Speed
 from kvroute.replica.engine.copy_speed import CopySpeed
 
 

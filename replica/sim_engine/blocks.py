@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvroute.contract.chain import Scope, Space
-from kvroute.contract.fingerprint import Fingerprint, reusable_blocks
+from kvroute.blocks.chain import Scope, Space
+from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier

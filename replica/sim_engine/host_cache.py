@@ -7,7 +7,7 @@ to the engine is taken to have what it needs.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
 from kvroute.replica.engine.pins import PinnedKeys
 from kvroute.replica.engine.retention import IdleBlocks

@@ -5,7 +5,7 @@ The simulated engine and the replay's engine model both use it.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
 from kvroute.replica.engine.retention import IdleBlocks
 

@@ -11,14 +11,14 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
+from kvroute.blocks.cache_groups import HOST_GROUPS
 from kvroute.contract.adapters import LOAD_S, Residents
-from kvroute.contract.cache_groups import HOST_GROUPS
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, HostTier, Load
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.engine.protocol import Engine

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from kvroute.contract.chain import Space
+from kvroute.blocks.chain import Space
 from kvroute.replica.vllm_engine.events import Removed, Stored
 from kvroute.replica.vllm_engine.request_chain import chain_of
 

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from kvroute.contract.chain import Scope
+from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest
 
 ExtraKeys = Callable[[Request, int, int, int], tuple[tuple[Any, ...] | None, int]]

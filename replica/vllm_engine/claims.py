@@ -2,7 +2,7 @@
 
 from vllm.platforms import current_platform
 
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 
 CPU_PREFILL = PrefillModel(tokens_per_s=2_000.0, attention_tokens=1_000.0)
 GPU_PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)

@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter_layer_specs
 
-from kvroute.contract.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
+from kvroute.blocks.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
 from kvroute.contract.records import HostTier
 
 UNKNOWN = "unknown"  # a kind of which routers tell no hits

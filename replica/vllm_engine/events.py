@@ -7,7 +7,7 @@ types come from a user's KV connector and are about other memory, or repeat what
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockRemoved,

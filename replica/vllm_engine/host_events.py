@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import Request
 
-from kvroute.contract.chain import Space
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.chain import Space
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replica.vllm_engine.events import Removed, Stored
 from kvroute.replica.vllm_engine.request_chain import chain_of
 

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import Request
 
-from kvroute.contract.chain import Space
+from kvroute.blocks.chain import Space
 from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from vllm.v1.request import Request
 
-from kvroute.contract.chain import Space
-from kvroute.contract.fingerprint import Feature, Fingerprint
+from kvroute.blocks.chain import Space
+from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.replica.vllm_engine.cache_salt import scope_of
 
 

@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 
-from kvroute.contract.chain import Space
+from kvroute.blocks.chain import Space
 from kvroute.contract.keep import Keep
 from kvroute.replica.vllm_engine import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint

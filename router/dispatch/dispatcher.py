@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvroute.contract.fingerprint import Feature
+from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
-from kvroute.contract.chain import Scope
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.chain import Scope
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.contract.ranks import replica_of

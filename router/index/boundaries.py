@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-from kvroute.contract.cache_groups import CHUNK, FULL, STATE, WINDOW, CacheGroup, Layout, member
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import CHUNK, FULL, STATE, WINDOW, CacheGroup, Layout, member
+from kvroute.blocks.fingerprint import Fingerprint
 
 Holders = Callable[[Fingerprint], int]  # the replicas that have a block, as the bits of a mask
 ALL = -1  # a mask of all replicas

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 
 GENERATION = 100_000  # blocks; a set of this size grows, and is freed, in milliseconds
 

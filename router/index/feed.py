@@ -16,7 +16,7 @@ from typing import Protocol
 
 from redis.exceptions import RedisError
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.index.mirror import Mirror
 from kvroute.store.index import (

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 
 # A dictionary that grows is copied as a whole: a quarter of a second for a million entries.
 # With this many tables that share the entries, copying one takes about a millisecond.

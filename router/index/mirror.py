@@ -5,7 +5,7 @@ the blocks before it, because engines evict leaves first. So galloping and bisec
 of each replica's match: about ten dictionary reads for a prompt of a thousand blocks.
 
 A replica with a host tier announces what host memory has under other fingerprints
-(contract/cache_groups.py). They are in its set like all others; only replicas that are known to
+(blocks/cache_groups.py). They are in its set like all others; only replicas that are known to
 have such a tier are asked for them.
 """
 
@@ -13,8 +13,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from kvroute.contract.cache_groups import in_host
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.eviction_history import EvictionHistory
 from kvroute.router.index.masks import TABLES, Masks

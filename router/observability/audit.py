@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.audit_report import (
     Comparison,
     ReplicaAudit,
     decode_audit,
 )
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.router.connections.links import Links, UnansweredError

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from redis.exceptions import RedisError
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.connections.links import Links, UnansweredError

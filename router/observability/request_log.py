@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.priority import Priority
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
 from kvroute.router.placement.ledger import Ledger

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from kvroute.contract.fingerprint import Feature, Fingerprint
+from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.contract.priority import Priority

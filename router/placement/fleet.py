@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from kvroute.blocks.cache_groups import UNTOLD
+from kvroute.blocks.chain import Scope, Space
+from kvroute.blocks.fingerprint import Feature, Fingerprint, reusable_blocks
 from kvroute.contract.adapters import LOAD_S
-from kvroute.contract.cache_groups import UNTOLD
-from kvroute.contract.chain import Scope, Space
-from kvroute.contract.fingerprint import Feature, Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import NO_BLOCK, Keep, SessionTurn
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import HostTier, ReplicaRecord
-from kvroute.contract.speed import PrefillModel, prefill_model
+from kvroute.prefill.speed import PrefillModel, prefill_model
 from kvroute.router.admission.queue import Room
 from kvroute.router.admission.seats import Seats
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError, boundaries_of

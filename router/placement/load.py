@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvroute.contract.adapters import Residents
-from kvroute.contract.prefill_queue import PrefillQueue
-from kvroute.contract.speed import PrefillModel, PrefillSpeed, Speed
+from kvroute.prefill.queue import PrefillQueue
+from kvroute.prefill.speed import PrefillModel, PrefillSpeed, Speed
 from kvroute.router.placement.reloads import Reloads
 
 NEAR = 0.25  # share of the median slowness by which replicas differ without being told apart

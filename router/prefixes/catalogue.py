@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from redis.exceptions import RedisError
 
-from kvroute.contract.chain import Scope
+from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import OF
 from kvroute.contract.records import ReplicaRecord

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvroute.contract.fingerprint import Feature, Fingerprint
+from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import TokenIds
 
 MEMORY_S = 60.0  # after which a use counts 1/e

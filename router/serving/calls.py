@@ -12,7 +12,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from msgspec import Struct
 
-from kvroute.contract.fingerprint import Feature
+from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import (
     HttpCall,

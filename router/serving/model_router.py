@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from kvroute.contract.chain import Scope
+from kvroute.blocks.chain import Scope
 from kvroute.contract.identity import identify
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.records import ReplicaRecord

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 
 KNOWN_PREFIXES = 10_000  # more are dropped, the least recently used first
 ROUNDS = 4.0  # a prefix's branches decay over this many branches for each replica of the fleet

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh32_intdigest
 
-from kvroute.contract.fingerprint import Feature
+from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 
 ALIKE = 16  # tokens in a row that both prompts have, so that they count as going on alike

@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from typing import NamedTuple
 
-from kvroute.contract.chain import Scope
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.chain import Scope
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
 

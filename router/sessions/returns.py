@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import MOST_TURNS, NO_BLOCK, SESSION_BITS, Keep, SessionTurn
 
 Why = Literal["ended", "unlikely", "usual", "promised"]  # why a turn's blocks may be gone

@@ -7,8 +7,8 @@ from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvroute.contract.chain import Scope as CacheScope
-from kvroute.contract.chain import Space
+from kvroute.blocks.chain import Scope as CacheScope
+from kvroute.blocks.chain import Space
 from kvroute.keys.key_file import KeyFile, new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.keys.limits import TenantLimits

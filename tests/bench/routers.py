@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.sim_engine.simulated import SimulatedConfig
 from tests.bench.report import Row, Section

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import redis.asyncio as redis
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.local.embedded_redis import embedded_redis
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.placement.fleet import Fleet

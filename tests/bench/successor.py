@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import psutil
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.local.embedded_redis import embedded_redis
 from kvroute.router.index.feed import Feed
 from kvroute.router.placement.fleet import Fleet

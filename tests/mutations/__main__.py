@@ -70,7 +70,7 @@ MUTATIONS = {
     ),
     "tenants": Mutation(
         "no tenant finds what another one has cached",
-        "kvroute/contract/fingerprint.py",
+        "kvroute/blocks/fingerprint.py",
         '{lora}|{namespace}"',
         '{lora}|"',
     ),

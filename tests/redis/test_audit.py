@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import HostTier
 from kvroute.doctor import checks
 from kvroute.replica.engine.kv_events import BlockRemoved, EventsLost

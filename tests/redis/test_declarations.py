@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.contract.cache_groups import in_host
-from kvroute.contract.chain import Scope
+from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.chain import Scope
 from kvroute.contract.prefix_id import OF
 from kvroute.contract.records import HostTier, ReplicaRecord, Warm
 from kvroute.keys.keyring import Caller

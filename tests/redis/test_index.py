@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import Load
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored

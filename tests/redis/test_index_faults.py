@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.local.ports import free_port
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import (

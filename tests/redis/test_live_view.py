@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
 from kvroute.router.admission.queue import Held, Queue

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract import messages
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.messages import Message, Sent
 from kvroute.contract.records import (
     NO_PINS,

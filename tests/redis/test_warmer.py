@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from kvroute.contract.chain import Scope
+from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description, HostTier, Warm
 from kvroute.replica.block_table import BlockTable

@@ -2,7 +2,7 @@
 
 import random
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replay.trace import BLOCK_TOKENS, Request
 
 

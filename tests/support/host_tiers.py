@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from kvroute.blocks.chain import Space
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.chain import Space
 from kvroute.contract.keep import Keep
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import KVEvent, Transfers

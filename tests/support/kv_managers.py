@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvroute.contract.chain import Space
+from kvroute.blocks.chain import Space
 from kvroute.replica.engine.kv_events import KVEvent
 from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.division import Division, division_of

@@ -2,7 +2,7 @@
 
 import itertools
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.router.admission.seats import Seats, Waiter
 

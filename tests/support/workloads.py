@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from openai import OpenAI
 
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
+from kvroute.blocks.fingerprint import Fingerprint, fingerprints, reusable_blocks, root
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.prompts.tokenizer import Prompts
 

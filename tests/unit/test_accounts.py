@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.generation import Chunk
-from kvroute.contract.speed import PrefillSpeed
 from kvroute.keys.limits import OTHER
+from kvroute.prefill.speed import PrefillSpeed
 from kvroute.router.accounting.accounts import NAMED, US, Accounts, as_json, bounded
 from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.placement.attempts import Attempt, Outcome, RequestContext

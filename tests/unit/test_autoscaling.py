@@ -25,8 +25,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from kvroute import autoscaling
 from kvroute.app import GROW_DELAY_S, build
 from kvroute.autoscaling import Report, WaitPolicy, desired_replicas, queueing_s
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.command.scale import Deployed, ScaleError, refuse_own_size
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.records import Description, ReplicaRecord
 from kvroute.replica.backlog import STEP_S, Backlog, occupancy
 from kvroute.replica.engine.kv_events import BlockRemoved, BlockStored

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvroute.contract.chain import Scope
-from kvroute.contract.fingerprint import fingerprints, root
+from kvroute.blocks.chain import Scope
+from kvroute.blocks.fingerprint import fingerprints, root
 from kvroute.contract.generation import TokenIds
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvroute.replica.sim_engine.blocks import BlockPool, Table

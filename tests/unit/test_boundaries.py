@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.cache_groups import (
+from kvroute.blocks.cache_groups import (
     CHUNK,
     FULL,
     HOST_GROUPS,
@@ -16,7 +16,7 @@ from kvroute.contract.cache_groups import (
     Layout,
     member,
 )
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.fleet import Fleet

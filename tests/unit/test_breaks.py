@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.fingerprint import Feature
+from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 from kvroute.router.sessions.breaks import ALIKE, Difference, difference, told_apart
 

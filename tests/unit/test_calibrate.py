@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.fit import Decode, FitError, Prefill, fit, non_negative_fit
 from kvroute.replay.measure import Stream, decode_sample, median_decodes, median_prefills
 from kvroute.replay.model import EngineModel

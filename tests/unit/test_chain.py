@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvroute.contract.chain import Scope, Space
-from kvroute.contract.fingerprint import Feature, Fingerprint
+from kvroute.blocks.chain import Scope, Space
+from kvroute.blocks.fingerprint import Feature, Fingerprint
 
 BLOCK = 4
 SPACE = Space("m", "r", BLOCK)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.contract.fingerprint import Feature
+from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest, TokenIds
 from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine

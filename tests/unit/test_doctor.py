@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.contract.cache_groups import UNTOLD
+from kvroute.blocks.cache_groups import UNTOLD
 from kvroute.contract.unreadable import KINDS
 from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports
 from kvroute.doctor.cache_size import CacheReading

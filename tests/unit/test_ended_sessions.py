@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.keep import KEEP, Keep, SessionTurn
 from kvroute.keys.key_file import new_file, new_key

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvroute.blocks.cache_groups import HOST_GROUPS, member
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.cache_groups import HOST_GROUPS, member
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,

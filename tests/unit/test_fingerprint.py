@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.fingerprint import (
+from kvroute.blocks.fingerprint import (
     Feature,
     Fingerprint,
     fingerprints,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from kvroute.contract.cache_groups import HOST_GROUPS, CacheGroup, Layout
-from kvroute.contract.chain import Scope
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import HOST_GROUPS, CacheGroup, Layout
+from kvroute.blocks.chain import Scope
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import TokenIds
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import (

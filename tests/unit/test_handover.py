@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.cache_groups import CacheGroup, Layout
-from kvroute.contract.chain import Scope
+from kvroute.blocks.cache_groups import CacheGroup, Layout
+from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import Keep
 from kvroute.router.connections.links import UnansweredError

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
 from kvroute.replica.sim_engine.host_cache import HostCache
 

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry
 
-from kvroute.contract.cache_groups import HOST_GROUPS, in_host
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import HOST_GROUPS, in_host
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlockRemoved, BlockStored, Transfers
 from kvroute.replica.engine_metrics import ReplicaMetrics

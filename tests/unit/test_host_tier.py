@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from kvroute.contract.cache_groups import CacheGroup, Layout, in_host
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import CacheGroup, Layout, in_host
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import (
     Description,

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvroute.contract.fingerprint import Feature, fingerprints, root
+from kvroute.blocks.fingerprint import Feature, fingerprints, root
 from kvroute.contract.generation import TokenIds
 from kvroute.router.prefixes.hot import KEPT, MEMORY_S, Hot, HotPrefixes
 

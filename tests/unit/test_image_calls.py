@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.contract.fingerprint import Feature
+from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.http_call import Rendered, call_in, encode_rendered
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.calls import MESSAGES, parse_call

@@ -8,6 +8,8 @@ from tests.support.repository import LINKED, ROOT, product_modules
 
 # The packages and single modules of kvroute, from the lowest to the highest, as in ARCHITECTURE.md.
 ORDER = (
+    "kvroute.blocks",
+    "kvroute.prefill",
     "kvroute.contract",
     "kvroute.keys",
     "kvroute.wire",

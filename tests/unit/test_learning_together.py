@@ -6,7 +6,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.router.placement.attempts import Outcome, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber

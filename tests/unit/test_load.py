@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.speed import PrefillModel, PrefillSpeed
+from kvroute.prefill.speed import PrefillModel, PrefillSpeed
 from kvroute.router.placement.load import (
     ReplicaLoad,
     Sent,

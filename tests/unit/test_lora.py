@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvroute.blocks.chain import Scope
 from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter, room_for_rank
-from kvroute.contract.chain import Scope
 from kvroute.contract.identity import Identity
 from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.router.placement.attempts import Attempt, RequestObserver

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.cache_groups import in_host
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.router.index.eviction_history import GENERATION
 from kvroute.router.index.masks import Masks
 from kvroute.router.index.mirror import TOLD_S, Mirror

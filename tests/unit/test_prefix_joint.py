@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import TokenIds
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.api.errors import ApiError

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.command.explain import _summary
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.keep import KEEP, SessionTurn
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, rank

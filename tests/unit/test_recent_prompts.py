@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.chain import Scope
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.chain import Scope
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.router.sessions.recent_prompts import PROMPT_TOKENS, RecentPrompts

@@ -7,9 +7,9 @@ import pytest
 from rich.progress import Progress
 from typer.testing import CliRunner
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.contract.fingerprint import Fingerprint
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.compare import compare, saturation_rps
 from kvroute.replay.model import EngineModel
 from kvroute.replay.modelled_engine import Replica

@@ -9,8 +9,8 @@ import pytest
 from rich.progress import Progress
 from typer.testing import CliRunner
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replay.closed_loop import Loop, Session, starts_at_once, starts_at_speed
 from kvroute.replay.compare import Run, compare
 from kvroute.replay.model import EngineModel

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replay.closed_loop import Loop, native_starts_per_s, starts_at_speed
 from kvroute.replay.model import EngineModel
 from kvroute.replay.simulate import Cluster, Outcome, simulate

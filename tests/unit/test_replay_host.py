@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.contract.cache_groups import in_host
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.contract.records import HostTier
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.model import EngineModel
 from kvroute.replay.modelled_engine import Replica
 from kvroute.replay.policies import POLICIES

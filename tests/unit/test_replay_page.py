@@ -11,8 +11,8 @@ import pytest
 from rich.progress import Progress
 from typer.testing import CliRunner
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.contract.fingerprint import Fingerprint
 from kvroute.replay.compare import Run, compare
 from kvroute.replay.page import page, plots
 from kvroute.replay.plot import Line, Plot, svg

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvroute.contract.cache_groups import in_host
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import HostTier, Load
-from kvroute.contract.speed import PrefillModel
+from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
 from kvroute.replay.protocol import Policy, Report, Setup
 from kvroute.replay.rivals import Indexed, LlmD, LlmDSpeculative, LMetric

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from itertools import count
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replay.sessions import Ends, with_ends
 from kvroute.replay.simulate import Cluster, simulate
 from kvroute.replay.trace import BLOCK_TOKENS, Request

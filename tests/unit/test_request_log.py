@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvroute.contract.cache_groups import in_host
-from kvroute.contract.fingerprint import Feature, Fingerprint
+from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpPart
 from kvroute.contract.records import HostTier, ReplicaRecord

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.router.sessions import returns as module
 from kvroute.router.sessions.returns import (

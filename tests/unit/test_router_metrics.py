@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.keep import KEEP, SessionTurn
 from kvroute.contract.records import ReplicaRecord

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.router.admission.seats import Seats
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError

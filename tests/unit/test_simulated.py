@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kvroute.contract.fingerprint import fingerprints, root
+from kvroute.blocks.fingerprint import fingerprints, root
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import Load

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.contract.cache_groups import HOST_GROUPS, member
+from kvroute.blocks.cache_groups import HOST_GROUPS, member
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier, Load

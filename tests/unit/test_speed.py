@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.prefill_queue import PrefillQueue
-from kvroute.contract.speed import MOST_OFF, PrefillSpeed
+from kvroute.prefill.queue import PrefillQueue
+from kvroute.prefill.speed import MOST_OFF, PrefillSpeed
 from kvroute.router.placement.load import Sent
 
 SHORT_S = 0.00012  # predicted for three tokens

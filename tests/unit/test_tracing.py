@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvroute.contract.cache_groups import in_host
+from kvroute.blocks.cache_groups import in_host
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.process import tracing

@@ -10,7 +10,7 @@ import httpx
 import requests
 from openai import OpenAI
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.store.connection import ANSWER_S, connect
 from kvroute.store.index import FencedError, Index

@@ -6,7 +6,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.replica.vllm_engine import subscription
 from tests.support.answers import data_of, end_of, ids_of, logprobs_of, status_of, text_of

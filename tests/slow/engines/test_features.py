@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.fingerprint import Feature, features_in
+from kvroute.blocks.fingerprint import Feature, features_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.chain import Scope
+from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.router.placement.fleet import Fleet

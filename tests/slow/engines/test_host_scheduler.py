@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.cache_groups import HOST_GROUPS, in_host
-from kvroute.contract.chain import Scope, Space
+from kvroute.blocks.cache_groups import HOST_GROUPS, in_host
+from kvroute.blocks.chain import Scope, Space
 from kvroute.contract.keep import Keep
 from kvroute.replica.block_table import Changes
 from kvroute.router.placement.fleet import Fleet
@@ -260,7 +260,7 @@ def test_a_tier_of_a_few_blocks_is_refused() -> None:
 
 
 def test_a_tier_without_a_block_for_each_group_is_refused_in_words() -> None:
-    from kvroute.contract.cache_groups import CacheGroup
+    from kvroute.blocks.cache_groups import CacheGroup
     from kvroute.contract.generation import CannotRunError
     from kvroute.replica.vllm_engine.division import Division
     from kvroute.replica.vllm_engine.host_args import check_tier

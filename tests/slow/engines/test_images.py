@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvroute.contract.chain import Scope
+from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from tests.support.answers import data_of, status_of

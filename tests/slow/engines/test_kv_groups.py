@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.cache_groups import CacheGroup, Layout
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.blocks.cache_groups import CacheGroup, Layout
+from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError

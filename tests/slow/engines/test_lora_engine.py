@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvroute.contract.fingerprint import Fingerprint, fingerprints, root
+from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest
 from tests.support.answers import ids_of
 from tests.support.engines import (

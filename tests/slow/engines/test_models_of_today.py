@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvroute.contract.cache_groups import FULL
+from kvroute.blocks.cache_groups import FULL
 from tests.support.answers import ids_of
 from tests.support.engines import BLOCK, prompt_of, started
 from tests.support.routed import REPLICA, Routed

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from kvroute.contract.chain import Scope
+from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import TokenIds
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from kvroute.contract.speed import PrefillSpeed
+from kvroute.prefill.speed import PrefillSpeed
 
 JUST = 1e-6  # share by which a backlog is below another one, so that rounding does not matter
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvroute.contract.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint
 
 # vLLM's names of the kinds, by what a hit of L tokens needs.
 FULL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # all blocks before L

@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvroute.contract.fingerprint import Feature, Fingerprint, fingerprints, namespaced, root
+from kvroute.blocks.fingerprint import Feature, Fingerprint, fingerprints, namespaced, root
 
 
 class Scope(Struct, frozen=True):
