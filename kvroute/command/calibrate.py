@@ -9,7 +9,7 @@ import typer
 from kvroute.replay.output import check_folder
 
 if TYPE_CHECKING:
-    from kvroute.replay.fit import Fit
+    from kvroute.replay.calibration.fit import Fit
 
 
 def calibrate(
@@ -37,9 +37,9 @@ def calibrate(
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvroute.replay.fit import FitError, fit
-    from kvroute.replay.measure import ClusterError, measure
-    from kvroute.replay.profiles import Profile
+    from kvroute.replay.calibration.fit import FitError, fit
+    from kvroute.replay.calibration.measure import ClusterError, measure
+    from kvroute.replay.calibration.profiles import Profile
 
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:

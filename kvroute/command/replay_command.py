@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvroute.replay.calibration.profiles import (
+    DEFAULT_ENGINE,
+    PROFILES,
+    Profile,
+    ProfileError,
+    load_profile,
+)
 from kvroute.replay.output import check_folder
-from kvroute.replay.pace import Pace
-from kvroute.replay.profiles import DEFAULT_ENGINE, PROFILES, Profile, ProfileError, load_profile
+from kvroute.replay.workload.pace import Pace
 
 if TYPE_CHECKING:
-    from kvroute.replay.sessions import Ends
+    from kvroute.replay.workload.sessions import Ends
 
 DEFAULT_LOAD = 0.8
 
@@ -122,12 +128,12 @@ def replay(
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvroute.replay.arrivals import arrivals_at
     from kvroute.replay.compare import compare, saturation_rps
     from kvroute.replay.report import tables
-    from kvroute.replay.sessions import with_ends
     from kvroute.replay.simulate import Cluster
-    from kvroute.replay.trace import TraceError, read, unnamed
+    from kvroute.replay.workload.arrivals import arrivals_at
+    from kvroute.replay.workload.sessions import with_ends
+    from kvroute.replay.workload.trace import TraceError, read, unnamed
 
     pace = _pace(load, speed, rate, sessions, closed_loop=closed_loop)
     page = _page() if html else None
@@ -232,7 +238,7 @@ def _slow(slow: str | None) -> tuple[float, float]:
 
 def _ends(given: str | None) -> "Ends | None":
     """The shares of right and of wrong ends. None: clients say nothing."""
-    from kvroute.replay.sessions import Ends
+    from kvroute.replay.workload.sessions import Ends
 
     if given is None:
         return None
@@ -271,7 +277,7 @@ def _profile(engine: str) -> Profile:
 
 
 def _names(policy: str) -> list[str]:
-    from kvroute.replay.policies import POLICIES
+    from kvroute.replay.policies.production import POLICIES
 
     names = list(POLICIES) if policy == "all" else [name.strip() for name in policy.split(",")]
     unknown = [name for name in names if name not in POLICIES]

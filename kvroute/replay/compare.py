@@ -7,10 +7,16 @@ from multiprocessing import get_context
 
 from rich.progress import Progress
 
-from kvroute.replay.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.report import Summary, summarise
 from kvroute.replay.simulate import Cluster, Outcome, simulate
-from kvroute.replay.trace import Request, TraceError, at_speed, ideal_hit_tokens, native_rps
+from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
+from kvroute.replay.workload.trace import (
+    Request,
+    TraceError,
+    at_speed,
+    ideal_hit_tokens,
+    native_rps,
+)
 
 REFERENCES = ("kvroute", "sglang")  # the saturation is the best throughput of these under overload
 OVERLOAD = 1.05  # arrivals over throughput; with more, a policy can delay long prompts for ever

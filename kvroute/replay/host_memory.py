@@ -9,7 +9,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.trace import Request
+from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.copies import Copies
 from kvroute.replica.sim_engine.host_cache import HostCache
 

@@ -13,10 +13,10 @@ from itertools import count, takewhile
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import KEEP, Keep
 from kvroute.contract.records import HostTier, Load
+from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.host_memory import HostMemory
-from kvroute.replay.model import EngineModel
-from kvroute.replay.protocol import Report
-from kvroute.replay.trace import Request
+from kvroute.replay.policies.protocol import Report
+from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
 
 

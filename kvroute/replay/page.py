@@ -6,12 +6,12 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.compare import Run
 from kvroute.replay.plot import Line, Plot, svg
 from kvroute.replay.report import WARM_UP, Column, cells, table_columns
 from kvroute.replay.session_times import done_over_time
-from kvroute.replay.trace import Request, ideal_hit_tokens
+from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
+from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 
 QUANTILES = np.linspace(0, 1, 201)
 WINDOWS = 30  # of time, over which hits are averaged

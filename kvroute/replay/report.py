@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from kvroute.replay.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.session_times import SessionTimes, session_times
 from kvroute.replay.simulate import Outcome
-from kvroute.replay.trace import Request, ideal_hit_tokens
+from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
+from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 
 WARM_UP = 10  # the first tenth of the requests fills the caches and is not measured
 SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # of prompts, in tokens

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.replay.closed_loop import Loop
 from kvroute.replay.simulate import Outcome
+from kvroute.replay.workload.closed_loop import Loop
 
 MOST = 0.9  # of the sessions: when they are done is reported
 

@@ -11,12 +11,12 @@ from itertools import count, pairwise
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
 from kvroute.contract.records import HostTier
-from kvroute.replay.closed_loop import OPEN_LOOP, FollowUp
-from kvroute.replay.model import HOST_GB_PER_S, KV_BYTES, EngineModel
+from kvroute.replay.calibration.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
-from kvroute.replay.policies import POLICIES
-from kvroute.replay.protocol import Policy, Report, Setup
-from kvroute.replay.trace import Request, TraceError
+from kvroute.replay.policies.production import POLICIES
+from kvroute.replay.policies.protocol import Policy, Report, Setup
+from kvroute.replay.workload.closed_loop import OPEN_LOOP, FollowUp
+from kvroute.replay.workload.trace import Request, TraceError
 
 ENGINE = EngineModel()
 

@@ -31,7 +31,7 @@ WAITING_LINES = 10_000  # not yet written; more are dropped
 
 
 class Line(msgspec.Struct):
-    """One request at one replica. The first four are Mooncake's; replay/trace.py reads it."""
+    """One request at one replica. The first four are Mooncake's; workload/trace.py reads it."""
 
     timestamp: float  # ms since 1970, when it was sent
     input_length: int

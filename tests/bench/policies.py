@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvroute.replay.compare import compare, saturation_rps
-from kvroute.replay.policies import POLICIES
+from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.simulate import Cluster
-from kvroute.replay.trace import Request, at_speed, native_rps, read
+from kvroute.replay.workload.trace import Request, at_speed, native_rps, read
 from tests.bench.report import Row, Section
 from tests.support.traces import WORKLOADS
 

@@ -3,7 +3,7 @@
 import random
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.replay.trace import BLOCK_TOKENS, Request
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 
 
 def request(

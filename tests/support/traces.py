@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.replay.trace import BLOCK_TOKENS, Request, read
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request, read
 
 SPAN_S = 900.0  # of a trace
 BEFORE_S = 600.0  # it begins with what started in this time before, under way

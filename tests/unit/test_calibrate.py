@@ -7,10 +7,15 @@ from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.fit import Decode, FitError, Prefill, fit, non_negative_fit
-from kvroute.replay.measure import Stream, decode_sample, median_decodes, median_prefills
-from kvroute.replay.model import EngineModel
-from kvroute.replay.profiles import Profile
+from kvroute.replay.calibration.fit import Decode, FitError, Prefill, fit, non_negative_fit
+from kvroute.replay.calibration.measure import (
+    Stream,
+    decode_sample,
+    median_decodes,
+    median_prefills,
+)
+from kvroute.replay.calibration.model import EngineModel
+from kvroute.replay.calibration.profiles import Profile
 
 ENGINE = EngineModel(PrefillModel(12_000.0, 20_000.0), 8e-3, 3e-4, 5e-8)
 OVERHEAD_S = 0.004

@@ -6,8 +6,8 @@ from itertools import combinations, product
 
 import pytest
 
-from kvroute.replay.profiles import PROFILES
-from kvroute.replay.trace import Request
+from kvroute.replay.calibration.profiles import PROFILES
+from kvroute.replay.workload.trace import Request
 from tests.bench.matrix.__main__ import matches
 from tests.bench.matrix.cells import CACHES, CELLS, COVER, SLOW_SPEED, Cell
 from tests.bench.matrix.runs import Result, cluster, measure

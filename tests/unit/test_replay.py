@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
 from kvroute.prefill.speed import PrefillModel
+from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.compare import compare, saturation_rps
-from kvroute.replay.model import EngineModel
 from kvroute.replay.modelled_engine import Replica
-from kvroute.replay.policies import POLICIES
+from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.report import Summary, summarise
 from kvroute.replay.simulate import Cluster, simulate
-from kvroute.replay.trace import (
+from kvroute.replay.workload.trace import (
     BLOCK_TOKENS,
     Request,
     TraceError,

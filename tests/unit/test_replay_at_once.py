@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.replay.closed_loop import Loop, Session, starts_at_once, starts_at_speed
+from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.compare import Run, compare
-from kvroute.replay.model import EngineModel
 from kvroute.replay.page import page, plots
 from kvroute.replay.session_times import SessionTimes, done_over_time, session_times
 from kvroute.replay.simulate import Cluster, Outcome, simulate
-from kvroute.replay.trace import BLOCK_TOKENS, Request
+from kvroute.replay.workload.closed_loop import Loop, Session, starts_at_once, starts_at_speed
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 from tests.support.traces import lines, rollouts
 
 ENGINE = EngineModel()

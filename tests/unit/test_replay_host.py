@@ -10,13 +10,13 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
 from kvroute.contract.records import HostTier
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.model import EngineModel
+from kvroute.replay.calibration.model import EngineModel
+from kvroute.replay.calibration.profiles import PROFILES
 from kvroute.replay.modelled_engine import Replica
-from kvroute.replay.policies import POLICIES
-from kvroute.replay.profiles import PROFILES
+from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.report import summarise
 from kvroute.replay.simulate import Cluster, simulate
-from kvroute.replay.trace import BLOCK_TOKENS, Request, ideal_hit_tokens
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request, ideal_hit_tokens
 from tests.support.conversations import conversations, request
 from tests.support.traces import lines
 

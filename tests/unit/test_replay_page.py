@@ -16,10 +16,10 @@ from kvroute.cli import app
 from kvroute.replay.compare import Run, compare
 from kvroute.replay.page import page, plots
 from kvroute.replay.plot import Line, Plot, svg
-from kvroute.replay.policies import POLICIES
+from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.report import WARM_UP
 from kvroute.replay.simulate import Cluster
-from kvroute.replay.trace import BLOCK_TOKENS, Request, ideal_hit_tokens
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request, ideal_hit_tokens
 
 VOID = {"meta"}  # elements that have no end
 SVGS = re.compile(r"<svg .*?</svg>", re.DOTALL)

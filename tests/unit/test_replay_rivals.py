@@ -10,10 +10,10 @@ from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import HostTier, Load
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
-from kvroute.replay.protocol import Policy, Report, Setup
-from kvroute.replay.rivals import Indexed, LlmD, LlmDSpeculative, LMetric
-from kvroute.replay.trace import BLOCK_TOKENS, Request
+from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
+from kvroute.replay.policies.protocol import Policy, Report, Setup
+from kvroute.replay.policies.rivals import Indexed, LlmD, LlmDSpeculative, LMetric
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 
 SETUP = Setup(2, 800_000, PrefillModel(25_000.0, 32_768.0), BLOCK_TOKENS, chunk_tokens=1000)
 BUSY_TOKENS = 16_001  # more than 16 steps of 1000

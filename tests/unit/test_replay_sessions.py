@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from itertools import count
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.replay.sessions import Ends, with_ends
 from kvroute.replay.simulate import Cluster, simulate
-from kvroute.replay.trace import BLOCK_TOKENS, Request
+from kvroute.replay.workload.sessions import Ends, with_ends
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 
 CHATS = 12
 PAUSE_S = 20.0

@@ -22,7 +22,7 @@ from kvroute.contract.http_call import HttpPart
 from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.local.launch import refuse_closed_folder
 from kvroute.local.progress import StartError
-from kvroute.replay.trace import read
+from kvroute.replay.workload.trace import read
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.admission.waits import AT_EASE, NO_WAIT, Urgency, Wait
 from kvroute.router.observability import request_log

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvroute.cli import app
-from kvroute.replay.closed_loop import native_starts_per_s
-from kvroute.replay.trace import Request, ideal_hit_tokens, read, unnamed
+from kvroute.replay.workload.closed_loop import native_starts_per_s
+from kvroute.replay.workload.trace import Request, ideal_hit_tokens, read, unnamed
 from tests.support.traces import (
     LONGEST_TOKENS,
     WORKLOADS,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.model import EngineModel
+from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.simulate import Cluster, Outcome, simulate
-from kvroute.replay.trace import Request
+from kvroute.replay.workload.trace import Request
 from tests.support.traces import agents, documents
 
 FACTORS = [2.0**-7, 0.5, 2.0, 2.0**7]

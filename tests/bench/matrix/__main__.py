@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvroute.replay.policies import POLICIES
+from kvroute.replay.policies.production import POLICIES
 from tests.bench.matrix.cells import CELLS, Cell
 from tests.bench.matrix.runs import Result, measure, saturation
 from tests.bench.matrix.table import compared, compared_sessions

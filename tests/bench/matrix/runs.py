@@ -5,15 +5,15 @@ from dataclasses import asdict, dataclass
 
 from rich.progress import Progress
 
-from kvroute.replay.arrivals import arrivals_at
-from kvroute.replay.closed_loop import OPEN_LOOP
+from kvroute.replay.calibration.profiles import PROFILES
 from kvroute.replay.compare import saturation_rps
 from kvroute.replay.modelled_engine import blocks_needed
-from kvroute.replay.pace import Pace
-from kvroute.replay.profiles import PROFILES
 from kvroute.replay.report import summarise
 from kvroute.replay.simulate import Cluster, simulate
-from kvroute.replay.trace import Request
+from kvroute.replay.workload.arrivals import arrivals_at
+from kvroute.replay.workload.closed_loop import OPEN_LOOP
+from kvroute.replay.workload.pace import Pace
+from kvroute.replay.workload.trace import Request
 from tests.bench.matrix.cells import CACHES, SLOW_SHARE, SLOW_SPEED, Cell
 from tests.bench.matrix.workloads import Files, workload
 

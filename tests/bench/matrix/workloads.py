@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import count
 from pathlib import Path
 
-from kvroute.replay.trace import Request, TraceError, read
+from kvroute.replay.workload.trace import Request, TraceError, read
 from tests.support.traces import agents, chats, documents, fan_outs, mix
 
 JITTER_S = 60.0  # seeds after the first move each session's start: about as far as the next one's

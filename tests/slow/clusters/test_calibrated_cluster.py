@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
-from kvroute.replay.profiles import Profile, load_profile
+from kvroute.replay.calibration.profiles import Profile, load_profile
 from tests.support.serving import Cluster
 
 TRIES = 3  # a busy machine spoils one
@@ -17,7 +17,7 @@ TRIES = 3  # a busy machine spoils one
 
 @pytest.fixture(autouse=True)
 def one_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvroute.replay.measure.REPETITIONS", 1)
+    monkeypatch.setattr("kvroute.replay.calibration.measure.REPETITIONS", 1)
 
 
 def run(*args: object) -> Result:

@@ -15,7 +15,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.app import build
-from kvroute.replay.trace import TraceError, read
+from kvroute.replay.workload.trace import TraceError, read
 from tests.support.clients import async_openai_client
 from tests.support.hits import tell_routers
 from tests.support.json_lines import read_lines

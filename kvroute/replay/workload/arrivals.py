@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvroute.replay.closed_loop import (
+from kvroute.replay.calibration.model import EngineModel
+from kvroute.replay.workload.closed_loop import (
     OPEN_LOOP,
     Loop,
     native_starts_per_s,
     starts_at_once,
     starts_at_speed,
 )
-from kvroute.replay.model import EngineModel
-from kvroute.replay.pace import Pace
-from kvroute.replay.trace import Request, at_speed, native_rps
+from kvroute.replay.workload.pace import Pace
+from kvroute.replay.workload.trace import Request, at_speed, native_rps
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import SESSION_BITS, Keep, number_of
 from kvroute.contract.messages import Message
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
-from kvroute.replay.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
-from kvroute.replay.protocol import Policy, Report, Sending, Setup
-from kvroute.replay.rivals import (
+from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
+from kvroute.replay.policies.protocol import Policy, Report, Sending, Setup
+from kvroute.replay.policies.rivals import (
     Baseline,
     ConsistentHash,
     LlmD,
@@ -22,7 +22,7 @@ from kvroute.replay.rivals import (
     RayPrefix,
     SGLang,
 )
-from kvroute.replay.trace import Request
+from kvroute.replay.workload.trace import Request
 from kvroute.router.admission.queue import Held, Queue
 from kvroute.router.admission.seats import IDLE_S, Seats, Waiter
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.replay.protocol import Sending, Setup
-from kvroute.replay.rivals import Prefilling
-from kvroute.replay.trace import Request
+from kvroute.replay.policies.protocol import Sending, Setup
+from kvroute.replay.policies.rivals import Prefilling
+from kvroute.replay.workload.trace import Request
 
 QUEUE_STEPS = 16  # of prompt tokens to compute on every replica: requests wait in the router
 

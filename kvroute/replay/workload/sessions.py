@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.replay.trace import Request
+from kvroute.replay.workload.trace import Request
 
 
 @dataclass(frozen=True, slots=True)

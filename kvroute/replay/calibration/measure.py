@@ -15,7 +15,7 @@ import httpx
 from rich.progress import Progress
 
 from kvroute.client import key_headers, no_cluster
-from kvroute.replay.fit import Decode, Prefill
+from kvroute.replay.calibration.fit import Decode, Prefill
 
 TOKEN_IDS = range(100, 1000)  # ordinary tokens of any vocabulary
 SHORTEST_TOKENS = 64  # of a prompt

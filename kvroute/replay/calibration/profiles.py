@@ -13,7 +13,7 @@ from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.model import HOST_GB_PER_S, KV_BYTES, EngineModel
+from kvroute.replay.calibration.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.settings.help import expectation
 
 DEFAULT_ENGINE = "h200-8b"

@@ -9,7 +9,7 @@ from kvroute.contract.keep import Keep
 from kvroute.contract.messages import Message
 from kvroute.contract.records import HostTier, Load
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.trace import Request
+from kvroute.replay.workload.trace import Request
 
 
 @dataclass(frozen=True, slots=True)

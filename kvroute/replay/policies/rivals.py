@@ -10,8 +10,8 @@ from itertools import takewhile
 from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
-from kvroute.replay.protocol import Report, Sending, Setup
-from kvroute.replay.trace import Request
+from kvroute.replay.policies.protocol import Report, Sending, Setup
+from kvroute.replay.workload.trace import Request
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.policy import Candidate

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.model import EngineModel
+from kvroute.replay.calibration.model import EngineModel
 
 NO_ATTENTION_TOKENS = 1e9  # for prefill times without a measurable quadratic term
 REMEDY = "measure again while nothing else uses the cluster or its machines"

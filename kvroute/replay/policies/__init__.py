@@ -1,0 +1,1 @@
+"""The routing policies that a replay compares."""
