@@ -12,8 +12,8 @@ from kvroute.process.builtin_model import resolve
 from kvroute.process.memory import memory_bytes
 from kvroute.replica.engine.pins import pin_budget
 from kvroute.replica.engine.protocol import Engine
-from kvroute.replica.vllm_engine import fork_server
-from kvroute.replica.vllm_engine.cpu_affinity import claim_cores
+from kvroute.replica.vllm_engine.process import fork_server
+from kvroute.replica.vllm_engine.process.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 
 UNKNOWN_CONTEXT = 131_072  # tokens

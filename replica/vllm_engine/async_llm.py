@@ -39,27 +39,27 @@ from kvroute.process.memory import memory_bytes
 from kvroute.process.tracing import traces_endpoint
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
-from kvroute.replica.vllm_engine import die_with_parent, fork_server
-from kvroute.replica.vllm_engine.cache_salt import cache_salt
-from kvroute.replica.vllm_engine.chosen_parsers import choose_reasoning_parser
-from kvroute.replica.vllm_engine.claims import prefill_claim, reload_claim
-from kvroute.replica.vllm_engine.continued import ContinuingLLM
-from kvroute.replica.vllm_engine.cpu_affinity import Cores
-from kvroute.replica.vllm_engine.division import Division
+from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
+from kvroute.replica.vllm_engine.blocks.division import Division
+from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
+from kvroute.replica.vllm_engine.blocks.keeping import keep_args
+from kvroute.replica.vllm_engine.core.continued import ContinuingLLM
+from kvroute.replica.vllm_engine.core.endpoints import listed
+from kvroute.replica.vllm_engine.core.lora import Adapters
+from kvroute.replica.vllm_engine.core.priority import priority_of
+from kvroute.replica.vllm_engine.core.rank_core import RankCore
+from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
+from kvroute.replica.vllm_engine.core.subscription import Subscription
 from kvroute.replica.vllm_engine.dtype import choose_dtype
-from kvroute.replica.vllm_engine.endpoints import listed
 from kvroute.replica.vllm_engine.engine_args import checked, front_args
-from kvroute.replica.vllm_engine.engine_health import EngineHealth
-from kvroute.replica.vllm_engine.events import EventBatch, event_of
-from kvroute.replica.vllm_engine.host_args import check_tier, host_args
-from kvroute.replica.vllm_engine.http_app import HttpApp
-from kvroute.replica.vllm_engine.keeping import keep_args
-from kvroute.replica.vllm_engine.last_words import LastWords
-from kvroute.replica.vllm_engine.lora import Adapters
-from kvroute.replica.vllm_engine.priority import priority_of
-from kvroute.replica.vllm_engine.rank_core import RankCore
-from kvroute.replica.vllm_engine.scheduler import HOST_PIN, PIN
-from kvroute.replica.vllm_engine.subscription import Subscription
+from kvroute.replica.vllm_engine.host.args import check_tier, host_args
+from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
+from kvroute.replica.vllm_engine.http.app import HttpApp
+from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
+from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
+from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
+from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
+from kvroute.replica.vllm_engine.process.last_words import LastWords
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
@@ -312,7 +312,7 @@ def engine_args(
         # that pool over all tokens.
         "enable_prefix_caching": None if settings.prefix_caching else False,
         "stream_interval": settings.stream_interval,
-        "scheduler_cls": f"kvroute.replica.vllm_engine.scheduler.{scheduler}",
+        "scheduler_cls": f"kvroute.replica.vllm_engine.core.scheduler.{scheduler}",
         "scheduling_policy": "priority",
         "kv_events_config": KVEventsConfig(
             enable_kv_cache_events=settings.prefix_caching,

@@ -20,7 +20,7 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import prepare_vllm
-from kvroute.replica.vllm_engine.cpu_affinity import Cores, claim_cores
+from kvroute.replica.vllm_engine.process.cpu_affinity import Cores, claim_cores
 from kvroute.settings.replica import ReplicaSettings
 from tests.bench.report import Row, Section
 from tests.support.chunks import streamed

@@ -64,7 +64,7 @@ class Pool:
     def __init__(self, said: Said | None, seed: int) -> None:
         from vllm.v1.core.block_pool import BlockPool
 
-        from kvroute.replica.vllm_engine.free_queue import FreeQueue
+        from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
         self.pool: Any = BlockPool(BLOCKS + 1, True, 16)
         self._now_s = 0.0

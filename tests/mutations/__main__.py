@@ -58,7 +58,7 @@ MUTATIONS = {
     ),
     "remainder": Mutation(
         "an answer that goes on elsewhere has no token more or less",
-        "replica/vllm_engine/continued.py",
+        "replica/vllm_engine/core/continued.py",
         "params.max_tokens = (params.max_tokens or 0) - len(answered)",
         "params.max_tokens = params.max_tokens or 0",
     ),

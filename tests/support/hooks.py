@@ -33,7 +33,7 @@ def imported() -> set[str]:
     """All names of vLLM that the engine's modules import."""
     return {
         f"{node.module}.{alias.name}"
-        for file in ENGINE.glob("*.py")
+        for file in ENGINE.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm")
         for alias in node.names
@@ -42,7 +42,7 @@ def imported() -> set[str]:
 
 def replaced() -> set[str]:
     """Those that they replace in vLLM's modules."""
-    tree = ast.parse((ENGINE / "repeatable.py").read_text())
+    tree = ast.parse((ENGINE / "http" / "repeatable.py").read_text())
     (names,) = (
         ast.literal_eval(node.value)
         for node in tree.body

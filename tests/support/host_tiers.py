@@ -23,8 +23,8 @@ class Tiered:
     ) -> None:
         from vllm.config import KVEventsConfig
 
-        from kvroute.replica.vllm_engine.host_args import host_args
-        from kvroute.replica.vllm_engine.scheduler import KvrouteScheduler
+        from kvroute.replica.vllm_engine.core.scheduler import KvrouteScheduler
+        from kvroute.replica.vllm_engine.host.args import host_args
         from tests.support.kv_managers import full
 
         gb = str(host_blocks * BLOCK_BYTES / 1e9)
@@ -49,7 +49,7 @@ class Tiered:
         self.scheduler.kv_event_publisher.publish = self._hear
 
     def _hear(self, batch: Any) -> None:
-        from kvroute.replica.vllm_engine.events import event_of
+        from kvroute.replica.vllm_engine.blocks.events import event_of
 
         events: Iterable[KVEvent | None] = map(event_of, batch.events)
         told = [event for event in events if event is not None]

@@ -36,9 +36,9 @@ from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
 from kvroute.replica.engine.kv_events import KVEvent
-from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
-from kvroute.replica.vllm_engine.division import Division, division_of
-from kvroute.replica.vllm_engine.events import EventBatch, event_of
+from kvroute.replica.vllm_engine.blocks.division import Division, division_of
+from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
+from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 
 MODEL = "m"
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

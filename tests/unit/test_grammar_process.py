@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvroute.replica.vllm_engine.grammar_process import (
+from kvroute.replica.vllm_engine.grammar.process import (
     MEMORY_BYTES,
     MOST_TEXT,
     Compile,

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.replica.vllm_engine.system_places import Place, place_for, put_in_place
+from kvroute.replica.vllm_engine.http.system_places import Place, place_for, put_in_place
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 PLACES: dict[str, Place] = {

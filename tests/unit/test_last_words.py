@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.contract.generation import CannotRunError
-from kvroute.replica.vllm_engine.last_words import LastWords, described, last_words
+from kvroute.replica.vllm_engine.process.last_words import LastWords, described, last_words
 
 CORE = "(EngineCore pid=7) ERROR 11-22 23:27:33 [core.py:1512] "
 WORKER = "(Worker_TP0 pid=8) ERROR 11-22 23:27:33 [multiproc_executor.py:953] "

@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvroute.replica.vllm_engine.subscription import END, Subscription
+from kvroute.replica.vllm_engine.core.subscription import END, Subscription
 
 
 class Publisher:
@@ -89,7 +89,7 @@ async def test_batches_that_were_lost_are_heard_before_the_next_one(pair: Pair) 
 async def test_a_lost_batch_that_nothing_follows_is_heard_all_the_same(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.vllm_engine.subscription.QUIET_S", 0.05)
+    monkeypatch.setattr("kvroute.replica.vllm_engine.core.subscription.QUIET_S", 0.05)
     publisher, subscription = pair
     await publisher.publish(is_lost=True)
     assert await heard(subscription, max(publisher.remembered)) == all_of(publisher)
@@ -109,7 +109,7 @@ async def test_of_lost_batches_that_are_forgotten_one_hears_that_they_were(pair:
 async def test_a_publisher_that_does_not_answer_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.vllm_engine.subscription.ANSWER_S", 0.05)
+    monkeypatch.setattr("kvroute.replica.vllm_engine.core.subscription.ANSWER_S", 0.05)
     publisher, subscription = pair
     publisher._task.cancel()
     await publisher.publish(is_lost=True)

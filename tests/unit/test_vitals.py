@@ -1,6 +1,10 @@
 """A slow engine lives; one that is stopped or stuck does not."""
 
-from kvroute.replica.vllm_engine.engine_health import STOPPED_CHECKS, STUCK_CHECKS, EngineHealth
+from kvroute.replica.vllm_engine.process.engine_health import (
+    STOPPED_CHECKS,
+    STUCK_CHECKS,
+    EngineHealth,
+)
 
 
 def test_an_engine_that_steps_lives_however_slowly() -> None:

@@ -26,7 +26,7 @@ class Side:
     """A scheduler that answers one request at a time."""
 
     def __init__(self, groups: str, **options: Any) -> None:
-        from kvroute.replica.vllm_engine.scheduler import KvrouteScheduler
+        from kvroute.replica.vllm_engine.core.scheduler import KvrouteScheduler
         from tests.support import kv_managers
 
         specs = [getattr(kv_managers, kind)(*sizes) for kind, *sizes in GROUPS[groups]]
@@ -43,7 +43,7 @@ class Side:
             self.step()
 
     def begin(self, name: str, first_id: int, keep: Keep | None) -> None:
-        from kvroute.replica.vllm_engine.keeping import keep_args
+        from kvroute.replica.vllm_engine.blocks.keeping import keep_args
 
         args = keep_args(GenerateRequest(name, NO_TOKENS, keep=keep))
         sizes = {"tokens": PROMPT, "first_id": first_id, "max_tokens": ANSWER}
@@ -128,7 +128,7 @@ def test_with_full_attention_alone_vllms_methods_stay_as_they_are() -> None:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-    from kvroute.replica.vllm_engine.scheduler import KvrouteScheduler
+    from kvroute.replica.vllm_engine.core.scheduler import KvrouteScheduler
     from tests.support.kv_managers import full
 
     scheduler = scheduler_of(KvrouteScheduler, full(BLOCK), blocks=BLOCKS)

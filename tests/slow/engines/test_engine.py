@@ -8,7 +8,7 @@ import pytest
 
 from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
-from kvroute.replica.vllm_engine import subscription
+from kvroute.replica.vllm_engine.core import subscription
 from tests.support.answers import data_of, end_of, ids_of, logprobs_of, status_of, text_of
 from tests.support.chunks import streamed
 from tests.support.engines import BLOCK, Running, prompt_of, request_of, rest_of

@@ -52,7 +52,7 @@ def stock() -> Checks:
 
 @pytest.fixture(scope="module")
 def ours() -> Checks:
-    from kvroute.replica.vllm_engine import fail_fast
+    from kvroute.replica.vllm_engine.http import fail_fast
 
     return checks("embed", fail_fast.install) | checks("generate", fail_fast.install)
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
-from kvroute.replica.vllm_engine import fork_server
+from kvroute.replica.vllm_engine.process import fork_server
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

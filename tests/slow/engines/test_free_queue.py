@@ -30,7 +30,7 @@ class Side:
     def __init__(self, *, ours: bool) -> None:
         from vllm.v1.core.block_pool import BlockPool
 
-        from kvroute.replica.vllm_engine.free_queue import FreeQueue
+        from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
         self.pool: Any = BlockPool(BLOCKS + 1, True, 16, enable_kv_cache_events=True)
         self.now_s = 0.0
@@ -154,7 +154,7 @@ def test_an_offloading_connector_hears_of_what_goes_next_wherever_its_cursor_was
 
 def keeping_of(*sides: Side) -> Any:
     """As a scheduler has it; each pool has a group with all requests' blocks."""
-    from kvroute.replica.vllm_engine.keeping import Keeping
+    from kvroute.replica.vllm_engine.blocks.keeping import Keeping
 
     managers = [SimpleNamespace(block_pool=side.pool, req_to_blocks={}) for side in sides]
     manager: Any = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
@@ -163,7 +163,7 @@ def keeping_of(*sides: Side) -> Any:
 
 def request_of(name: str, keep: Keep) -> Any:
     from kvroute.contract.generation import NO_TOKENS, GenerateRequest
-    from kvroute.replica.vllm_engine.keeping import keep_args
+    from kvroute.replica.vllm_engine.blocks.keeping import keep_args
 
     args = keep_args(GenerateRequest(name, NO_TOKENS, keep=keep))
     return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=args))

@@ -101,7 +101,7 @@ def test_vllm_shares_what_tenants_share_and_nothing_else(
 
 
 def salt_of(scope: Scope) -> str:
-    from kvroute.replica.vllm_engine.cache_salt import cache_salt
+    from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 
     request = GenerateRequest("r", NO_TOKENS, scope.namespace, shared_tokens=scope.shared_tokens)
     return cache_salt(request) or ""

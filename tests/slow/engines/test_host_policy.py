@@ -28,7 +28,7 @@ def test_what_remains_is_in_the_order_it_was(
     from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-    from kvroute.replica.vllm_engine.host_policy import RetentionPolicy
+    from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 
     policy = RetentionPolicy(BLOCKS, clock := Clock())
     keys = [OffloadKey(bytes([number])) for number in range(BLOCKS)]
@@ -61,7 +61,7 @@ def test_what_is_said_of_blocks_that_were_used_moves_no_others() -> None:
     from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-    from kvroute.replica.vllm_engine.host_policy import RetentionPolicy
+    from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 
     policy = RetentionPolicy(BLOCKS, clock := Clock())
     keys = [OffloadKey(bytes([number])) for number in range(BLOCKS)]

@@ -219,7 +219,7 @@ def chunks_of(engine: "Tiered", name: str) -> list[Any]:
 
 
 def test_without_the_option_there_is_no_connector() -> None:
-    from kvroute.replica.vllm_engine.host_args import host_args
+    from kvroute.replica.vllm_engine.host.args import host_args
     from kvroute.settings.replica import ReplicaSettings
 
     own: Any = {"served_model_name": "m", "redis_url": ""}
@@ -238,7 +238,7 @@ def test_without_the_option_there_is_no_connector() -> None:
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
     from kvroute.contract.generation import CannotRunError
-    from kvroute.replica.vllm_engine.host_args import host_args
+    from kvroute.replica.vllm_engine.host.args import host_args
     from kvroute.settings.replica import ReplicaSettings
 
     own = {"served_model_name": "m", "redis_url": "", "host_cache_gb": "1"} | fields
@@ -248,7 +248,7 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
 
 def test_a_tier_of_a_few_blocks_is_refused() -> None:
     from kvroute.contract.generation import CannotRunError
-    from kvroute.replica.vllm_engine.host_args import check_tier
+    from kvroute.replica.vllm_engine.host.args import check_tier
     from kvroute.settings.replica import ReplicaSettings
 
     small = ReplicaSettings(served_model_name="m", redis_url="", host_cache_gb="0.00001")
@@ -262,8 +262,8 @@ def test_a_tier_of_a_few_blocks_is_refused() -> None:
 def test_a_tier_without_a_block_for_each_group_is_refused_in_words() -> None:
     from kvroute.blocks.cache_groups import CacheGroup
     from kvroute.contract.generation import CannotRunError
-    from kvroute.replica.vllm_engine.division import Division
-    from kvroute.replica.vllm_engine.host_args import check_tier
+    from kvroute.replica.vllm_engine.blocks.division import Division
+    from kvroute.replica.vllm_engine.host.args import check_tier
     from kvroute.settings.replica import ReplicaSettings
 
     settings = ReplicaSettings(served_model_name="m", redis_url="", host_cache_gb="0.0001")

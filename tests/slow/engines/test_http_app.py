@@ -255,7 +255,7 @@ async def test_log_probabilities_of_prompts_have_a_limit(
     running: Running, monkeypatch: pytest.MonkeyPatch, asked: Body
 ) -> None:
     """The loop makes all of them at once."""
-    monkeypatch.setattr("kvroute.replica.vllm_engine.http_run.MOST_PROMPT_LOGPROBS", 12)
+    monkeypatch.setattr("kvroute.replica.vllm_engine.http.run.MOST_PROMPT_LOGPROBS", 12)
     statuses = [
         status_of(await chunks_of(running, request_of(COMPLETIONS, body | asked)))
         for prompt in ([1, 2], [1, 2, 3])
@@ -384,7 +384,7 @@ async def test_a_clients_own_extra_arguments_cannot_be_ours(running: Running) ->
 
 async def test_vllm_still_has_what_is_replaced(running: Running) -> None:
     """The hooks into the pinned version; see docs/upgrading.md."""
-    from kvroute.replica.vllm_engine import repeatable
+    from kvroute.replica.vllm_engine.http import repeatable
 
     for name, attributes in repeatable.REPLACED.items():
         module = __import__(name, fromlist=["_"])
@@ -432,7 +432,7 @@ async def test_the_routers_salt_holds_also_for_what_the_replica_renders(
 @pytest_asyncio.fixture(loop_scope="session")
 async def bare(running: Running) -> Any:
     """The application of a replica without options, on the same engine."""
-    from kvroute.replica.vllm_engine.http_app import HttpApp
+    from kvroute.replica.vllm_engine.http.app import HttpApp
 
     engine = engine_of(running)
     return await HttpApp.start(engine._llm, {}, [engine._adapters], max_compile_s=5)

@@ -146,7 +146,7 @@ ENDS = {
 async def test_each_route_says_in_its_own_way_that_a_tool_is_called(
     running: Running, path: str
 ) -> None:
-    from kvroute.replica.vllm_engine.http_run import Run
+    from kvroute.replica.vllm_engine.http.run import Run
 
     async def is_tool_call(data: list[bytes]) -> bool:
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -176,7 +176,7 @@ async def test_each_route_says_in_its_own_way_that_a_tool_is_called(
 async def test_a_chat_whose_tool_was_named_ends_with_stop(
     running: Running, delta: str, reason: str, is_tool_call: bool
 ) -> None:
-    from kvroute.replica.vllm_engine.http_run import Run
+    from kvroute.replica.vllm_engine.http.run import Run
 
     call, chunks = HttpCall(CHATS, b"{}", 1.0), list[Chunk]()
     run = Run(GenerateRequest("r", NO_TOKENS, call=call), call, chunks.append)

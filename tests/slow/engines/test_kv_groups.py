@@ -222,7 +222,7 @@ def test_what_connectors_tell_of_their_memory_is_never_a_hit(
 ) -> None:
     from vllm.distributed import kv_events
 
-    from kvroute.replica.vllm_engine.events import EventBatch, Stored, event_of
+    from kvroute.replica.vllm_engine.blocks.events import EventBatch, Stored, event_of
 
     foreign = [
         kv_events.BlockStored([b"a", b"b"], None, token_ids, 16, None, medium, None),
@@ -279,7 +279,7 @@ def test_what_fits_is_counted_in_fingerprints(shape: str, blocks: int) -> None:
 
 
 def test_a_group_without_prefix_caching_takes_no_part() -> None:
-    from kvroute.replica.vllm_engine.division import Division
+    from kvroute.replica.vllm_engine.blocks.division import Division
 
     division = Division(16, 16, (None, FULL))
     assert division.members == (None, 0)
@@ -291,7 +291,7 @@ def test_a_group_without_prefix_caching_takes_no_part() -> None:
 def test_layers_whose_windows_differ_are_unknown_and_those_of_full_attention_have_none() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
-    from kvroute.replica.vllm_engine.division import _group
+    from kvroute.replica.vllm_engine.blocks.division import _group
     from tests.support.kv_managers import HEADS, window
 
     specs = {"a": window(16, 40), "b": window(16, 80)}

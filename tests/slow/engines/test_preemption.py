@@ -16,7 +16,7 @@ def scheduler_of(name: str, *, blocks: int) -> Any:
     """Of kvroute or of vLLM itself."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from kvroute.replica.vllm_engine.scheduler import KvrouteScheduler
+    from kvroute.replica.vllm_engine.core.scheduler import KvrouteScheduler
     from tests.support.kv_managers import full
 
     kind: Any = {"kvroute": KvrouteScheduler, "vllm": Scheduler}[name]

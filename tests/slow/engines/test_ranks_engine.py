@@ -107,7 +107,7 @@ async def test_what_cannot_name_a_rank_reaches_it_all_the_same(ranks: Ranks) -> 
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from kvroute.replica.vllm_engine.rank_core import AtRank
+    from kvroute.replica.vllm_engine.core.rank_core import AtRank
 
     engine: Any = ranks[1].engine
     at_rank, prompt = AtRank(engine._llm, 1), prompt_of(100, seed=7)
@@ -160,7 +160,7 @@ def coordinate(told: Any) -> None:
     from vllm.config import ParallelConfig
     from vllm.v1.engine.coordinator import DPCoordinator
 
-    from kvroute.replica.vllm_engine import die_with_parent
+    from kvroute.replica.vllm_engine.process import die_with_parent
 
     die_with_parent.install()
     coordinator = DPCoordinator(ParallelConfig(data_parallel_size=2))

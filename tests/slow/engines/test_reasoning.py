@@ -99,7 +99,7 @@ async def test_thoughts_end_where_the_mark_is_and_a_grammar_begins_behind_it(
 def test_the_parser_is_the_users_or_follows_from_the_chat_template(given: str, chosen: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from kvroute.replica.vllm_engine.chosen_parsers import choose_reasoning_parser
+    from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
 
     args = AsyncEngineArgs(model=resolve(BUILTIN_MODEL), reasoning_parser=given)
     choose_reasoning_parser(args, str(TEMPLATES / "qwen3.jinja"))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from kvroute.contract.generation import Chunk, EngineDeadError
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.replica.vllm_engine.engine_health import STOPPED_CHECKS
+from kvroute.replica.vllm_engine.process.engine_health import STOPPED_CHECKS
 from tests.support.answers import end_of, ids_of, logprobs_of, text_of
 from tests.support.engines import Running, request_of, rest_of, started
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.renderers.hf import HfRenderer, resolve_chat_template
 
-from kvroute.replica.vllm_engine.system_places import Message, Render, place_for, put_in_place
+from kvroute.replica.vllm_engine.http.system_places import Message, Render, place_for, put_in_place
 
 _F = {"name": "f", "description": "Does nothing"}
 _TOOLS = [{"type": "function", "function": {**_F, "parameters": {"type": "object"}}}]

@@ -2,7 +2,7 @@
 
 It loads the tokenizer once and forks a process for each grammar, which the kernel ends at its
 limits of CPU time, time and memory. So a grammar that takes minutes, or crashes its compiler, costs
-nobody else anything. `grammar_check.py` is the side of the replica.
+nobody else anything. `grammar/check.py` is the side of the replica.
 """
 
 import os
@@ -161,7 +161,7 @@ class Compiler:
     def __init__(self, config: Any) -> None:
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from kvroute.replica.vllm_engine.scheduler import Grammars
+        from kvroute.replica.vllm_engine.grammar.backends import Grammars
 
         self._config = config
         self._manager = StructuredOutputManager(config)

@@ -7,7 +7,7 @@ from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
 from kvroute.blocks.fingerprint import Feature, Fingerprint
-from kvroute.replica.vllm_engine.cache_salt import scope_of
+from kvroute.replica.vllm_engine.blocks.cache_salt import scope_of
 
 
 class RequestChain:

@@ -33,22 +33,22 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.replica.vllm_engine import (
+from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
+from kvroute.replica.vllm_engine.core.lora import Adapters
+from kvroute.replica.vllm_engine.core.rank_core import AtRank
+from kvroute.replica.vllm_engine.grammar import check as grammar_check
+from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
+from kvroute.replica.vllm_engine.http import (
     bad_words,
     fail_fast,
-    grammar_check,
     inline_system,
     media,
     missing_parser,
     repeatable,
     response_object,
 )
-from kvroute.replica.vllm_engine.cache_salt import cache_salt
-from kvroute.replica.vllm_engine.chosen_parsers import chosen_tool_parser
-from kvroute.replica.vllm_engine.grammar_check import GrammarCheck
-from kvroute.replica.vllm_engine.http_run import CURRENT, Rendering, Run
-from kvroute.replica.vllm_engine.lora import Adapters
-from kvroute.replica.vllm_engine.rank_core import AtRank
+from kvroute.replica.vllm_engine.http.chosen_parsers import chosen_tool_parser
+from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, Run
 
 log = logging.getLogger("kvroute.replica")
 

@@ -37,11 +37,11 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.contract.preparation import prepared
-from kvroute.replica.vllm_engine.cache_salt import cache_salt
-from kvroute.replica.vllm_engine.continued import can_continue, repeated, rest
-from kvroute.replica.vllm_engine.grammar_check import GrammarCheck
-from kvroute.replica.vllm_engine.keeping import keep_args
-from kvroute.replica.vllm_engine.priority import priority_of
+from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
+from kvroute.replica.vllm_engine.blocks.keeping import keep_args
+from kvroute.replica.vllm_engine.core.continued import can_continue, repeated, rest
+from kvroute.replica.vllm_engine.core.priority import priority_of
+from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 
 log = logging.getLogger("kvroute.replica")
 

@@ -22,8 +22,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
-from kvroute.replica.vllm_engine.events import Removed, Stored
-from kvroute.replica.vllm_engine.request_chain import chain_of
+from kvroute.replica.vllm_engine.blocks.events import Removed, Stored
+from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
 
 def fingerprint(pool: BlockPool, space: Space) -> None:

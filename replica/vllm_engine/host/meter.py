@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvroute.replica.engine.reload_price import ReloadPrice
-from kvroute.replica.vllm_engine.events import Moved
+from kvroute.replica.vllm_engine.blocks.events import Moved
 
 # Steps with fewer prompt tokens say little about the speed of prompts, and so do those with many
 # others: a token of an answer takes its time for other reasons.

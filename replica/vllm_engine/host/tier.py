@@ -22,13 +22,13 @@ from kvroute.blocks.chain import Space
 from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
-from kvroute.replica.vllm_engine.claims import prefill_claim, reload_claim
-from kvroute.replica.vllm_engine.division import Division
-from kvroute.replica.vllm_engine.host_connector import Connector, Ended, Manager
-from kvroute.replica.vllm_engine.host_events import HostEvents
-from kvroute.replica.vllm_engine.host_meter import Meter
-from kvroute.replica.vllm_engine.host_policy import RetentionPolicy
-from kvroute.replica.vllm_engine.keeping import RECENT, name_of, said_of
+from kvroute.replica.vllm_engine.blocks.division import Division
+from kvroute.replica.vllm_engine.blocks.keeping import RECENT, name_of, said_of
+from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
+from kvroute.replica.vllm_engine.host.connector import Connector, Ended, Manager
+from kvroute.replica.vllm_engine.host.events import HostEvents
+from kvroute.replica.vllm_engine.host.meter import Meter
+from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 
 
 def host_tier_of(connector: Any) -> "HostTier | None":

@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-IMPORTED = "kvroute.replica.vllm_engine.imported"
+IMPORTED = "kvroute.replica.vllm_engine.process.imported"
 THREADS = "OMP_NUM_THREADS"  # OpenMP reads it when it is loaded
 
 

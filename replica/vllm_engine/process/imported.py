@@ -6,7 +6,7 @@ import importlib
 
 gc.disable()
 for name in (
-    "kvroute.replica.vllm_engine.scheduler",
+    "kvroute.replica.vllm_engine.core.scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
 ):

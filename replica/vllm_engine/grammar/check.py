@@ -23,8 +23,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.utils import choice_as_grammar
 
-from kvroute.replica.vllm_engine import fork_server
-from kvroute.replica.vllm_engine.grammar_process import (
+from kvroute.replica.vllm_engine.grammar.process import (
     MEMORY_BYTES,
     STEP_S,
     WALL_FACTOR,
@@ -33,6 +32,7 @@ from kvroute.replica.vllm_engine.grammar_process import (
     loaded,
     serve,
 )
+from kvroute.replica.vllm_engine.process import fork_server
 
 log = logging.getLogger("kvroute.replica")
 

@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import Any
 
-from kvroute.replica.vllm_engine.http_run import CURRENT
+from kvroute.replica.vllm_engine.http.run import CURRENT
 
 # vLLM's modules, and which names are replaced in each.
 REPLACED = {

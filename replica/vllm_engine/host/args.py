@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import KVTransferConfig
 
 from kvroute.contract.generation import CannotRunError
-from kvroute.replica.vllm_engine.division import Division
+from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.settings.replica import ReplicaSettings
 
 PAGE = 4096  # bytes
@@ -27,11 +27,11 @@ def host_args(
     extra: dict[str, Any] = {
         "cpu_bytes_to_use": tier_bytes,
         "eviction_policy": "RetentionPolicy",
-        "cache_policy_module_path": f"{here}.host_policy",
+        "cache_policy_module_path": f"{here}.policy",
         "offload_prompt_only": False,  # a chat's next turn has the answer too
     }
     if on_cpu:
-        extra |= {"spec_name": "HostTierSpec", "spec_module_path": f"{here}.host_copies"}
+        extra |= {"spec_name": "HostTierSpec", "spec_module_path": f"{here}.copies"}
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
     )

@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector and its manager, as a host tier needs them (host_tier.py)."""
+"""vLLM's OffloadingConnector and its manager, as a host tier needs them (host/tier.py)."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvroute.contract.keep import Keep
-from kvroute.replica.vllm_engine.host_meter import Meter
+from kvroute.replica.vllm_engine.host.meter import Meter
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A host tier tells of its blocks by fingerprints, as the block pools do (block_pool.py)."""
+"""A host tier tells of its blocks by fingerprints, as the block pools do (blocks/pool.py)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,8 +20,8 @@ from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.replica.vllm_engine.events import Removed, Stored
-from kvroute.replica.vllm_engine.request_chain import chain_of
+from kvroute.replica.vllm_engine.blocks.events import Removed, Stored
+from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
 
 class HostEvents(OffloadingEventsTracker):

@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvroute.contract.adapters import LOAD_S, Adapter
-from kvroute.replica.vllm_engine.rank_core import RankCore
+from kvroute.replica.vllm_engine.core.rank_core import RankCore
 
 
 class Adapters:

@@ -14,7 +14,7 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.replica.engine.idle_queue import kind_of
 from kvroute.replica.engine.kv_events import Evictions
-from kvroute.replica.vllm_engine.free_queue import FreeQueue
+from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
 # In a request's extra_args.
 SAID = "kvroute_keep"  # its Keep, as a list

@@ -2,7 +2,7 @@
 
 Events about blocks have fingerprints, clears are published at once, the cached blocks can be
 listed, blocks can be pinned, they are evicted in an order of our own (keeping.py), a tier in
-host memory obeys the same order and tells of its blocks in the same way (host_tier.py), a preempted
+host memory obeys the same order and tells of its blocks in the same way (host/tier.py), a preempted
 request leaves no uncomputed block in the cache, the grammar of a response that another engine began
 goes on where it stood, and the engine dies with its replica.
 
@@ -10,11 +10,8 @@ vLLM loads these classes by name inside the engine's process. They use private A
 version; tests/slow/engines/test_engine.py checks what they rely on.
 """
 
-import os
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,24 +24,21 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 
 from kvroute.blocks.chain import Space
 from kvroute.contract.keep import Keep
-from kvroute.replica.vllm_engine import endpoints  # noqa: F401  # the publisher of each rank
-from kvroute.replica.vllm_engine.block_pool import copies_of, fingerprint
-from kvroute.replica.vllm_engine.die_with_parent import die_with_parent
-from kvroute.replica.vllm_engine.division import Division, division_of
-from kvroute.replica.vllm_engine.early_frees import tell_early_frees
-from kvroute.replica.vllm_engine.events import EventBatch, Evicted, Held
-from kvroute.replica.vllm_engine.grammar_process import NICE
-from kvroute.replica.vllm_engine.keeping import Keeping
+from kvroute.replica.vllm_engine.blocks.division import Division, division_of
+from kvroute.replica.vllm_engine.blocks.early_frees import tell_early_frees
+from kvroute.replica.vllm_engine.blocks.events import EventBatch, Evicted, Held
+from kvroute.replica.vllm_engine.blocks.keeping import Keeping
+from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
+from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
+from kvroute.replica.vllm_engine.grammar.backends import Grammars
+from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 
 if TYPE_CHECKING:
-    from kvroute.replica.vllm_engine.host_tier import HostTier
+    from kvroute.replica.vllm_engine.host.tier import HostTier
 
-ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt tokens were answered
 # In a request's extra_args: the name under which its prompt is pinned, in either memory.
 PIN, HOST_PIN = "kvroute_pin", "kvroute_host_pin"
 
@@ -91,7 +85,7 @@ class _Kvroute:
         connector = self.connector  # type: ignore[attr-defined]
         if connector is None:
             return None
-        from kvroute.replica.vllm_engine.host_tier import host_tier_of  # with vLLM's connector
+        from kvroute.replica.vllm_engine.host.tier import host_tier_of  # with vLLM's connector
 
         return host_tier_of(connector)
 
@@ -215,75 +209,6 @@ class _Kvroute:
             self.kv_event_publisher.publish(  # type: ignore[attr-defined]
                 EventBatch(ts=time.time(), events=events)
             )
-
-
-def _yield_cores() -> None:
-    """Give the engine's steps precedence over this thread and those that it starts: Linux has a
-    priority for each thread. A compiler does not hold Python's lock."""
-    os.nice(NICE)
-
-
-class Grammars(StructuredOutputManager):
-    """Compiles each request's grammar by the backend that vLLM has chosen for the request.
-
-    vLLM itself keeps the backend of the first request for all requests. If that one's schema needed
-    guidance, strict tool calls of everybody fail from then on. A grammar of a resumed answer starts
-    behind what another engine has answered.
-    """
-
-    _lock: threading.Lock
-    _backends: dict[str, StructuredOutputBackend]  # by name
-
-    @classmethod
-    def take_over(cls, manager: StructuredOutputManager) -> None:
-        """Make vLLM's manager one of this class."""
-        manager.__class__ = cls
-        vars(manager).update(_lock=threading.Lock(), _backends={})
-        if executor := vars(manager).get("executor"):  # without a tokenizer there is none
-            executor.shutdown()
-            manager.executor = ThreadPoolExecutor(executor._max_workers, initializer=_yield_cores)
-
-    def grammar_init(self, request: Request) -> None:
-        if request.structured_output_request is None:
-            return
-        name = request.sampling_params.structured_outputs._backend
-        with self._lock:  # the thread that compiles the grammar waits for it
-            self.backend = self._backends.get(name)  # None: vLLM makes it
-            super().grammar_init(request)
-            self._backends[name] = self.backend
-
-    def clear_backend(self) -> None:
-        self.backend = None
-        super().clear_backend()  # ends the threads that use them
-        for backend in self._backends.values():
-            backend.destroy()
-        self._backends.clear()
-
-    def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        """Compile a grammar, in a thread: `self.backend` may be that of a later request."""
-        params = request.sampling_params
-        with self._lock:
-            backend = self._backends[params.structured_outputs._backend]
-        kind, spec = request.structured_output_request.structured_output_key
-        grammar = backend.compile_grammar(kind, spec, stop_token_ids=params.all_stop_token_ids)
-        answered = (request.sampling_params.extra_args or {}).get(ANSWERED, 0)
-        if answered:
-            self._advance(grammar, request, answered)
-        return grammar
-
-    def _advance(self, grammar: StructuredOutputGrammar, request: Request, answered: int) -> None:
-        """Accepts what was answered, except the reasoning before it, which has no grammar."""
-        ids, wanted = list(request.prompt_token_ids), request.structured_output_request
-        prompt, delivered = ids[:-answered], ids[-answered:]
-        reasoner = self._get_reasoner(request)
-        if reasoner is not None and wanted.reasoning_ended is None:
-            wanted.reasoning_ended = reasoner.is_reasoning_end(prompt)
-        bounds = self._get_constraint_bounds(request, delivered, spec_tokens_committed=True)
-        if bounds.grammar_start > len(delivered):
-            return
-        wanted.reasoning_ended = True
-        if not grammar.accept_tokens(request.request_id, delivered[bounds.grammar_start :]):
-            raise ValueError("the grammar does not allow what was answered so far")
 
 
 class KvrouteScheduler(_Kvroute, Scheduler):

@@ -20,7 +20,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import LogprobsLists
 
-from kvroute.replica.vllm_engine.scheduler import ANSWERED
+from kvroute.replica.vllm_engine.grammar.backends import ANSWERED
 
 CONTEXT_TOKENS = 4  # preceding tokens that vLLM needs to decode a token's text for logprobs
 

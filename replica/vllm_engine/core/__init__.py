@@ -1,0 +1,1 @@
+"""The engine: its scheduler, its events, and how this process reaches it."""

@@ -1,0 +1,1 @@
+"""A tier of vLLM's cache in host memory."""

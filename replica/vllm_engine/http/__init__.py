@@ -1,0 +1,1 @@
+"""vLLM's HTTP application, which answers in the replica's process."""
