@@ -2,9 +2,10 @@
 
     gain = share * own - pressure * (own + copy) - decode
 
-in seconds. Own, copy and decode are those of policy.py, on the replica that the prompt would go to.
-Share is how many of such prompts come back, and pressure what each block pushes out that is asked
-for again. So nothing is gained where caches are so tight that others are missed as much.
+in seconds. Own, copy and decode are those of placement/policy.py, on the replica that the prompt
+would go to. Share is how many of such prompts come back, and pressure what each block pushes out
+that is asked for again. So nothing is gained where caches are so tight that others are missed as
+much.
 """
 
 from bisect import bisect_right

@@ -11,7 +11,7 @@ tokens from the prompt's start:
                 its other layers hold; 0 for models with one kind of attention
     known       the longest part that any replica ever held, as far as the router remembers
     broken      not a length: the part that stood in the chat's earlier prompt too, behind a place
-                that has changed since (breaks.py)
+                that has changed since (sessions/breaks.py)
     cacheable   what a cache could hold: whole blocks, without the block of the last token
 
 Delivered tokens are `hit` up to `expected`, and `unexpected_hit` beyond it: the index was behind,

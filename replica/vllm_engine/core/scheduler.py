@@ -1,7 +1,7 @@
 """vLLM's schedulers with nine additions.
 
 Events about blocks have fingerprints, clears are published at once, the cached blocks can be
-listed, blocks can be pinned, they are evicted in an order of our own (keeping.py), a tier in
+listed, blocks can be pinned, they are evicted in an order of our own (blocks/keeping.py), a tier in
 host memory obeys the same order and tells of its blocks in the same way (host/tier.py), a preempted
 request leaves no uncomputed block in the cache, the grammar of a response that another engine began
 goes on where it stood, and the engine dies with its replica.

@@ -28,7 +28,7 @@ def process_once(renderer: Any) -> None:
 
     vLLM keeps processed images for those who only ask. Of others it remembers what the engine has,
     and sends no image twice; so the engine would miss one that a client has not waited for. Here
-    the engine gets each image with each request, and keeps none (scheduler.py).
+    the engine gets each image with each request, and keeps none (core/scheduler.py).
     """
     renderer._mm_processor_cache = renderer._mm_processor_only_cache
 

@@ -32,5 +32,5 @@ def run_coordinator(*args: Any, **kwargs: Any) -> None:
 
 
 def install() -> None:
-    """Before vLLM starts its coordinator. Its engines do the same in scheduler.py."""
+    """Before vLLM starts its coordinator. Its engines do the same in core/scheduler.py."""
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
