@@ -24,6 +24,7 @@ ANTHROPIC_TYPES = {  # by status
 EVENTS = "text/event-stream"  # the content type of streams
 RESPONSES = "/v1/responses"  # errors in its streams are events with a name and a number
 DONE = b"data: [DONE]\n\n"  # the end of streams of chats and completions
+MOST_MESSAGE = 1500  # characters of a replica's message; vLLM's quote the client's whole value
 _NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
 FINAL = frozenset(
     {"replicas_died", "request_blamed"}
@@ -127,8 +128,19 @@ def refusal_of_replica(data: bytes, status: int, *, path: str) -> bytes:
             error = ApiError(status, f"this model does not answer {path}: {detail}")
             return _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
         case {"error": {"message": message}} if path.startswith(ANTHROPIC):
-            return _anthropic(ApiError(status, str(message)))
+            return _anthropic(ApiError(status, _shortened(str(message))))
+        case {"error": {"message": str(message)}} if len(message) > MOST_MESSAGE:
+            found["error"]["message"] = _shortened(message)
+            return msgspec.json.encode(found)
     return data
+
+
+def _shortened(message: str) -> str:
+    """Return a message without the middle of a long value that it quotes."""
+    if len(message) <= MOST_MESSAGE:
+        return message
+    half = MOST_MESSAGE // 2
+    return f"{message[:half]} … {message[-half:]}"
 
 
 def invalid(param: str | None, message: str) -> ApiError:

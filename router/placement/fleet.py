@@ -186,7 +186,7 @@ class Fleet:
         backlogs_s = self.backlogs_s(replica_ids, now_s)
         for replica_id, backlog_s in zip(replica_ids, backlogs_s, strict=True):
             load, capacity = self._load(replica_id), self._capacity_tokens(replica_id)
-            free_share = 1.0 - load.tokens / capacity if capacity else 1.0
+            free_share = 1.0 - load.kv.tokens / capacity if capacity else 1.0
             rooms.append(Room(replica_id, backlog_s, free_share))
         return rooms
 
@@ -425,13 +425,14 @@ class Fleet:
         load.send(
             dispatch.request_id,
             Sent(
-                dispatch.prefill_s,
-                dispatch.new_tokens,
-                dispatch.prompt_tokens,
-                now_s,
-                dispatch.lora,
-                dispatch.loads_first,
-                reload_s,
+                prefill_s=dispatch.prefill_s,
+                new_tokens=dispatch.new_tokens,
+                prompt_tokens=dispatch.prompt_tokens,
+                sent_s=now_s,
+                lora=dispatch.lora,
+                loads_first=dispatch.loads_first,
+                reload_s=reload_s,
+                prefix=dispatch.known_prefix[-1] if dispatch.known_prefix else None,
             ),
         )
         fleet = self.mirror.replica_ids | {dispatch.replica_id}
@@ -509,22 +510,27 @@ class Fleet:
                     slowness * load.decode_step_s,
                     free_blocks.get(replica_id, 0),
                     load.unanswered,
-                    self._memory_s(load, prompt.tokens),
+                    self._memory_s(load, new_tokens, prompt.tokens, prefix),
                     branch_share=share,
                 )
             )
         return candidates
 
-    def _memory_s(self, load: ReplicaLoad, tokens: int) -> float:
+    def _memory_s(
+        self, load: ReplicaLoad, new_tokens: int, tokens: int, prefix: Sequence[Fingerprint]
+    ) -> float:
         """Return the time until the replica's KV cache has room for a prompt.
 
-        Its answers end one after the other, and free their tokens at an even rate. Blocks that
-        several requests share count for each of them, so half of what seems to be missing is taken.
+        Its answers end one after the other, and free their tokens at an even rate; those that run
+        have half of their time left in the mean.
         """
-        missing = load.tokens + tokens - load.capacity_tokens
-        if missing <= 0 or not load.decoding_tokens or not load.capacity_tokens:
+        if not load.decoding or not load.capacity_tokens:
             return 0.0
-        return self.scale.answer_s * 0.5 * missing / load.decoding_tokens
+        needed = load.kv.needed(
+            new_tokens=new_tokens, cached_tokens=tokens - new_tokens, prefix=prefix
+        )
+        missing = needed - load.capacity_tokens
+        return self.scale.answer_s * missing / (2.0 * load.kv.tokens) if missing > 0 else 0.0
 
     def _by_layout(
         self,

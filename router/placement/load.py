@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvroute.contract.adapters import Residents
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.prefill.queue import PrefillQueue
 from kvroute.prefill.speed import PrefillModel, PrefillSpeed, Speed
+from kvroute.router.placement.kv_use import KvUse
 from kvroute.router.placement.reloads import Reloads
 
 NEAR = 0.25  # share of the median slowness by which replicas differ without being told apart
@@ -32,6 +34,7 @@ class Sent:
     lora: str = ""  # its LoRA adapter
     loads_first: bool = False  # the adapter or blocks: its first token is no sample of the speed
     reload_s: float = 0.0  # until its blocks are back from host memory; of other routers': unknown
+    prefix: Fingerprint | None = None  # last block of its prompt that some replica had
 
     @property
     def ready_s(self) -> float:
@@ -52,7 +55,6 @@ class ReplicaLoad(PrefillQueue[Sent]):
     decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
     # Derived from the requests and updated with each one, since every decision reads them all.
     pending_tokens: int = 0
-    prompt_tokens: int = 0  # of requests without a first token
     decoding_tokens: int = 0
     decode_step_s: float = 0.0  # what the requests decoding there add to each step
     mean_prefill_s: float = 0.0  # of recent requests
@@ -65,16 +67,22 @@ class ReplicaLoad(PrefillQueue[Sent]):
     peaks: tuple[int, int] = (0, 0)
     mean_tokens: float = 0.0  # to compute, of recent requests
     reloads: Reloads = field(default_factory=Reloads)
+    kv: KvUse = field(default_factory=KvUse)  # what its requests hold of its KV cache
 
     def send(self, request_id: str, sent: Sent) -> None:
         self.join(request_id, sent)
+        self.kv.add(
+            request_id,
+            new_tokens=sent.new_tokens,
+            cached_tokens=sent.prompt_tokens - sent.new_tokens,
+            prefix=sent.prefix,
+        )
         if sent.reload_s:
             self.reloads.begin(request_id, sent.ready_s)
         if sent.lora:
             self.loras.use(sent.lora)
             self.loras_sent[0].append(sent.lora)
         self.pending_tokens += sent.new_tokens
-        self.prompt_tokens += sent.prompt_tokens
         self.mean_prefill_s += MEAN_SHARE * (sent.prefill_s - self.mean_prefill_s)
         self.mean_tokens += MEAN_SHARE * (sent.new_tokens - self.mean_tokens)
         self.peaks = (max(self.peaks[0], self.pending_tokens), self.peaks[1])
@@ -111,22 +119,16 @@ class ReplicaLoad(PrefillQueue[Sent]):
         self.served(request_id, now_s, teaches=is_alone and not sent.loads_first)
         self.reloads.end(request_id)
         self.pending_tokens -= sent.new_tokens
-        self.prompt_tokens -= sent.prompt_tokens
         self.prefilled_s += sent.prefill_s
         self._count_decoding(request_id, sent.prompt_tokens)
 
     def finish(self, request_id: str) -> None:
-        """Answered, failed or cancelled: the replica no longer works on it."""
+        """Record that the replica no longer works on it: answered, failed or cancelled."""
+        self.kv.remove(request_id)
         if sent := self.leave(request_id):
             self.reloads.end(request_id)
             self.pending_tokens -= sent.new_tokens
-            self.prompt_tokens -= sent.prompt_tokens
         self._count_decoding(request_id, 0)
-
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens of all its requests, for which the KV cache needs room."""
-        return self.prompt_tokens + self.decoding_tokens
 
     @property
     def is_busy(self) -> bool:

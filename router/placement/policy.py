@@ -1,6 +1,6 @@
 """Ranks replicas for a request by cost, as arithmetic only: no clocks, no sockets, no Ray.
 
-    cost = waiting + reload + memory + alpha * (own + copy + lora) + eviction
+    cost = waiting + reload + memory + alpha * (own + copy + lora) + COPY_PRICE * copy
            + rotation + decode
 
 in seconds, with
@@ -10,13 +10,13 @@ in seconds, with
              are under way there. It delays this request alone and takes no time of the GPU
     memory   until answers that run there have ended and left room for the prompt in the KV cache
     own      prefill of what no replica holds: every replica would have to compute it
-    copy     prefill of what another replica holds and this one does not
+    copy     prefill of what another replica holds and this one does not. Besides alpha it costs
+             COPY_PRICE, however idle the fleet is: it takes time of a GPU that others could use,
+             and its blocks push out others
     lora     loading the request's LoRA adapter, if it is not loaded; the engine waits meanwhile
     alpha    1 while a quarter of the fleet is idle, otherwise the price of congestion: recomputing
              a prefix delays all requests behind it, so it rises with the lower quartile of the
              waiting times
-    eviction what a copy pushes out of the cache there, as far as it is asked for again: copy times
-             the pressure (pressure.py)
     rotation in an idle fleet, new conversations rotate over the replicas, since their own later
              turns will follow them. A prompt begins a conversation if no replica has its start, or
              if others diverged from it there. It fades as replicas get busy and caches get tight
@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 PRICE = 35.0  # rise of the price of congestion, for a lower quartile of one Scale.busy_s
 MAX_PRICE = 40.0
+COPY_PRICE = 2.5  # what a second copy of cached blocks costs others, in prefills of the copy
 ROTATION = 1.25  # what twice the mean of new conversations adds, in prefills of what is new
 IDLE_POWER = 16  # rotation fades as replicas get busy: the idle share to this power
 DECODE_STEPS = 11.0  # decode steps in which a new request slows its batch, plus its prefill steps
@@ -71,7 +72,6 @@ class Prices:
     """What all candidates of one request have in common."""
 
     alpha: float
-    pressure: float  # prefills to come for each prefill of a copy
     rotation: float  # weight of one share of new conversations, in prefills of what is new
 
 
@@ -94,7 +94,6 @@ def prices(
     idle = (backlogs_s.count(0.0) / count) ** IDLE_POWER
     return Prices(
         alpha=1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s),
-        pressure=pressure,
         rotation=ROTATION * idle * max(0.0, 1.0 - pressure) if begins else 0.0,
     )
 
@@ -108,7 +107,6 @@ class Terms(NamedTuple):
     own: float
     copy: float
     lora: float
-    eviction: float
     rotation: float
     decode: float
 
@@ -121,9 +119,8 @@ def terms_s(candidate: Candidate, prices: Prices) -> Terms:
         candidate.reload_s,
         candidate.memory_s,
         prices.alpha * own_s,
-        prices.alpha * copy_s,
+        (prices.alpha + COPY_PRICE) * copy_s,
         prices.alpha * candidate.lora_s,
-        prices.pressure * copy_s,
         prices.rotation * own_s * min(2.0, candidate.branch_share - 1.0),
         candidate.decode_step_s * (DECODE_STEPS + candidate.steps),
     )

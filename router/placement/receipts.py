@@ -21,7 +21,6 @@ REASONS = {
     "copy": "{choice} holds {hits} prompt tokens and {other} {other_hits}: to compute the "
     "difference again counts {seconds} s",
     "lora": "{choice} has the LoRA adapter loaded, which counts {seconds} s",
-    "eviction": "a copy on {other} would push out what is asked for again ({seconds} s)",
     "rotation": "it is {choice}'s turn to begin a conversation ({seconds} s)",
     "decode": "{choice} has fewer running answers, which this prompt would slow ({seconds} s)",
 }

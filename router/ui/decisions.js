@@ -23,7 +23,6 @@ const TERMS = {
   own: "computing what no replica holds",
   copy: "computing again what others hold",
   lora: "loading the LoRA adapter",
-  eviction: "pushing out what is asked for again",
   externality: "making new requests wait",
   balance: "recent work",
   rotation: "rotation of new conversations",

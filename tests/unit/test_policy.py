@@ -38,7 +38,7 @@ def test_a_long_prefix_is_worth_a_short_wait() -> None:
 
 
 def test_the_busier_the_fleet_the_dearer_a_recomputed_prefix() -> None:
-    warm = replica("warm", hit_blocks=100, backlog_s=2.0)
+    warm = replica("warm", hit_blocks=100, backlog_s=4.0)
     cold = replica("cold", copy_s=1.0, backlog_s=0.6)
     assert best(warm, cold, replica("idle", copy_s=1.0, backlog_s=0.0)) == "idle"
     assert best(warm, cold, replica("other", copy_s=1.0, backlog_s=0.7)) == "warm"
@@ -59,7 +59,7 @@ def test_idle_replicas_take_turns_with_new_conversations() -> None:
 
 def test_a_conversation_that_goes_on_stays_where_it_is_whoever_has_begun_more() -> None:
     owner = replica("owner", hit_blocks=16, branch_share=2.0)
-    other = replica("other", copy_s=0.1, branch_share=0.0)
+    other = replica("other", copy_s=0.01, branch_share=0.0)
     assert best(owner, other, has_forked=False) == "owner"
     assert best(owner, other) == "other"
 
@@ -116,10 +116,12 @@ def test_every_replica_is_ranked_once_and_costs_never_fall(fleet: list[Candidate
     assert costs == sorted(costs)
 
 
-def test_a_copy_that_pushes_out_what_is_asked_for_again_is_worth_a_longer_wait() -> None:
-    warm, idle = replica("warm", hit_blocks=30, backlog_s=0.5), replica("idle", copy_s=0.3)
-    assert best(warm, idle) == "idle"
-    assert best(warm, idle, pressure=2.0) == "warm"
+@pytest.mark.parametrize(("backlog_s", "choice"), [(1.0, "warm"), (1.1, "idle")])
+def test_a_wait_for_cached_blocks_is_worth_more_than_the_time_that_it_saves(
+    backlog_s: float, choice: str
+) -> None:
+    warm, idle = replica("warm", hit_blocks=30, backlog_s=backlog_s), replica("idle", copy_s=0.3)
+    assert best(warm, idle) == choice
 
 
 @given(candidates.filter(len), st.floats(0, MOST), st.floats(0.01, 100))

@@ -68,7 +68,7 @@ def test_a_receipt_says_nothing_of_host_memory_where_no_replica_reloads_anything
     assert json.dumps(some["replicas"]) == (
         '[{"id": "a", "hit_tokens": 320, "backlog_s": 0.25, "prefill_s": 0.1, "unanswered": 0, '
         '"free_blocks": 0, "cost_s": 1.225, "terms_s": {"waiting": 0.25, "memory": 0.0, '
-        '"own": 0.975, "copy": 0.0, "lora": 0.0, "eviction": 0.0, "rotation": 0.0, "decode": 0.0}}]'
+        '"own": 0.975, "copy": 0.0, "lora": 0.0, "rotation": 0.0, "decode": 0.0}}]'
     )
     other = replica("b", hit_blocks=20, host_blocks=15, reload_s=0.25)
     both = receipt(placement(replica("a"), other), policy="kvroute")["replicas"]

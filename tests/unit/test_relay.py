@@ -250,3 +250,14 @@ def test_an_error_of_a_replica_has_the_types_of_its_routes_api() -> None:
 def test_a_path_that_the_model_lacks_is_an_error_of_its_api(path: str) -> None:
     body = json.loads(refusal_of_replica(b'{"detail":"Not Found"}', 404, path=path))
     assert path in body["error"]["message"]
+
+
+def test_a_long_message_of_a_replica_is_cut_in_its_middle() -> None:
+    message = f"top_logprobs: {'x' * 100_000}: expected an integer"
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+    data = json.dumps({"error": error}).encode()
+    cut = json.loads(refusal_of_replica(data, 400, path="/v1/completions"))["error"]
+    assert cut["message"].startswith("top_logprobs: xxx")
+    assert cut["message"].endswith("xxx: expected an integer")
+    assert len(cut["message"]) < 2000
+    assert cut == {**error, "message": cut["message"]}

@@ -238,6 +238,7 @@ class Run:
                 output = await anext(outputs, None)
             while output is not None:
                 output.prompt_token_ids = ids
+                _check_tokens_fit_grammar(output, params)
                 if params.n > 1:  # vLLM loses a choice's own when its first output is joined to a
                     # later one of another choice; with `echo`, each choice begins with them
                     prompt_logprobs = output.prompt_logprobs or prompt_logprobs
@@ -384,6 +385,27 @@ def _check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
             f"logprobs) and one more, for each of {tokens} tokens. The limit is "
             f"{MOST_PROMPT_LOGPROBS}; ask for fewer, or send a shorter prompt",
             parameter="prompt_logprobs",
+        )
+
+
+def _check_tokens_fit_grammar(output: RequestOutput, params: SamplingParams) -> None:
+    """Refuse a request whose limits on tokens leave none that its grammar allows.
+
+    The engine ends such a request with an error that names no cause.
+    """
+    limits = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words,
+        "logit_bias": params.logit_bias,
+    }
+    given = [name for name, value in limits.items() if value]
+    if not given or params.structured_outputs is None:
+        return
+    if any(choice.finish_reason == "error" for choice in output.outputs):
+        raise VLLMValidationError(
+            f"{' and '.join(given)}: the allowed tokens do not fit the schema or grammar of the "
+            "answer; allow more tokens, or leave one of them out",
+            parameter=given[0],
         )
 
 

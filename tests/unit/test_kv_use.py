@@ -1,0 +1,54 @@
+"""A router knows how much of a KV cache running requests hold, with shared blocks counted once."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.router.routing.kv_use import KvUse
+
+DOCUMENT, CHAT = Fingerprint(1), Fingerprint(2)
+SIZES = st.integers(0, 1000)
+REQUESTS = st.tuples(SIZES, SIZES, st.sampled_from([None, DOCUMENT, CHAT]))
+
+
+def test_questions_about_one_document_hold_it_once() -> None:
+    use = KvUse()
+    use.add("a", new_tokens=10, cached_tokens=500, prefix=DOCUMENT)
+    use.add("b", new_tokens=20, cached_tokens=500, prefix=DOCUMENT)
+    assert use.tokens == 10 + 20 + 500
+    assert use.needed(new_tokens=5, cached_tokens=500, prefix=[CHAT, DOCUMENT]) == 535
+    assert use.needed(new_tokens=5, cached_tokens=500, prefix=[DOCUMENT, CHAT]) == 1035
+    use.remove("a")
+    assert use.tokens == 20 + 500
+
+
+def test_prompts_that_nobody_knows_share_nothing() -> None:
+    use = KvUse()
+    use.add("a", new_tokens=10, cached_tokens=0, prefix=None)
+    use.add("b", new_tokens=20, cached_tokens=5, prefix=None)
+    assert use.tokens == use.needed(new_tokens=0, cached_tokens=0, prefix=[]) == 35
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.none() | REQUESTS), max_size=60))
+def test_tokens_are_those_of_the_requests_that_run(
+    steps: list[tuple[int, tuple[int, int, Fingerprint | None] | None]],
+) -> None:
+    """A step sends a request with one of six ids, again too, or ends it."""
+    use, running = KvUse(), dict[int, tuple[int, int, Fingerprint | None]]()
+    for number, sent in steps:
+        if sent is None:
+            use.remove(str(number))
+            running.pop(number, None)
+        else:
+            new_tokens, cached_tokens, prefix = sent
+            use.add(str(number), new_tokens=new_tokens, cached_tokens=cached_tokens, prefix=prefix)
+            running[number] = sent
+        own = sum(new + (0 if prefix else cached) for new, cached, prefix in running.values())
+        longest = {prefix: 0 for _, _, prefix in running.values() if prefix}
+        for _, cached, prefix in running.values():
+            if prefix:
+                longest[prefix] = max(longest[prefix], cached)
+        assert own + sum(longest.values()) <= use.tokens
+    for number in list(running):
+        use.remove(str(number))
+    assert use.tokens == 0
