@@ -493,10 +493,9 @@ class Fleet:
         candidates = []
         branches = self._branches.shares(prefix, running)
         learned = learned_slowness(loads)
-        for replica_id, load, (busy, idle), share in zip(
+        for replica_id, load, (slowness, healthy), share in zip(
             running, loads, learned, branches, strict=True
         ):
-            slowness = busy if load.waiting or load.decoding else idle
             hit_blocks = hits.get(replica_id, 0)
             new_tokens, own_s, copy_s = prompt.at(load.model, hit_blocks)
             candidates.append(
@@ -512,6 +511,7 @@ class Fleet:
                     load.unanswered,
                     self._memory_s(load, new_tokens, prompt.tokens, prefix),
                     branch_share=share,
+                    worth=healthy / slowness,
                 )
             )
         return candidates

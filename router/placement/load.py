@@ -165,12 +165,12 @@ def new_replica_load(
 
 
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
-    """Return each replica's slowness twice: while it has requests, and while it has none.
+    """Return each replica's slowness, and its slowness without faults of its own.
 
     A few observations say little about one replica. Those near the median get the middle of their
     own value and the mean while they are busy: answers take more of their time on some. While idle
     they get the mean: else the one that seems a little faster would get all requests of an idle
-    fleet. A value far from the median is real.
+    fleet. A value far from the median is real; without its fault such a replica is like the mean.
     """
     if not loads:
         return []
@@ -183,7 +183,14 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
     median = sorted(own)[len(own) // 2]
     near = [speed for speed in speeds if abs(speed.slowness - median) <= NEAR * median]
     mean = _fleet_slowness(near)
-    return [((c + mean) / 2, mean) if abs(c - median) <= NEAR * median else (c, c) for c in own]
+    found = []
+    for load, slowness in zip(loads, own, strict=True):
+        if abs(slowness - median) > NEAR * median:
+            found.append((slowness, mean))
+        else:
+            near_s = (slowness + mean) / 2 if load.is_busy else mean
+            found.append((near_s, near_s))
+    return found
 
 
 def _fleet_slowness(speeds: Sequence[Speed]) -> float:

@@ -1,6 +1,7 @@
 """Ranks replicas for a request by cost, as arithmetic only: no clocks, no sockets, no Ray.
 
-    cost = waiting + reload + memory + alpha * (own + copy + lora) + COPY_PRICE * copy
+    cost = waiting + reload + memory + own + copy + lora
+           + worth * ((alpha - 1) * (own + copy + lora) + COPY_PRICE * copy)
            + rotation + decode
 
 in seconds, with
@@ -17,6 +18,8 @@ in seconds, with
     alpha    1 while a quarter of the fleet is idle, otherwise the price of congestion: recomputing
              a prefix delays all requests behind it, so it rises with the lower quartile of the
              waiting times
+    worth    1; on a replica that a fault makes slow, the time that a healthy one takes, over the
+             time that this one takes: others lose less by its time
     rotation in an idle fleet, new conversations rotate over the replicas, since their own later
              turns will follow them. A prompt begins a conversation if no replica has its start, or
              if others diverged from it there. It fades as replicas get busy and caches get tight
@@ -58,6 +61,7 @@ class Candidate(NamedTuple):
     lora_s: float = 0.0  # to load the request's LoRA adapter there; 0: nothing to load
     host_blocks: int = 0  # of hit_blocks, the last ones: those that have to be reloaded
     reload_s: float = 0.0  # until they are
+    worth: float = 1.0  # what others lose by a second there, in seconds of a healthy replica
     branch_share: float = 1.0  # conversations that began there with this prefix, over the mean
 
     @property
@@ -114,13 +118,14 @@ class Terms(NamedTuple):
 def terms_s(candidate: Candidate, prices: Prices) -> Terms:
     """Return what the candidate's cost consists of."""
     own_s, copy_s = candidate.own_s, candidate.copy_s
+    price = (prices.alpha - 1.0) * candidate.worth
     return Terms(
         candidate.backlog_s,
         candidate.reload_s,
         candidate.memory_s,
-        prices.alpha * own_s,
-        (prices.alpha + COPY_PRICE) * copy_s,
-        prices.alpha * candidate.lora_s,
+        (1.0 + price) * own_s,
+        (1.0 + price + COPY_PRICE * candidate.worth) * copy_s,
+        (1.0 + price) * candidate.lora_s,
         prices.rotation * own_s * min(2.0, candidate.branch_share - 1.0),
         candidate.decode_step_s * (DECODE_STEPS + candidate.steps),
     )

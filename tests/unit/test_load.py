@@ -97,10 +97,10 @@ def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None
         ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=seconds))
         for seconds in (5.0, 5.5, 5.2, 50.0)
     ]
-    one, two, three, slow = [queued for queued, _ in learned_slowness(loads)]
-    assert 1.0 < one < 2.5
+    *near, (slow, healthy) = learned_slowness(loads)
     assert slow == 10.0
-    assert max(one, two, three) < slow
+    assert all(1.0 < slowness == without_faults < 2.5 for slowness, without_faults in near)
+    assert 1.0 < healthy < 2.5
 
 
 def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:

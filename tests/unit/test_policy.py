@@ -102,6 +102,7 @@ candidates = st.lists(
         memory_s=seconds,
         lora_s=seconds,
         reload_s=seconds,
+        worth=st.floats(0.01, 100),
     ),
     max_size=20,
 )
@@ -150,3 +151,12 @@ def test_a_longer_backlog_never_attracts_a_request_that_adds_nothing_to_it(
     here = fleet[0]._replace(own_s=0.0, copy_s=0.0, lora_s=0.0)
     busier = here._replace(backlog_s=here.backlog_s + more_s)
     assert cost_s(busier, common) >= cost_s(here, common)
+
+
+def test_a_slow_replica_is_no_worse_than_its_time_where_the_fleet_is_busy() -> None:
+    """The price of congestion does not count the time that its fault alone takes."""
+    healthy = replica("healthy", own_s=1.0, backlog_s=4.0)
+    slow = replica("slow", own_s=2.0, backlog_s=2.0, worth=0.5)
+    common = prices([healthy, slow], busy_s=UNIT_S)
+    assert common.alpha > 10
+    assert best(healthy, slow) == "slow"
