@@ -6,8 +6,8 @@ This is bookkeeping only: the caller passes the time, in seconds of any monotoni
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvroute.contract.adapters import Residents
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.contract.adapters import Residents
 from kvroute.prefill.queue import PrefillQueue
 from kvroute.prefill.speed import PrefillModel, PrefillSpeed, Speed
 from kvroute.router.placement.kv_use import KvUse
