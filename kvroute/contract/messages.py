@@ -85,6 +85,14 @@ class WaitingSessions(Struct, array_like=True, frozen=True):
     oldest_s: Seconds = 0.0  # how long the first of them has waited
 
 
+class LearnedScale(Struct, array_like=True, frozen=True):
+    """What a router has learned of the fleet's unit of time, for routers that start."""
+
+    prefill_s: Seconds  # mean prefill time of its latest requests
+    square_s2: Annotated[float, Meta(ge=0, le=1e18)]  # mean of the squares of these times
+    requests: Count  # how many requests these means are of
+
+
 class Message(Struct, array_like=True):
     version: Annotated[int, Meta(ge=0)]
     router: Name
@@ -93,6 +101,7 @@ class Message(Struct, array_like=True):
     is_complete: bool = False  # other tenants have nothing at this router
     waiting: Waiting | None = None  # None: as before
     sessions: WaitingSessions = WaitingSessions()
+    scale: LearnedScale | None = None  # in a heartbeat
 
 
 class _Versioned(Struct, array_like=True):

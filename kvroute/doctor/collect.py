@@ -91,6 +91,7 @@ class _Collection:
         yield checks.blamed(found.get("blamed", ()))
         yield from load_checks.hits(found["hits"])
         yield from load_checks.load(replicas["backlogs_s"])
+        yield from load_checks.speeds(replicas.get("slow", {}))
         yield from load_checks.queues(found.get("queues", ()))
         yield from seat_checks.seats(found.get("seats", ()))
         yield checks.haproxy(found["serve"])

@@ -55,6 +55,10 @@ REMEDIES = {
     "tools": "send the same tools in the same order with each turn",
     "template": "does it move tools, or drop thoughts? chat_template_kwargs may keep them",
 }
+SLOW = (
+    "requests avoid it already; look at its GPU's temperature and clocks (nvidia-smi -q -d "
+    "PERFORMANCE) and at other programs on its machine, or replace it"
+)
 WHERE = {
     "system": "in the system message",
     "developer": "in the developer's message",
@@ -119,6 +123,19 @@ def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
     if not busy:
         longest_s = max(backlogs_s.values())
         yield Check("load", "ok", f"{longest_s:.1f} s of prefill in the longest queue")
+
+
+def speeds(slow: Mapping[str, float]) -> Iterator[Check]:
+    """Judge the replicas' speeds.
+
+    Args:
+        slow: replicas that the router found to be far slower than the others, and how many times.
+    """
+    for replica_id, times in slow.items():
+        finding = f"replica {replica_id} computes prompts {times:.1f} times as slowly as the others"
+        yield Check("speed", "warning", finding, SLOW)
+    if not slow:
+        yield Check("speed", "ok", "no replica is far slower than the others")
 
 
 def is_busy(backlogs_s: Mapping[str, float], found: Iterable[Facts]) -> bool:

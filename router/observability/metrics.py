@@ -251,6 +251,19 @@ class RouterMetrics(RequestObservers):
             lambda: len(replicas_of(fleet.handshake.degraded)),
         )
         gauge(
+            "kvroute_busy_seconds",
+            "The fleet's unit of time: what a new request finds left of the prompt that a replica "
+            "computes, in the mean. Placement and queue count in it.",
+            lambda: fleet.scale.busy_s,
+        )
+        self._readings.gauge_of(
+            "replica",
+            "kvroute_replica_slowness",
+            "How many times as long as its engine claims a replica computes prompts, as the router "
+            "has learned from first tokens.",
+            fleet.slowness,
+        )
+        gauge(
             "kvroute_mirror_blocks",
             "Blocks that the router knows of, counted once however many replicas hold them; those "
             "in host memory apart from those in GPU memory.",

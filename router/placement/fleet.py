@@ -36,6 +36,7 @@ from kvroute.router.placement.load import (
     Sent,
     learned_slowness,
     new_replica_load,
+    slow_replicas,
 )
 from kvroute.router.placement.policy import Candidate, rank
 from kvroute.router.placement.pressure import Pressure
@@ -173,6 +174,14 @@ class Fleet:
         """Seconds of prefill queued or running on each."""
         loads = [self._load(replica_id) for replica_id in replica_ids]
         return [load.backlog_s(load.speed.slowness, now_s) for load in loads]
+
+    def slow_replicas(self, replica_ids: Sequence[str]) -> dict[str, float]:
+        """Return those of the replicas that are far slower than the others: see `load.py`."""
+        return slow_replicas({replica_id: self._load(replica_id) for replica_id in replica_ids})
+
+    def slowness(self) -> dict[str, float]:
+        """Return how many times as long as its engine claims each replica computes prompts."""
+        return {replica_id: load.speed.slowness for replica_id, load in self._loads.items()}
 
     def room_in_s(self, replica_ids: Sequence[str], hold_s: float, now_s: float) -> float:
         """Return the time until the first replica's backlog is below hold_s, if no first token

@@ -3,7 +3,7 @@
 This is bookkeeping only: the caller passes the time, in seconds of any monotonic clock.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvroute.blocks.fingerprint import Fingerprint
@@ -14,6 +14,7 @@ from kvroute.router.placement.kv_use import KvUse
 from kvroute.router.placement.reloads import Reloads
 
 NEAR = 0.25  # share of the median slowness by which replicas differ without being told apart
+SLOW = 1.5  # replicas that take so many times as long as the others are reported as slow
 TYPICAL_STEPS = 2.0  # full steps that a prompt is expected to take before any was seen
 MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
 UNLIMITED = 1 << 30  # adapters; used until a replica has reported its capacity
@@ -191,6 +192,14 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
             near_s = (slowness + mean) / 2 if load.is_busy else mean
             found.append((near_s, near_s))
     return found
+
+
+def slow_replicas(loads: Mapping[str, ReplicaLoad]) -> dict[str, float]:
+    """Return the replicas that compute prompts at least SLOW times as slowly as the others, by id,
+    and how many times as slowly."""
+    learned = zip(loads, learned_slowness([*loads.values()]), strict=True)
+    ratios = {replica_id: slowness / healthy for replica_id, (slowness, healthy) in learned}
+    return {replica_id: ratio for replica_id, ratio in ratios.items() if ratio >= SLOW}
 
 
 def _fleet_slowness(speeds: Sequence[Speed]) -> float:

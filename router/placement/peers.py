@@ -22,6 +22,7 @@ from kvroute.contract.messages import (
     Ended,
     Event,
     FirstToken,
+    LearnedScale,
     Message,
     Restarted,
     Sent,
@@ -61,8 +62,11 @@ class PeerPublisher(RequestObserver):
         limits: Limits | None = None,
         queue: Queue[Any] | None = None,
         seats: Seats[Any] | None = None,
+        scale: Callable[[], LearnedScale | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._scale = scale
+        self._scaled_s = -math.inf  # when the others last received the scale
         self.router = router or uuid.uuid4().hex[:12]
         self._limits = limits
         self._queue = queue
@@ -115,7 +119,19 @@ class PeerPublisher(RequestObserver):
         tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
         waiting = None if self._queue is None else self._queue.report(now_s)
         sessions = WaitingSessions() if self._seats is None else self._seats.report(now_s)
-        return Message(VERSION, self.router, events, tenants, is_complete, waiting, sessions)
+        scale = self._scale() if now_s >= self._scaled_s + ALIVE_S else None
+        if scale is not None:
+            self._scaled_s = now_s
+        return Message(
+            version=VERSION,
+            router=self.router,
+            events=events,
+            tenants=tenants,
+            is_complete=is_complete,
+            waiting=waiting,
+            sessions=sessions,
+            scale=scale,
+        )
 
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
         """Publishes the events, soon and in order, until cancelled. Without other routers, only
@@ -214,6 +230,8 @@ class PeerSubscriber:
             self._queue.hear(message.router, message.waiting, now_s)
         if self._fleet.seats is not None:
             self._fleet.seats.hear(message.router, message.sessions, now_s)
+        if message.scale is not None:
+            self._fleet.scale.adopt(message.scale)
         attempts = self._attempts.setdefault(message.router, {})
         for event in message.events:
             match event:

@@ -10,6 +10,8 @@ are over thousands of requests, of all routers. They begin with what the engine 
 
 from dataclasses import dataclass
 
+from kvroute.contract.messages import LearnedScale
+
 MEMORY = 3000  # requests whose mean is taken
 PRIOR = 100  # requests that a claim weighs as much as
 PRIOR_SPREAD = 4.0  # mean square over squared mean of prefill times, before any was seen
@@ -40,6 +42,16 @@ class Scale:
         times over twice their mean.
         """
         return self._square / (2.0 * self.prefill_s)
+
+    def share(self) -> LearnedScale:
+        """Return what other routers may adopt."""
+        return LearnedScale(self.prefill_s, self._square, self._prefills)
+
+    def adopt(self, learned: LearnedScale) -> None:
+        """Take over another router's means if they are of more requests than these."""
+        if self._prefills < learned.requests <= MEMORY and learned.prefill_s > 0.0:
+            self.prefill_s, self._square = learned.prefill_s, learned.square_s2
+            self._prefills = learned.requests
 
     def computed(self, prefill_s: float) -> None:
         """Record the prefill time of a request, as it is predicted."""

@@ -55,6 +55,7 @@ class Diagnosis:
                 "running": running,
                 "leases_s": leases,
                 "backlogs_s": dict(ChainMap(*(model.backlogs_s() for model in self._models))),
+                "slow": dict(ChainMap(*(model.slow_replicas() for model in self._models))),
                 "rendering_differences": dict(
                     ChainMap(*(model.rendering_differences() for model in self._models))
                 ),

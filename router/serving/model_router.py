@@ -125,7 +125,13 @@ class ModelRouter:
         self._queue = queue = Queue[Answer](lambda: self._fleet.scale.busy_s)
         wake, self._seat_wake = Wake(), Wake()
         self._seats = seats = _seats(settings, lambda: self._fleet.cache_tokens)
-        self._publisher = PeerPublisher(router_id, limits=limits, queue=queue, seats=seats)
+        self._publisher = PeerPublisher(
+            router_id,
+            limits=limits,
+            queue=queue,
+            seats=seats,
+            scale=lambda: self._fleet.scale.share(),
+        )
         self._accounts = _accounts(settings, redis, unreadable, router_id)
         self._ended_sessions = EndedSessions()
         also = RequestObservers(self._publisher, wake, self._seat_wake, self._ended_sessions)
@@ -526,6 +532,10 @@ class ModelRouter:
         """Prefill queued or running on each replica."""
         running = self.running
         return dict(zip(running, self._fleet.backlogs_s(running, time.monotonic()), strict=True))
+
+    def slow_replicas(self) -> dict[str, float]:
+        """Return the replicas that are far slower than the others, and how many times."""
+        return self._fleet.slow_replicas(self.running)
 
     def queue(self) -> dict[str, Any]:
         """What waits in this router and, as far as it knows, in all; and who waited lately."""

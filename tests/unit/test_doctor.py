@@ -231,6 +231,14 @@ def test_a_few_requests_say_nothing() -> None:
     assert check.grade == "ok"
 
 
+def test_a_slow_replica_is_named() -> None:
+    (slow,) = load_checks.speeds({"abc": 2.125})
+    assert slow.finding == "replica abc computes prompts 2.1 times as slowly as the others"
+    assert (slow.grade, "nvidia-smi" in slow.remedy) == ("warning", True)
+    (well,) = load_checks.speeds({})
+    assert well.grade == "ok"
+
+
 def test_one_replica_with_a_long_queue_is_named_and_a_full_fleet_is_said() -> None:
     (one,) = load_checks.load({"a": 30.0, "b": 0.5, "c": 0.0})
     assert (one.grade, "replica a has 30 s" in one.finding) == ("warning", True)

@@ -2,9 +2,9 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvroute.router.routing.kv_use import KvUse
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.router.placement.kv_use import KvUse
 
 DOCUMENT, CHAT = Fingerprint(1), Fingerprint(2)
 SIZES = st.integers(0, 1000)

@@ -10,6 +10,7 @@ from kvroute.router.placement.load import (
     Sent,
     learned_slowness,
     new_replica_load,
+    slow_replicas,
 )
 
 MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
@@ -101,6 +102,16 @@ def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None
     assert slow == 10.0
     assert all(1.0 < slowness == without_faults < 2.5 for slowness, without_faults in near)
     assert 1.0 < healthy < 2.5
+
+
+def test_a_replica_that_is_far_slower_than_the_others_is_named() -> None:
+    loads = {
+        name: ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=seconds))
+        for name, seconds in {"a": 5.0, "b": 5.5, "c": 6.0, "slow": 11.0}.items()
+    }
+    assert slow_replicas(loads) == {"slow": pytest.approx(2.0)}
+    del loads["slow"]
+    assert slow_replicas(loads) == slow_replicas({}) == {}
 
 
 def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:

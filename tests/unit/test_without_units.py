@@ -3,7 +3,9 @@
 Factors are powers of two, by which numbers are multiplied without rounding.
 """
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.trace import Request
+from tests.support.repository import ROOT
 from tests.support.traces import agents, documents
 
 FACTORS = [2.0**-7, 0.5, 2.0, 2.0**7]
@@ -104,3 +107,24 @@ def test_one_more_replica_or_more_cache_makes_no_request_clearly_later(
 def test_the_modelled_engine_itself_has_no_unit() -> None:
     model = EngineModel()
     assert model.at_speed(0.5).alone_s(0, 1000, 10) == 2.0 * model.alone_s(0, 1000, 10)
+
+
+DECIDING = ("router/admission", "router/placement")  # packages that decide where and when
+REPORTING = ("kvroute/autoscaling.py", "replica/backlog.py")
+SECONDS = re.compile(r"^((?:[A-Z_]+_S, )*[A-Z_]+_S)\b.* = ", flags=re.MULTILINE)
+
+
+def test_each_absolute_time_that_decides_has_its_reason_in_the_documents() -> None:
+    files = [
+        *map(Path, REPORTING),
+        *(file for name in DECIDING for file in (ROOT / name).glob("*.py")),
+    ]
+    constants = {
+        name
+        for file in files
+        for names in SECONDS.findall((ROOT / file).read_text())
+        for name in names.split(", ")
+    }
+    assert len(constants) > 10
+    page = (ROOT / "docs" / "queue.md").read_text()
+    assert [name for name in sorted(constants) if f"`{name}`" not in page] == []

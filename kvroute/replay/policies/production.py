@@ -49,7 +49,10 @@ class Production:
         self._retentions: dict[int, Retention] = {}  # of requests that have come and were not sent
         self._has_told = False  # other routers that something waits
         self._peer_publisher = PeerPublisher(
-            queue=self._queue, seats=self._seats, clock=lambda: self._now_s
+            queue=self._queue,
+            seats=self._seats,
+            scale=lambda: self._fleet.scale.share(),
+            clock=lambda: self._now_s,
         )
         self._fleet = Fleet(
             model="replay",
