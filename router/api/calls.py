@@ -18,6 +18,7 @@ from kvroute.contract.prefix_id import PrefixId
 from kvroute.keys.keyring import Caller, owner, salted
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+from kvroute.router.api.media_options import check_media_options
 from kvroute.router.api.parsing import BOM, json_object
 from kvroute.router.api.typed_fields import read_as_vllm_does
 
@@ -216,6 +217,7 @@ def parse_call(path: str, raw: bytes) -> Call:
                 name, f"{name} is {shown(body[name])}, which is not supported; leave {name} out"
             )
     _check_template_kwargs(body.get("chat_template_kwargs"))
+    check_media_options(body)
     _check_name("cache_salt", body.get("cache_salt"))
     _check_count("n", body.get("n"), MAX_N)
     _check_lengths(path, body)

@@ -1,0 +1,126 @@
+"""Agents on real engines, with and without seats: `python -m tests.bench.agent_loops`.
+
+Two vLLM replicas with the built-in model serve a number of agents at once. Each agent sends its
+whole conversation with OpenAI's client, waits for the answer, works for a moment as a tool would,
+and goes on; when its conversation is long enough it begins another one. The conversations together
+need more KV cache than the replicas have.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from pydoc_data.topics import topics
+
+import numpy as np
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.bench.report import Row, Section
+from tests.support.serving import start_cluster
+
+MODEL = "bench"
+WORDS = " ".join(topics.values()).split()
+FIRST_WORDS = 300  # of an agent's instructions and task
+TURN_WORDS = 60  # of a tool's result
+TURNS = 12  # of a conversation
+ANSWER_TOKENS = 16
+TOOL_S = 1.0  # mean time that a tool works
+CACHE_MB = 256  # of each replica: about 5,800 tokens in float32
+WARM_UP = 0.3  # share of the time that does not count
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the agents have seen since the time counts."""
+
+    begun_s: float
+    times_s: list[float] = field(default_factory=list)  # of whole turns
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--agents", type=int, default=16, help="agents at once (default: 16)")
+    parser.add_argument("--seconds", type=float, default=180.0, help="for each setting")
+    parser.add_argument("--seats", default="auto,off", help="values of --max-sessions")
+    options = parser.parse_args()
+    rows = [measured(seats, options.agents, options.seconds) for seats in options.seats.split(",")]
+    title = f"{options.agents} agents on two vLLM replicas, {options.seconds:.0f} s each"
+    print(Section(title, rows).markdown())
+
+
+def measured(seats: str, agents: int, seconds: float) -> Row:
+    """Return what the agents of one cluster saw."""
+    arguments = ["--replicas", "2", "--served-model-name", MODEL, "--max-sessions", seats]
+    arguments += ["--kv-cache-memory-mb", str(CACHE_MB), "--max-wait-s", "0"]
+    with start_cluster(*arguments) as cluster:
+        seen = asyncio.run(run_agents(f"{cluster.url}/v1", agents, seconds))
+    counted_s = seconds * (1.0 - WARM_UP)
+    return {
+        "--max-sessions": seats,
+        "turns a minute": round(60.0 * len(seen.times_s) / counted_s, 1),
+        "turn p50, s": round(float(np.quantile(seen.times_s, 0.5)), 2),
+        "turn p90, s": round(float(np.quantile(seen.times_s, 0.9)), 2),
+        "cached share": round(seen.cached_tokens / seen.prompt_tokens, 3),
+    }
+
+
+async def run_agents(url: str, agents: int, seconds: float) -> Seen:
+    """Let the agents work for this time."""
+    seen = Seen(time.monotonic() + WARM_UP * seconds)
+    async with AsyncOpenAI(base_url=url, api_key="none", timeout=600.0) as client:
+        loops = [asyncio.create_task(agent(client, number, seen)) for number in range(agents)]
+        done, _ = await asyncio.wait(loops, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+    for loop in done:
+        loop.result()
+    return seen
+
+
+async def agent(client: AsyncOpenAI, number: int, seen: Seen) -> None:
+    """Hold one conversation after another until cancelled."""
+    rng = random.Random(number)
+    for conversation in range(10_000):
+        messages: list[ChatCompletionMessageParam] = [
+            {"role": "user", "content": text(rng, FIRST_WORDS)}
+        ]
+        for _ in range(TURNS):
+            sent_s = time.monotonic()
+            answer = await client.chat.completions.create(
+                model=MODEL,
+                messages=messages,
+                max_tokens=ANSWER_TOKENS,
+                temperature=0.0,
+                extra_headers={"x-session-id": f"{number}-{conversation}"},
+            )
+            note(seen, time.monotonic() - sent_s, answer.usage)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            messages.append({"role": "user", "content": text(rng, TURN_WORDS)})
+            await asyncio.sleep(rng.expovariate(1.0 / TOOL_S))
+
+
+def note(seen: Seen, took_s: float, usage: object) -> None:
+    """Record a turn if the time counts already."""
+    if time.monotonic() < seen.begun_s:
+        return
+    details = getattr(usage, "prompt_tokens_details", None)
+    seen.times_s.append(took_s)
+    seen.prompt_tokens += getattr(usage, "prompt_tokens", 0)
+    seen.cached_tokens += getattr(details, "cached_tokens", 0) or 0
+
+
+def text(rng: random.Random, words: int) -> str:
+    """Return a passage of words that no other one has in this order."""
+    begin = rng.randrange(len(WORDS) - words)
+    return f"{rng.randrange(10**9)} " + " ".join(WORDS[begin : begin + words])
+
+
+if __name__ == "__main__":
+    main()
