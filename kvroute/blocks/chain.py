@@ -19,6 +19,9 @@ class Scope(Struct, frozen=True):
     shared_tokens: int = 0  # from the prompt's start, in whole blocks: everybody's all the same
 
 
+EVERYBODY = Scope()
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """What is the same for all fingerprints of a model."""

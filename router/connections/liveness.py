@@ -95,8 +95,8 @@ class Liveness:
     def _is_idle(self, replica_id: str) -> bool:
         if self._links.owed(replica_id):
             return False
-        ranks = self._links.told_ranks(replica_id) or self._fleet.ranks_of(replica_id)
-        return bool(ranks) and all(map(self._fleet.is_idle, ranks))
+        ranks = self._links.told_ranks(replica_id) or self._fleet.replicas.ranks_of(replica_id)
+        return bool(ranks) and all(map(self._fleet.loads.is_idle, ranks))
 
     async def _probe(self, replica_id: str) -> None:
         try:

@@ -183,7 +183,7 @@ class HandOver:
 
     def _caches(self, placement: Placement) -> bool:
         best = placement.ranking[0]
-        return bool(self._fleet.added(best.replica_id, placement.chain, best.hit_blocks))
+        return bool(self._fleet.caches.added(best.replica_id, placement.chain, best.hit_blocks))
 
     async def _compute(self, job: Job) -> Outcome | None:
         """Slice by slice. None: not yet all of it, as others need its replica; what is left of the
@@ -211,17 +211,17 @@ class HandOver:
             return False
         if job.replica_id not in self._trusted() or not self._has_room():
             return False
-        return not self._fleet.backlogs_s([job.replica_id], now_s)[0]
+        return not self._fleet.loads.backlogs_s([job.replica_id], now_s)[0]
 
     def _slice_end(self, job: Job, done: int) -> int:
         """It ends where a later request can begin, as the engine's cache groups allow."""
         size, blocks = job.placement.block_size, len(job.placement.chain)
 
         def prefill_s(end: int) -> float:
-            return self._fleet.prefill_s(job.replica_id, end * size, done * size)
+            return self._fleet.loads.prefill_s(job.replica_id, end * size, done * size)
 
         ends = range(slice_end(done, blocks, prefill_s), blocks)
-        usable = (self._fleet.reusable(end * size + 1) for end in ends)
+        usable = (self._fleet.caches.reusable(end * size + 1) for end in ends)
         return next((each for each in usable if each > done), blocks)
 
     async def _compute_part(self, job: Job, part: range) -> None:
@@ -240,7 +240,7 @@ class HandOver:
         attempt.first_token(self._clock())
         attempt.end("ok")
         self.tokens += attempt.dispatch.new_tokens
-        if self._fleet.unanswered(job.replica_id):  # it decodes: that gets as much time
+        if self._fleet.loads.unanswered(job.replica_id):  # it decodes: that gets as much time
             await asyncio.sleep(self._clock() - began_s)
 
     def _request(self, job: Job, part: range) -> GenerateRequest:

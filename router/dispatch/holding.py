@@ -104,8 +104,8 @@ class Holding:
         self._has_waiting = asyncio.Event()
         self._seen_s = 0.0  # when there was a replica, last
         self._refused = (0.0, -math.inf)  # the last forecast of those that were refused, and when
-        self._arrivals = Arrivals(lambda: fleet.scale.busy_s)
-        self._correction = Correction(fleet.scale.busy_s)
+        self._arrivals = Arrivals(lambda: fleet.loads.scale.busy_s)
+        self._correction = Correction(fleet.loads.scale.busy_s)
         self._margin = Margin()
         # By wish, priority and sharer; of empty prompts, as of _forecast_s.
         self._forecasts: dict[tuple[float, Priority, str], float] = {}
@@ -219,7 +219,7 @@ class Holding:
 
     def _due(self, replicas: Sequence[str]) -> Held[Answer] | None:
         now_s = self._clock()
-        return self._queue.due(self._fleet.rooms(replicas, now_s), now_s)
+        return self._queue.due(self._fleet.loads.rooms(replicas, now_s), now_s)
 
     def _replicas(self) -> list[str]:
         """Those that take requests. Without any for long, nobody waits on."""
@@ -256,7 +256,7 @@ class Holding:
     def _empty_s(self, empty: Held[Answer], now_s: float) -> float:
         """The same, computed."""
         replicas = self._trusted()
-        least_s = min(self._fleet.backlogs_s(replicas, now_s), default=0.0)
+        least_s = min(self._fleet.loads.backlogs_s(replicas, now_s), default=0.0)
         if not replicas or self._queue.is_free(empty, least_s):
             return 0.0
         return self._correction.factor * self._raw_forecast_s(empty, len(replicas), least_s, now_s)

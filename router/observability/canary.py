@@ -92,8 +92,10 @@ class Canaries:
             token_ids=self._prompt(),
             namespace=f"canary-{uuid.uuid4().hex}",
         )
-        chain = self._fleet.chain(request.token_ids, request.scope)
-        added = self._fleet.added(replica_id, chain) or chain  # without caching: none, as is told
+        chain = self._fleet.caches.chain(request.token_ids, request.scope)
+        added = (
+            self._fleet.caches.added(replica_id, chain) or chain
+        )  # without caching: none, as is told
         before, sent_s = await self._account(replica_id, added), time.monotonic()
         try:
             await self._send(replica_id, request)
@@ -116,8 +118,10 @@ class Canaries:
     def _prompt(self) -> TokenIds:
         """BLOCKS full blocks, or fewer if the context is short, or as many as a hit needs at least;
         plus the token that is always computed."""
-        room = self._fleet.max_model_len or BLOCKS * self._block_size + 2  # with the output token
-        blocks = max(self._fleet.least_blocks, min(BLOCKS, (room - 2) // self._block_size))
+        room = (
+            self._fleet.replicas.max_model_len or BLOCKS * self._block_size + 2
+        )  # with the output token
+        blocks = max(self._fleet.caches.least_blocks, min(BLOCKS, (room - 2) // self._block_size))
         tokens = blocks * self._block_size + 1
         return np.random.default_rng().integers(*TOKEN_IDS, tokens, dtype=np.uint32)
 
@@ -128,7 +132,7 @@ class Canaries:
             await asyncio.sleep(CHECK_INTERVAL_S)
 
     def _mirrored(self, replica_id: str, chain: Sequence[Fingerprint]) -> int:
-        return self._fleet.hits(chain).get(replica_id, 0)
+        return self._fleet.caches.hits(chain).get(replica_id, 0)
 
     async def _account(self, replica_id: str, added: Sequence[Fingerprint]) -> Account | None:
         try:

@@ -243,25 +243,25 @@ class RouterMetrics(RequestObservers):
         gauge(
             "kvroute_replicas",
             "Replicas whose lease ran when the router last heard of it.",
-            lambda: len(replicas_of(record.id for record in fleet.records)),
+            lambda: len(replicas_of(record.id for record in fleet.replicas.records)),
         )
         gauge(
             "kvroute_degraded_replicas",
             "Replicas whose cache is ignored, since they differ from the router.",
-            lambda: len(replicas_of(fleet.handshake.degraded)),
+            lambda: len(replicas_of(fleet.replicas.degraded)),
         )
         gauge(
             "kvroute_busy_seconds",
             "The fleet's unit of time: what a new request finds left of the prompt that a replica "
             "computes, in the mean. Placement and queue count in it.",
-            lambda: fleet.scale.busy_s,
+            lambda: fleet.loads.scale.busy_s,
         )
         self._readings.gauge_of(
             "replica",
             "kvroute_replica_slowness",
             "How many times as long as its engine claims a replica computes prompts, as the router "
             "has learned from first tokens.",
-            fleet.slowness,
+            fleet.loads.slowness,
         )
         gauge(
             "kvroute_mirror_blocks",

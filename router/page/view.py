@@ -74,7 +74,7 @@ class View:
 
     async def snapshot(self) -> State:
         """The current state."""
-        records = sorted(self._fleet.records, key=lambda record: record.id)
+        records = sorted(self._fleet.replicas.records, key=lambda record: record.id)
         await self._count_blocks(records)
         sums = self._recent.window.sums()
         state = {
@@ -118,7 +118,7 @@ class View:
         states = {record.id: "away" for record in records}  # starting, leaving, or lost
         states |= dict.fromkeys(self._liveness.running(), "silent")  # suspect
         states |= dict.fromkeys(self._liveness.trusted(), "ready")
-        differ = self._fleet.handshake.degraded.keys() & self._liveness.trusted()
+        differ = self._fleet.replicas.degraded.keys() & self._liveness.trusted()
         states |= dict.fromkeys(differ, "degraded")
         return states
 

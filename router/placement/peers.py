@@ -231,7 +231,7 @@ class PeerSubscriber:
         if self._fleet.seats is not None:
             self._fleet.seats.hear(message.router, message.sessions, now_s)
         if message.scale is not None:
-            self._fleet.scale.adopt(message.scale)
+            self._fleet.loads.scale.adopt(message.scale)
         attempts = self._attempts.setdefault(message.router, {})
         for event in message.events:
             match event:

@@ -46,14 +46,14 @@ class AutoPin:
 
     def worth_keeping(self, now_s: float) -> list[Hot]:
         """The prefixes worth a name that fit into the BUDGET, the hottest first."""
-        records = self._fleet.own_records
+        records = self._fleet.replicas.own_records
         room = BUDGET * min((record.facts.pin_blocks for record in records), default=0)
         chosen = []
         for hot in self._hot.top(CANDIDATES, now_s):
             prefix = self._catalogue.declared_as(hot.token_ids, hot.owner.namespace)
             if hot.blocks > room or (prefix and not prefix.label.startswith(AUTO)):
                 continue
-            prefill_s = self._fleet.prefill_s(records[0].id, len(hot.token_ids))
+            prefill_s = self._fleet.loads.prefill_s(records[0].id, len(hot.token_ids))
             if prefill_s * hot.requests_per_s(now_s) >= WORTH:
                 room -= hot.blocks
                 chosen.append(hot)
@@ -94,5 +94,7 @@ class AutoPin:
 
     def _is_whole(self, prefix: Prefix) -> bool:
         """All replicas that keep it warm have all of it."""
-        warm_on = {record.id for record in self._fleet.own_records if prefix.name in record.pins}
+        warm_on = {
+            record.id for record in self._fleet.replicas.own_records if prefix.name in record.pins
+        }
         return warm_on <= self._catalogue.holders(prefix.token_ids, prefix.namespace)

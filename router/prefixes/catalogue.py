@@ -97,7 +97,7 @@ class Catalogue:
     @property
     def records(self) -> list[ReplicaRecord]:
         """The live replicas as of the last poll."""
-        return self._fleet.records
+        return self._fleet.replicas.records
 
     def holders(
         self, token_ids: TokenIds, namespace: str, *, in_any_tier: bool = False
@@ -105,7 +105,7 @@ class Catalogue:
         """The replicas that hold all of it in their caches, according to the index."""
         shared = self.shared_tokens(token_ids) if namespace else 0
         scope = Scope("", namespace, shared)
-        return self._fleet.holders(token_ids, scope, in_any_tier=in_any_tier)
+        return self._fleet.caches.holders(token_ids, scope, in_any_tier=in_any_tier)
 
     def get(self, id_: str) -> Prefix | None:
         """The newest version that is warm on all its replicas; if there is none, the newest."""

@@ -113,16 +113,16 @@ class Demand:
         return changes
 
     def _wanted(self, prefix: Prefix, seen: _Watched, requests: int) -> int:
-        warm = [record.id for record in keepers(prefix, self._fleet.records)]
+        warm = [record.id for record in keepers(prefix, self._fleet.replicas.records)]
         if not warm:
             return prefix.extra_replicas
-        backlogs = self._fleet.backlogs_s(warm, self._clock())
+        backlogs = self._fleet.loads.backlogs_s(warm, self._clock())
         busy = sum(backlog_s > 0 for backlog_s in backlogs) / len(backlogs)
         seen.seconds.append(Second(requests, min(backlogs), busy))
         return extra_replicas(
             prefix.extra_replicas,
             list(seen.seconds),
-            prefix_s=self._fleet.prefill_s(warm[0], len(prefix.token_ids)),
+            prefix_s=self._fleet.loads.prefill_s(warm[0], len(prefix.token_ids)),
             warm=len(warm),
-            others=len(self._fleet.records) - len(warm),
+            others=len(self._fleet.replicas.records) - len(warm),
         )

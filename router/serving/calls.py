@@ -152,7 +152,10 @@ class Calls:
 
     async def _chat(self, call: Call, prefix: Prefix | None) -> TokenIds:
         return await self._prefixes.composer.chat(
-            call.body, prefix, self._fleet.content_format, max_model_len=self._max_model_len()
+            call.body,
+            prefix,
+            self._fleet.replicas.content_format,
+            max_model_len=self._max_model_len(),
         )
 
     async def _completions(self, call: Call, prefix: Prefix | None) -> list[TokenIds]:

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from kvroute.blocks.chain import Scope
+from kvroute.blocks.chain import EVERYBODY, Scope
 from kvroute.contract.identity import identify
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.records import ReplicaRecord
@@ -59,7 +59,7 @@ from kvroute.router.page.recent import Sums
 from kvroute.router.page.view import View
 from kvroute.router.placement.attempts import RequestContext, RequestObserver, RequestObservers
 from kvroute.router.placement.baselines import RANKINGS
-from kvroute.router.placement.fleet import EVERYBODY, Fleet
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.receipts import receipt
 from kvroute.router.prefixes.hot import Owner
@@ -122,7 +122,7 @@ class ModelRouter:
         self._unreadable = unreadable = Unreadable()
         self._index = Index(redis, self.name, cluster=settings.cluster, unreadable=unreadable)
         self._neighbours = Neighbours(Clusters(redis, unreadable), _tenant(settings))
-        self._queue = queue = Queue[Answer](lambda: self._fleet.scale.busy_s)
+        self._queue = queue = Queue[Answer](lambda: self._fleet.loads.scale.busy_s)
         wake, self._seat_wake = Wake(), Wake()
         self._seats = seats = _seats(settings, lambda: self._fleet.cache_tokens)
         self._publisher = PeerPublisher(
@@ -130,7 +130,7 @@ class ModelRouter:
             limits=limits,
             queue=queue,
             seats=seats,
-            scale=lambda: self._fleet.scale.share(),
+            scale=lambda: self._fleet.loads.scale.share(),
         )
         self._accounts = _accounts(settings, redis, unreadable, router_id)
         self._ended_sessions = EndedSessions()
@@ -147,7 +147,7 @@ class ModelRouter:
             self._fleet, own=router_id, limits=limits, queue=queue, blamed=self._blamed.hear
         )
         known = partial(serves.replicas, self._deployment)
-        self._links = Links(known, self._fleet.told)
+        self._links = Links(known, self._fleet.loads.report)
         self._liveness = Liveness(
             known, self._links, self._fleet, hang_timeout_s=settings.hang_timeout_s
         )
@@ -452,12 +452,12 @@ class ModelRouter:
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and response together."""
-        return self._fleet.max_model_len or UNKNOWN_CONTEXT
+        return self._fleet.replicas.max_model_len or UNKNOWN_CONTEXT
 
     @property
     def known_max_model_len(self) -> int | None:
         """The same; None until a replica has reported it."""
-        return self._fleet.max_model_len
+        return self._fleet.replicas.max_model_len
 
     @property
     def running(self) -> list[str]:
@@ -465,7 +465,7 @@ class ModelRouter:
         return self._liveness.running()
 
     def health(self) -> ModelHealth:
-        feed, degraded = self._feed.state, self._fleet.handshake.degraded
+        feed, degraded = self._feed.state, self._fleet.replicas.degraded
         return ModelHealth(
             len(replicas_of(self.running)),
             index_is_reachable=feed.is_reachable,
@@ -481,7 +481,7 @@ class ModelRouter:
             async with asyncio.timeout(STATUS_S):
                 records, counts = await self._index.replica_status()
         except (RedisError, OSError):
-            records, counts = self._fleet.records, {}
+            records, counts = self._fleet.replicas.records, {}
         return [self._status(record, counts.get(record.id)) for record in records]
 
     async def audit(self) -> list[dict[str, Any]]:
@@ -526,16 +526,20 @@ class ModelRouter:
 
     def rendering_differences(self) -> dict[str, int]:
         """Prompts that routers have rendered in another way than vLLM, by replica."""
-        return {each.id: each.load.rendering_differences for each in self._fleet.own_records}
+        return {
+            each.id: each.load.rendering_differences for each in self._fleet.replicas.own_records
+        }
 
     def backlogs_s(self) -> dict[str, float]:
         """Prefill queued or running on each replica."""
         running = self.running
-        return dict(zip(running, self._fleet.backlogs_s(running, time.monotonic()), strict=True))
+        return dict(
+            zip(running, self._fleet.loads.backlogs_s(running, time.monotonic()), strict=True)
+        )
 
     def slow_replicas(self) -> dict[str, float]:
         """Return the replicas that are far slower than the others, and how many times."""
-        return self._fleet.slow_replicas(self.running)
+        return self._fleet.loads.slow_replicas(self.running)
 
     def queue(self) -> dict[str, Any]:
         """What waits in this router and, as far as it knows, in all; and who waited lately."""
@@ -552,7 +556,7 @@ class ModelRouter:
     def load(self) -> dict[str, float]:
         """Return the load of all replicas and of this router's queue, under vLLM's names."""
         queued = sum(state.requests for state in self.holding.states().values())
-        return load_of(self._fleet.records, queued=queued)
+        return load_of(self._fleet.replicas.records, queued=queued)
 
     def blamed(self) -> list[dict[str, Any]]:
         """Requests that stopped a replica and are refused for some minutes."""
@@ -578,13 +582,13 @@ class ModelRouter:
             "running": record.load.running,
             "waiting": record.load.waiting,
             "loras": record.load.loras,
-            "degraded": self._fleet.handshake.degraded.get(record.id),
+            "degraded": self._fleet.replicas.degraded.get(record.id),
             "tool_parser": record.facts.tool_parser,
             "reasoning_parser": record.facts.reasoning_parser,
         } | self._host_tier(record)
 
     def _host_tier(self, record: ReplicaRecord) -> dict[str, Any]:
-        tier = self._fleet.host_tier(record.id)
+        tier = self._fleet.replicas.host_tier(record.id)
         return {"host": tier} if tier else {}
 
     def _receipt(self, generation: Generation, broken: Break | None) -> dict[str, Any]:

@@ -27,10 +27,10 @@ def decision() -> Section:
 
 
 def row(ours: Fleet, tokens: Tokens, dynamo: peers.Peer | None, tree: peers.Peer | None) -> Row:
-    chain = ours.chain(tokens)
+    chain = ours.caches.chain(tokens)
     placed = ours.place(tokens, REPLICAS, NOW_S)
     assert placed.best_hit_blocks == len(tokens) // 2 // BLOCK
-    fingerprint_ms = median_ms(each_s(lambda: ours.chain(tokens), ROUNDS))
+    fingerprint_ms = median_ms(each_s(lambda: ours.caches.chain(tokens), ROUNDS))
     lookup_ms = median_ms(each_s(lambda: ours.mirror.hits(chain), ROUNDS))
     whole_ms = median_ms(each_s(lambda: ours.place(tokens, REPLICAS, NOW_S), ROUNDS))
     dynamo_ms = median_ms(dynamo.each_s(tokens, ROUNDS)) if dynamo else None

@@ -55,9 +55,9 @@ def fleet() -> Fleet:
     for name in REPLICAS:
         fleet.mirror.join(name)
     for replica, tokens in documents():
-        fleet.mirror.add(REPLICAS[replica], fleet.chain(tokens))
+        fleet.mirror.add(REPLICAS[replica], fleet.caches.chain(tokens))
     for length in PROMPT_TOKENS:
-        fleet.mirror.add(REPLICAS[HOLDER], fleet.chain(prompt(length)[: length // 2 + 1]))
+        fleet.mirror.add(REPLICAS[HOLDER], fleet.caches.chain(prompt(length)[: length // 2 + 1]))
     for i, (replica, tokens) in enumerate(requests_in_flight()):
         placement = fleet.place(tokens, REPLICAS, float(i))
         fleet.sent(placement, REPLICAS[replica], str(i), float(i))

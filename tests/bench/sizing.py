@@ -175,7 +175,7 @@ async def _router(
     grown = process.memory_info().rss - before
     fleet.update(records)
     tokens = rng.integers(0, 40_000, PROMPT_TOKENS, dtype=np.uint32)
-    fleet.mirror.add(replica_ids[0], fleet.chain(tokens[: PROMPT_TOKENS // 2]))
+    fleet.mirror.add(replica_ids[0], fleet.caches.chain(tokens[: PROMPT_TOKENS // 2]))
     placed_ms = median_ms(each_s(lambda: fleet.place(tokens, replica_ids, 0.0), ROUNDS))
     router_s, redis_s = await _poll_s(index, server, fleet)
     return {
@@ -201,8 +201,8 @@ def _heard_us(fleet: Fleet, tokens: Tokens) -> float:
     """To take another router's request of PROMPT_TOKENS into account, from dispatch to end."""
     speaker = PeerPublisher()
     teller = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0), observer=speaker)
-    teller.update(fleet.records)
-    replica_ids = [record.id for record in fleet.records]
+    teller.update(fleet.replicas.records)
+    replica_ids = [record.id for record in fleet.replicas.records]
     for i in range(HEARD):
         placement = teller.place(tokens + i, replica_ids, 0.0)
         attempt = teller.sent(placement, replica_ids[i % len(replica_ids)], str(i), 0.0)

@@ -46,7 +46,7 @@ class Scene:
     def use(self, token_ids: TokenIds, times: int) -> None:
         """So many prompts found all of it cached; each goes on with a block of its own."""
         for _ in range(times):
-            chain = self.fleet.chain(np.append(token_ids, np.zeros(BLOCK + 1, np.uint32)))
+            chain = self.fleet.caches.chain(np.append(token_ids, np.zeros(BLOCK + 1, np.uint32)))
             self.hot.see(token_ids, chain, len(token_ids), self.now_s)
 
     def keep_warm(self, prefix: Prefix, blocks: int) -> None:
@@ -55,7 +55,7 @@ class Scene:
         kept = structs.replace(kept, pins={prefix.name: Warm(10, is_pinned=False)})
         self.fleet.update([kept])
         self.fleet.mirror.join("a")
-        chain = self.fleet.chain(np.append(prefix.token_ids, np.uint32(0)))
+        chain = self.fleet.caches.chain(np.append(prefix.token_ids, np.uint32(0)))
         self.fleet.mirror.add("a", chain[:blocks])
 
     def chosen(self) -> list[list[int]]:

@@ -38,7 +38,7 @@ async def begin(redis_url: str, **how: Any) -> Side:
     async with connect(redis_url) as redis:
         await redis.flushall()
     side = Side(redis_url, **how)
-    await until(lambda: side.fleet.records)
+    await until(lambda: side.fleet.replicas.records)
     return side
 
 

@@ -123,7 +123,7 @@ async def test_what_is_not_pinned_is_warm_for_as_long_as_the_index_knows_it(
     assert (await declarations.get("law"))["warm_on"] == ["a"]
     prefix = await catalogue.named("task_id", "law")
     fleet.mirror.join("b")
-    fleet.mirror.add("b", fleet.chain(prefix.token_ids))
+    fleet.mirror.add("b", fleet.caches.chain(prefix.token_ids))
     shown = await declarations.get("law")
     assert (sorted(shown["warm_on"]), shown["pinned"]) == (["a", "b"], False)
     fleet.mirror.join("b")
@@ -179,11 +179,11 @@ async def test_what_is_pinned_in_host_memory_is_warm_where_either_memory_has_it(
     assert (await declarations.get("law"))["warm_on"] == []
     prefix = await catalogue.named("task_id", "law")
     fleet.mirror.join("a")
-    fleet.mirror.add("a", map(in_host, fleet.chain(prefix.token_ids)))
+    fleet.mirror.add("a", map(in_host, fleet.caches.chain(prefix.token_ids)))
     shown = await declarations.get("law")
     assert (shown["warm_on"], shown["pinned"]) == (["a"], "host")
     fleet.mirror.join("b")
-    fleet.mirror.add("b", fleet.chain(prefix.token_ids))
+    fleet.mirror.add("b", fleet.caches.chain(prefix.token_ids))
     shown = await declarations.get("law")
     assert (sorted(shown["warm_on"]), shown["pinned"]) == (["a", "b"], False)
 
@@ -397,6 +397,6 @@ async def test_a_tenants_own_prefix_is_warm_where_its_own_blocks_are(
     one_more = np.append(own.token_ids, own.token_ids[:1])
     for replica_id in "ab":
         fleet.mirror.join(replica_id)
-    fleet.mirror.add("a", fleet.chain(one_more, Scope("", B.salt, 2 * BLOCK)))
-    fleet.mirror.add("b", fleet.chain(one_more, Scope("", B.salt)))
+    fleet.mirror.add("a", fleet.caches.chain(one_more, Scope("", B.salt, 2 * BLOCK)))
+    fleet.mirror.add("b", fleet.caches.chain(one_more, Scope("", B.salt)))
     assert catalogue.holders(own.token_ids, own.namespace) == {"a"}

@@ -323,7 +323,7 @@ async def test_a_replica_that_leaves_is_forgotten_without_a_poll(
     await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
     async with following(index) as fleet:
         await index.leave("a", "1")
-        await until(lambda: not fleet.mirror.replica_ids and not fleet.records)
+        await until(lambda: not fleet.mirror.replica_ids and not fleet.replicas.records)
 
 
 async def test_a_replica_that_vanishes_is_known_for_a_while(
@@ -336,9 +336,9 @@ async def test_a_replica_that_vanishes_is_known_for_a_while(
         await index._redis.flushall()
         await asyncio.sleep(0.5)
         assert fleet.mirror.held_by("a") == set(BLOCKS)
-        assert [record.id for record in fleet.records] == ["a"]
+        assert [record.id for record in fleet.replicas.records] == ["a"]
         monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 0.5)
-        await until(lambda: not fleet.mirror.replica_ids and not fleet.records)
+        await until(lambda: not fleet.mirror.replica_ids and not fleet.replicas.records)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ async def test_a_redis_that_refuses_writes_costs_no_replica_its_place(
             await until(lambda: not side.feed.state.is_reachable)
             await asyncio.sleep(1.5)  # longer than the lease and than what a vanished one is kept
             assert len(side.fleet.mirror.held_by("a")) == 50
-            assert [record.id for record in side.fleet.records] == ["a"]
+            assert [record.id for record in side.fleet.replicas.records] == ["a"]
         finally:
             await index._redis.execute_command(*taking.split())
         side.publisher.publish([stored(50, 5)])

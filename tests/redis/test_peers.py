@@ -75,7 +75,7 @@ class Router:
         return self.expects(token_ids)
 
     def expects(self, token_ids: TokenIds) -> set[str]:
-        return set(self.fleet.mirror.hits(self.fleet.chain(token_ids)))
+        return set(self.fleet.mirror.hits(self.fleet.caches.chain(token_ids)))
 
 
 def prompt(seed: int, tokens: int = 400) -> TokenIds:
@@ -133,7 +133,7 @@ def test_what_a_replica_reports_beyond_all_that_was_told_counts_as_backlog() -> 
         router.send(prompt(number), str(number)).end()
     tokens = len(prompt(0))
     for pending in (0, 0, 3 * tokens):
-        router.fleet.told("b", pending)
+        router.fleet.loads.report("b", pending)
     assert router.backlogs_s() == {"a": 0.0, "b": pytest.approx(3 * 0.4, rel=0.1)}
 
 

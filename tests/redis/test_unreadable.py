@@ -211,7 +211,7 @@ def test_any_message_is_taken_or_counted_and_leaves_no_load_behind(payload: byte
     subscriber.receive_packed(valid, index)
     assert index.unreadable.counts["message"] <= 1
     subscriber.forget_all()
-    for load in fleet._loads.values():
+    for load in fleet.loads.known().values():
         assert (load.waiting_s, load.is_busy) == (0.0, False)
 
 
@@ -258,10 +258,10 @@ class World:
     def is_right(self) -> bool:
         held = set(self.table.held())
         return (
-            [record.id for record in self.fleet.records] == ["a"]
+            [record.id for record in self.fleet.replicas.records] == ["a"]
             and self.fleet.mirror.replica_ids == {"a"}
             and self.fleet.mirror.held_by("a") == held
-            and not self.fleet.handshake.degraded
+            and not self.fleet.replicas.degraded
             and self.feed.state.is_reachable
         )
 
@@ -349,7 +349,7 @@ async def following(redis: Any, running: list[str]) -> AsyncIterator[Fleet]:
     fleet = known_fleet(running=lambda: running, handshake=Handshake())
     task = asyncio.create_task(Feed(Index(redis, MODEL), fleet).run())
     try:
-        await until(lambda: "ours" in {record.id for record in fleet.records})
+        await until(lambda: "ours" in {record.id for record in fleet.replicas.records})
         yield fleet
     finally:
         task.cancel()
@@ -364,7 +364,7 @@ async def test_replicas_of_other_versions_are_degraded_and_all_others_are_not(
             await described(redis, id_, change)
         await described(redis, "stranger", newer)
         async with following(redis, ["newer", "older", "ours"]) as fleet:
-            assert fleet.handshake.degraded == {
+            assert fleet.replicas.degraded == {
                 "newer": "its record cannot be read: it is of version 2, and this process reads 1",
                 "older": "its record cannot be read: Object missing required field `version`",
             }
@@ -397,8 +397,8 @@ async def test_a_strangers_record_does_not_shrink_what_the_cluster_accepts(redis
             said = Description(facts(max_model_len=max_model_len))
             await index.register(id_, "1", description=said, load=LOAD, lease_s=60)
         async with following(redis, ["ours"]) as fleet:
-            await until(lambda: len(fleet.records) == 2)
-            assert fleet.max_model_len == FACTS.max_model_len
+            await until(lambda: len(fleet.replicas.records) == 2)
+            assert fleet.replicas.max_model_len == FACTS.max_model_len
 
 
 async def test_a_record_of_another_model_is_not_read(redis_url: str) -> None:

@@ -151,7 +151,7 @@ def test_a_prompt_that_lacks_only_states_is_not_taken_for_evicted() -> None:
     layout = Layout((CacheGroup("full_attention", 8), CacheGroup("mamba", 16)), 16)
     fleet.mirror.join("a")
     fleet.update([record("a", layout=layout)])
-    fleet.mirror.add("a", fleet.added("a", CHAIN[:24]))  # with states at its end only
+    fleet.mirror.add("a", fleet.caches.added("a", CHAIN[:24]))  # with states at its end only
     placement = fleet.place_chain(CHAIN[:17], 17 * UNIT, ["a"], 0.0)
     assert (placement.best_hit_blocks, placement.partial_blocks) == (0, 16)
     assert placement.evicted_tokens == 0
@@ -188,10 +188,10 @@ def test_an_unknown_layout_degrades_its_replica_and_claims_nothing(
     fleet.mirror.join("a")
     fleet.mirror.add("a", CHAIN)
     fleet.update([record("a", layout=layout)])
-    assert fleet.handshake.degraded.keys() == {"a"}
+    assert fleet.replicas.degraded.keys() == {"a"}
     placement = fleet.place_chain(CHAIN, 200, ["a"], 0.0)
     assert (placement.best_hit_blocks, placement.at("a").hit_blocks) == (0, 0)
-    assert fleet.added("a", CHAIN) == ()
+    assert fleet.caches.added("a", CHAIN) == ()
 
 
 def test_replicas_of_several_layouts_are_ranked_each_by_its_own() -> None:
@@ -205,9 +205,9 @@ def test_replicas_of_several_layouts_are_ranked_each_by_its_own() -> None:
     )
     fleet.mirror.add("plain", CHAIN[:7])
     fleet.mirror.add("stateless", CHAIN[:7])
-    fleet.mirror.add("hybrid", fleet.added("hybrid", CHAIN[:7]))
-    assert fleet.hits(CHAIN[:9]) == {"plain": 7, "hybrid": 4}
-    assert fleet.least_blocks == 4
+    fleet.mirror.add("hybrid", fleet.caches.added("hybrid", CHAIN[:7]))
+    assert fleet.caches.hits(CHAIN[:9]) == {"plain": 7, "hybrid": 4}
+    assert fleet.caches.least_blocks == 4
 
 
 def new_fleet() -> Fleet:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.blocks.chain import EVERYBODY
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import (
     CHATS,
@@ -30,7 +31,7 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError
-from kvroute.router.placement.fleet import EVERYBODY, Fleet
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.calls import Prompted, placed_by
 
 JSON = st.recursive(
@@ -247,7 +248,7 @@ def test_an_engine_that_reads_no_cache_is_expected_to_find_nothing(
     assert call.reads_cache == reads_cache
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     plain, *chains = [
-        tuple(fleet.chain(prompted.token_ids[0], EVERYBODY, features))
+        tuple(fleet.caches.chain(prompted.token_ids[0], EVERYBODY, features))
         for features in ((), placed_by(call, prompted), placed_by(call, prompted))
     ]
     assert len({chain[0] for chain in (plain, *chains)}) == (1 if reads_cache else 3)

@@ -262,10 +262,10 @@ async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have
     async with client.serving():
         context = RequestContext(time.monotonic())
         asking = asyncio.create_task(begin_all(client.dispatcher, prompts, context))
-        await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
         asking.cancel()
         await asyncio.wait([asking])
-        assert [load.unanswered for load in client.fleet._loads.values()] == [0, 0]
+        assert [load.unanswered for load in client.fleet.loads.known().values()] == [0, 0]
         await until(lambda: not any(each.running for each in client.wired.servers.values()))
 
 
@@ -322,7 +322,7 @@ async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: i
     }
     async with client.serving():
         asking = asyncio.create_task(client.asked(max_tokens=400))
-        await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
         (server,) = (each for each in client.wired.servers.values() if each.running)
         for peer in server.peers:
             peer.abort("as planned")
@@ -429,7 +429,7 @@ async def test_a_replica_that_serve_stops_finishes_what_it_runs() -> None:
     client.engines.all |= {id_: SimulatedEngine(slow) for id_ in client.engines.all}
     async with client.serving():
         asking = asyncio.create_task(client.asked(max_tokens=60))
-        await until(lambda: any(load.decoding for load in client.fleet._loads.values()))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
         ((stopped, server),) = (
             (id_, each) for id_, each in client.wired.servers.items() if each.running
         )

@@ -108,14 +108,14 @@ class Router(RequestObserver):
         for _ in self.others:  # they go on meanwhile
             await asyncio.sleep(0)
         tokens = len(request.token_ids)
-        self.now_s += self.fleet.prefill_s(replica_id, tokens, request.expected_tokens)
+        self.now_s += self.fleet.loads.prefill_s(replica_id, tokens, request.expected_tokens)
         self.hold(replica_id, request.token_ids)
 
     def hold(self, replica_id: str, token_ids: TokenIds) -> None:
         for router in (self, *self.others):
             if replica_id in router.fleet.mirror.replica_ids:
-                chain = router.fleet.chain(token_ids)
-                router.fleet.mirror.add(replica_id, router.fleet.added(replica_id, chain))
+                chain = router.fleet.caches.chain(token_ids)
+                router.fleet.mirror.add(replica_id, router.fleet.caches.added(replica_id, chain))
 
     def chat(self, token_ids: TokenIds, to: str = "a", said: Said = NOTHING_SAID) -> TokenIds:
         """A turn that this replica has answered; its prompt."""
@@ -143,7 +143,7 @@ class Router(RequestObserver):
             pass
 
     def hits(self, token_ids: TokenIds) -> int:
-        found = self.fleet.hits(self.fleet.chain(token_ids))
+        found = self.fleet.caches.hits(self.fleet.caches.chain(token_ids))
         return max(found.get(name, 0) for name in self.running)
 
     @property
@@ -285,7 +285,7 @@ async def test_a_busy_replica_holds_up_its_own_prompts_only() -> None:
     router = Router()
     first, second = router.chat(prompt(1)), router.chat(prompt(2))
     for chat, home in ((first, "b"), (second, "c")):  # where most of each is, too
-        router.fleet.mirror.add(home, router.fleet.chain(chat)[:40])
+        router.fleet.mirror.add(home, router.fleet.caches.chain(chat)[:40])
     router.leave("a")
     other = router.crowd("c", 50)
     await router.finish()
@@ -299,7 +299,7 @@ async def test_however_many_prompts_a_busy_replica_has() -> None:
     router = Router()
     free, *others = [router.chat(prompt(number)) for number in range(1, 22)]
     for chat, home in ((free, "b"), *((other, "c") for other in others)):
-        router.fleet.mirror.add(home, router.fleet.chain(chat)[:40])
+        router.fleet.mirror.add(home, router.fleet.caches.chain(chat)[:40])
     router.leave("a")
     router.crowd("c", 50)
     for _ in range(4):
@@ -364,7 +364,7 @@ async def test_slices_end_where_a_later_prompt_can_begin() -> None:
     await router.finish()
     ends = [(len(request.token_ids) - 1) // BLOCK for _, request in router.requests]
     assert ends == [*range(step, 2000, step)]
-    assert router.fleet.prefill_s("b", ends[-1] * BLOCK, ends[-2] * BLOCK) > SLICE_S
+    assert router.fleet.loads.prefill_s("b", ends[-1] * BLOCK, ends[-2] * BLOCK) > SLICE_S
 
 
 async def test_who_waits_comes_first() -> None:
@@ -380,7 +380,7 @@ async def test_tight_caches_get_nothing_that_pushes_out_what_is_missed_as_much()
     router = Router()
     router.chat(prompt(1))
     for _ in range(1000):  # half of what was computed had been evicted
-        router.fleet._pressure.sent(computed_tokens=1000, evicted_tokens=500)
+        router.fleet.pressure.sent(computed_tokens=1000, evicted_tokens=500)
     router.leave("a")
     await router.finish()
     assert (router.requests, router.outcomes) == ([], {"dropped": 1})

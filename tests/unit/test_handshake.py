@@ -71,7 +71,7 @@ def test_what_a_degraded_replica_holds_counts_for_nothing() -> None:
         model="m", revision="", block_size=BLOCK, rng=random.Random(0), handshake=Handshake(OURS)
     )
     fleet.mirror.join("a")
-    fleet.mirror.add("a", fleet.chain(PROMPT))
+    fleet.mirror.add("a", fleet.caches.chain(PROMPT))
     fleet.update([record("a"), record("b")])
     assert fleet.place(PROMPT, ["a", "b"], 0.0).at("a").hit_blocks == 10
     fleet.update([record("a", template_digest="cccc"), record("b")])

@@ -55,7 +55,7 @@ class Router:
             rng=random.Random(0),
             observer=RequestObservers(self.diary, wake),
         )
-        self.queue = Queue[Any](lambda: self.fleet.scale.busy_s)
+        self.queue = Queue[Any](lambda: self.fleet.loads.scale.busy_s)
         self.holding = Holding(
             self.queue, self.fleet, lambda: self.replicas, wake=wake, clock=lambda: self.now_s
         )
@@ -284,7 +284,7 @@ async def test_engines_get_the_same_order() -> None:
     assert batch.among == ["a"]
     prefill_s = router.place(1000).ranking[0].own_s
     assert default.at_s - router.now_s == pytest.approx(DELAY * prefill_s)
-    sooner_s = INTERACTIVE * router.fleet.scale.busy_s
+    sooner_s = INTERACTIVE * router.fleet.loads.scale.busy_s
     assert default.at_s - interactive.at_s == pytest.approx(sooner_s)
     assert batch.at_s - default.at_s == pytest.approx(BATCH_S)
 

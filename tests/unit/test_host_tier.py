@@ -58,7 +58,7 @@ def hold(fleet: Fleet, replica_id: str, *, gpu: int = 0, host: int = 0) -> None:
 
 
 def place(fleet: Fleet, at_s: float = 0.0, chain: Sequence[Fingerprint] = CHAIN) -> Placement:
-    running = [each.id for each in fleet.records]
+    running = [each.id for each in fleet.replicas.records]
     return fleet.place_chain(chain, BLOCK * len(chain) + 1, running, at_s)
 
 
@@ -76,7 +76,10 @@ def show_speed(fleet: Fleet, *, bytes_per_s: float) -> None:
     """Replica a says how fast its copies were of late."""
     load = Load(host_bytes_per_s=bytes_per_s)
     fleet.update(
-        [structs.replace(each, load=load) if each.id == "a" else each for each in fleet.records]
+        [
+            structs.replace(each, load=load) if each.id == "a" else each
+            for each in fleet.replicas.records
+        ]
     )
 
 
@@ -176,8 +179,8 @@ def test_a_busy_replica_is_not_idle_while_its_next_prompt_is_copied() -> None:
     attempt = fleet.sent(place(fleet, 0.0, chain), "a", "r", 0.0)
     computed_s = attempt.dispatch.prefill_s
     for now_s in (0.0, 0.6):
-        assert fleet.backlogs_s(["a"], now_s) == [pytest.approx(computed_s)]
-    assert fleet.backlogs_s(["a"], 2 / 3 + 0.1) == [pytest.approx(computed_s - 0.1)]
+        assert fleet.loads.backlogs_s(["a"], now_s) == [pytest.approx(computed_s)]
+    assert fleet.loads.backlogs_s(["a"], 2 / 3 + 0.1) == [pytest.approx(computed_s - 0.1)]
 
 
 def test_who_needs_what_is_being_copied_waits_for_it_too() -> None:
@@ -200,7 +203,7 @@ def test_a_first_token_after_a_reload_teaches_nothing_about_the_prefill() -> Non
     assert attempt.dispatch.loads_first
     answer(attempt, at_s=50.0)
     subscriber.receive(publisher.take())
-    assert attempt.load.speed.slowness == peer._load("a").speed.slowness == 1.0
+    assert attempt.load.speed.slowness == peer.loads.of("a").speed.slowness == 1.0
 
 
 def test_what_is_computed_while_another_request_reloads_is_timed_from_its_own_start() -> None:
@@ -263,7 +266,7 @@ def test_caches_are_not_tight_while_host_memory_has_what_the_gpus_evict() -> Non
 def test_engines_with_several_cache_groups_reload_too() -> None:
     layout = Layout((CacheGroup("full_attention", 4), CacheGroup("mamba", 16)), 16)
     fleet = fleet_of(with_tier("a", layout=layout), with_tier("plain"))
-    members = fleet.added("a", CHAIN)
+    members = fleet.caches.added("a", CHAIN)
     fleet.mirror.add("a", members[:60])
     fleet.mirror.add("a", map(in_host, members))
     there = at(fleet, "a")
@@ -273,10 +276,10 @@ def test_engines_with_several_cache_groups_reload_too() -> None:
 
 def test_the_state_of_the_fleet_has_the_tiers_size_and_its_speed() -> None:
     fleet = fleet_of(with_tier("a", host=HostTier(1000, 10**6, 1e9)), record("b"))
-    assert fleet.host_tier("a") == {"blocks": 1000, "gb_per_s": 1.0}
+    assert fleet.replicas.host_tier("a") == {"blocks": 1000, "gb_per_s": 1.0}
     show_speed(fleet, bytes_per_s=5e8)
-    assert fleet.host_tier("a") == {"blocks": 1000, "gb_per_s": 0.5}
-    assert fleet.host_tier("b") is None
+    assert fleet.replicas.host_tier("a") == {"blocks": 1000, "gb_per_s": 0.5}
+    assert fleet.replicas.host_tier("b") is None
 
 
 def test_hits_are_counted_by_tier() -> None:

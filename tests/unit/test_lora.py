@@ -49,7 +49,7 @@ def fleet_of(*records: ReplicaRecord, observer: RequestObserver | None = None) -
 
 
 def send(fleet: Fleet, lora: str, now_s: float, request_id: str = "r") -> Attempt:
-    running = [each.id for each in fleet.records]
+    running = [each.id for each in fleet.replicas.records]
     placement = fleet.place(PROMPT, running, now_s, Scope(lora))
     return fleet.sent(placement, placement.ranking[0].replica_id, request_id, now_s)
 
@@ -97,10 +97,10 @@ def test_an_adapter_that_is_sent_to_a_full_memory_takes_anothers_place_there() -
 def test_loading_is_part_of_the_backlog_and_teaches_nothing_about_the_prefill() -> None:
     fleet = fleet_of(record("a"))
     attempt = send(fleet, "sql", 0.0)
-    assert fleet.backlogs_s(["a"], 0.0) == pytest.approx([2.1], rel=0.01)
+    assert fleet.loads.backlogs_s(["a"], 0.0) == pytest.approx([2.1], rel=0.01)
     attempt.first_token(9.0)
     assert attempt.load.speed.slowness == 1.0
-    assert fleet.backlogs_s(["a"], 9.0) == [0.0]
+    assert fleet.loads.backlogs_s(["a"], 9.0) == [0.0]
 
 
 def test_other_routers_hear_where_an_adapter_is_being_loaded() -> None:
@@ -123,7 +123,7 @@ def test_a_replica_that_does_not_know_the_adapter_gets_none_of_its_requests() ->
 
 def test_what_an_adapter_computed_is_no_hit_for_the_model_or_another_adapter() -> None:
     fleet = fleet_of(record("a", "sql", "law"))
-    fleet.mirror.add("a", fleet.chain(PROMPT, Scope("sql")))
+    fleet.mirror.add("a", fleet.caches.chain(PROMPT, Scope("sql")))
     hits = {
         lora: fleet.place(PROMPT, ["a"], 0.0, Scope(lora)).at("a").hit_blocks
         for lora in ("", "sql", "law")

@@ -182,6 +182,6 @@ async def test_a_replica_is_idle_when_all_of_its_ranks_are_and_it_owes_no_answer
 
 def test_records_of_ranks_are_ours_when_their_replica_is() -> None:
     fleet = fleet_of("a.0", "a.1", "other.0", running=("a",))
-    assert [each.id for each in fleet.own_records] == ["a.0", "a.1"]
+    assert [each.id for each in fleet.replicas.own_records] == ["a.0", "a.1"]
     fleet.update([record("a.0")], unreadable={"a.1": "why", "other.1": "why"})
-    assert set(fleet.handshake.degraded) == {"a.1"}
+    assert set(fleet.replicas.degraded) == {"a.1"}

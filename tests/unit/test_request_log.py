@@ -113,7 +113,7 @@ async def logged(router: Router) -> list[dict[str, Any]]:
 async def test_a_line_tells_what_was_expected_and_what_happened(router: Router) -> None:
     await router.answer(1000)
     router.fleet.mirror.forget_computed(math.inf)
-    router.fleet.mirror.add("a", router.fleet.chain(np.arange(1000, dtype=np.uint32))[:20])
+    router.fleet.mirror.add("a", router.fleet.caches.chain(np.arange(1000, dtype=np.uint32))[:20])
     await router.answer(1000)
     first, second = await logged(router)
     assert list(first) == KEYS
@@ -205,7 +205,7 @@ async def test_a_line_tells_that_an_answer_ended_with_a_tool_call(router: Router
 
 async def test_a_line_says_why_what_was_cached_once_is_gone(router: Router) -> None:
     await router.answer(400)
-    chain = router.fleet.chain(np.arange(800, dtype=np.uint32))
+    chain = router.fleet.caches.chain(np.arange(800, dtype=np.uint32))
     router.fleet.mirror.add("a", chain)
     router.fleet.mirror.remove("a", chain)
     await router.answer(800)
@@ -219,7 +219,7 @@ async def test_a_line_tells_what_came_from_host_memory(router: Router) -> None:
     facts = msgspec.structs.replace(FACTS, host=HostTier(1000, 1000, 1e9))
     router.fleet.update([ReplicaRecord("a", "1", 0, facts, LOAD)])
     await router.answer(400)
-    chain = router.fleet.chain(np.arange(400, dtype=np.uint32))
+    chain = router.fleet.caches.chain(np.arange(400, dtype=np.uint32))
     router.fleet.mirror.forget_computed(math.inf)
     router.fleet.mirror.add("a", [*chain[:2], *map(in_host, chain)])
     await router.answer(400)

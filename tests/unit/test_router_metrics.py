@@ -75,7 +75,7 @@ def test_an_answer_of_two_replicas_is_one_request_that_waited_once() -> None:
 
 def test_a_request_sent_away_from_its_prefix_is_a_spill() -> None:
     told = Told()
-    told.fleet.mirror.add("a", told.fleet.chain(np.arange(10, dtype=np.uint32)))
+    told.fleet.mirror.add("a", told.fleet.caches.chain(np.arange(10, dtype=np.uint32)))
     attempt = told.send(RequestContext(0.0), "b", at_s=0.0)
     say(attempt, at_s=1.0, is_last=True)
     attempt.end()
@@ -94,7 +94,7 @@ def test_a_request_without_a_token_counts_no_tokens() -> None:
 @pytest.mark.parametrize("why", WHYS)
 def test_what_was_lost_to_eviction_is_told_by_why_it_went(why: Why) -> None:
     told = Told()
-    chain = told.fleet.chain(np.arange(10, dtype=np.uint32))
+    chain = told.fleet.caches.chain(np.arange(10, dtype=np.uint32))
     told.fleet.mirror.add("a", chain)
     told.fleet.mirror.remove("a", chain)
     retention = Retention(SessionTurn(Fingerprint(1), 1, 2), KEEP, why)

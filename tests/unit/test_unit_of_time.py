@@ -10,6 +10,7 @@ from kvroute.contract.messages import LearnedScale, decode, encode
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.peers import ALIVE_S, PeerPublisher, PeerSubscriber
 from kvroute.router.placement.scale import MEMORY, Scale
+from tests.support.records import record
 
 
 def scale_of(*prefills_s: float, claimed_s: float = 1.0) -> Scale:
@@ -58,9 +59,9 @@ def test_a_new_router_learns_the_unit_from_the_first_heartbeat() -> None:
     publisher = PeerPublisher("old", scale=old.share, clock=lambda: now_s)
     fleet = Fleet(model="m", revision="", block_size=16, rng=random.Random(0))
     subscriber = PeerSubscriber(fleet, own="new", clock=lambda: now_s)
-    fleet._scale = Scale(1.0)
+    fleet.update([record("a")])  # its speed is known, so that the scale is kept
     subscriber.receive(decode(encode(publisher.take())))
-    assert fleet.scale.busy_s == old.busy_s
+    assert fleet.loads.scale.busy_s == old.busy_s
     assert publisher.take().scale is None, "it is sent with heartbeats, not with every event"
     now_s += ALIVE_S
     assert publisher.take().scale is not None

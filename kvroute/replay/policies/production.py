@@ -44,14 +44,14 @@ class Production:
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self._names = [str(replica) for replica in range(setup.replicas)]
         self._now_s = 0.0
-        self._queue = Queue[Request](lambda: self._fleet.scale.busy_s)
+        self._queue = Queue[Request](lambda: self._fleet.loads.scale.busy_s)
         self._seats = Seats[Request](lambda: self._fleet.cache_tokens)
         self._retentions: dict[int, Retention] = {}  # of requests that have come and were not sent
         self._has_told = False  # other routers that something waits
         self._peer_publisher = PeerPublisher(
             queue=self._queue,
             seats=self._seats,
-            scale=lambda: self._fleet.scale.share(),
+            scale=lambda: self._fleet.loads.scale.share(),
             clock=lambda: self._now_s,
         )
         self._fleet = Fleet(
@@ -90,7 +90,7 @@ class Production:
         self._retentions[request.index] = retention
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
         is_busy = least_s >= self._queue.hold_s
-        self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure)
+        self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure.value)
         waiter = Waiter(request, retention.turn, request.input_tokens, 0, now_s)
         if self._seats.is_free(waiter, now_s):
             self._queue_up(request, placement, now_s)
@@ -113,7 +113,7 @@ class Production:
         yield from self._sends(now_s)
 
     def _sends(self, now_s: float) -> Iterator[Sending]:
-        while held := self._queue.due(self._fleet.rooms(self._names, now_s), now_s):
+        while held := self._queue.due(self._fleet.loads.rooms(self._names, now_s), now_s):
             yield self._send(held, now_s)
 
     def wakes_s(self) -> float | None:
@@ -122,7 +122,9 @@ class Production:
         if self._queue and self._peer_subscriber.alive:  # whose requests may come first
             waits_s.append(self._queue.wake_s)
         elif self._queue:
-            waits_s.append(self._fleet.room_in_s(self._names, self._queue.hold_s, self._now_s))
+            waits_s.append(
+                self._fleet.loads.room_in_s(self._names, self._queue.hold_s, self._now_s)
+            )
         return min(waits_s, default=None)
 
     def _place(self, request: Request, now_s: float, among: Sequence[str] = ()) -> Placement:
@@ -171,7 +173,7 @@ class Production:
 
     def reported(self, reports: Sequence[Report], now_s: float) -> None:
         for name, report in zip(self._names, reports, strict=True):
-            self._fleet.told(name, report.pending_tokens)
+            self._fleet.loads.report(name, report.pending_tokens)
 
     def take_message(self, now_s: float) -> Message | None:
         self._now_s = now_s

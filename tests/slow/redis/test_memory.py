@@ -106,7 +106,7 @@ async def live(index: Index, router: Router, rng: np.random.Generator) -> None:
             if number % 10 == 0:
                 await asyncio.sleep(0.01)  # to write and to read
         await until(lambda: router.knows(replica))
-    await until(lambda: not router.fleet.records)
+    await until(lambda: not router.fleet.replicas.records)
     await until(lambda: not len(router.fleet.mirror))  # once it has swept
 
 
@@ -150,5 +150,5 @@ async def test_three_hundred_thousand_blocks_leave_nothing_behind(
         tracemalloc.stop()
     mirror = router.fleet.mirror
     await until(lambda: not len(mirror))  # once it has swept
-    assert (len(mirror._expected), router.fleet._loads) == (0, {})
+    assert (len(mirror._expected), router.fleet.loads.known()) == (0, {})
     assert 0 < len(mirror._history) <= 2 * GENERATION

@@ -1,0 +1,202 @@
+"""What the replicas have cached of a prompt."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvroute.blocks.chain import EVERYBODY, Scope, Space
+from kvroute.blocks.fingerprint import Feature, Fingerprint, reusable_blocks
+from kvroute.contract.generation import TokenIds
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.index.boundaries import Boundaries
+from kvroute.router.index.mirror import Mirror
+from kvroute.router.placement.loads import Loads
+from kvroute.router.placement.replicas import Replicas
+
+
+class Reload(NamedTuple):
+    """Blocks that a replica copies back from host memory before it computes the rest."""
+
+    blocks: int = 0
+    wait_s: float = 0.0  # until they are in GPU memory, after the copies that are under way
+
+
+NO_RELOAD = Reload()
+
+
+class Hits(NamedTuple):
+    """The leading blocks of one prompt that each replica has."""
+
+    blocks: Mapping[str, int]  # by replica id, in GPU and host memory together; missing: none
+    reloads: Mapping[str, Reload]  # by replica id; missing: nothing to wait for
+
+
+class Caches:
+    """Looks up prompts in the mirror of the index, by the rules of each engine's cache."""
+
+    def __init__(self, space: Space, replicas: Replicas, loads: Loads) -> None:
+        self.mirror = Mirror()
+        self._space = space
+        self._replicas = replicas
+        self._loads = loads
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens of one block."""
+        return self._space.block_size
+
+    def update(self) -> None:
+        """Take over which replicas have a host memory tier."""
+        self.mirror.have_host_tiers(self._replicas.host_tiers.keys())
+
+    # Fingerprints.
+
+    def chain(
+        self,
+        token_ids: TokenIds,
+        scope: Scope = EVERYBODY,
+        features: Sequence[Feature] = (),
+    ) -> list[Fingerprint]:
+        """Return the fingerprints of a prompt's reusable blocks."""
+        blocks = self.reusable(len(token_ids))
+        return self._space.chain(token_ids[: blocks * self.block_size], scope, features)
+
+    def reusable(self, prompt_tokens: int) -> int:
+        """Return how many blocks of a prompt of this length a later prompt can reuse."""
+        blocks = reusable_blocks(prompt_tokens, self.block_size)
+        layouts = self._replicas.layouts.values()
+        if len(layouts) < len(self._replicas) or not layouts:
+            return blocks
+        return max(boundaries.usable(blocks) for boundaries in layouts)
+
+    @property
+    def least_blocks(self) -> int:
+        """Return the blocks of the shortest prompt that every replica can reuse."""
+        return max((each.step for each in self._replicas.layouts.values()), default=1)
+
+    def added(
+        self, replica_id: str, chain: Sequence[Fingerprint], hit_blocks: int = 0
+    ) -> tuple[Fingerprint, ...]:
+        """Return what the replica will announce when it has computed a chain behind a hit."""
+        if not self._replicas.is_cache_usable(replica_id):
+            return ()
+        if boundaries := self._replicas.layouts.get(replica_id):
+            return tuple(boundaries.added(chain, hit_blocks))
+        return tuple(chain[hit_blocks:])
+
+    # Hits.
+
+    def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
+        """Return the hits in GPU memory: blocks by replica id, without replicas that have none."""
+        hits = self.mirror.hits(chain)
+        if not self._replicas.layouts:
+            return hits
+        return self._by_layout(hits, chain, self.mirror.hits_at)
+
+    def holders(
+        self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, in_any_tier: bool = False
+    ) -> set[str]:
+        """Return the replicas that hold all full blocks of these tokens in GPU memory.
+
+        Args:
+            in_any_tier: host memory counts too.
+        """
+        one_more = np.append(token_ids, token_ids[:1])  # makes the last block reusable
+        chain = self.chain(one_more, scope)
+        hits = self.hits(chain) | (self._hits_in_any_tier(chain) if in_any_tier else {})
+        return {id_ for id_, blocks in hits.items() if blocks == len(chain)}
+
+    def find(self, chain: Sequence[Fingerprint], now_s: float) -> Hits:
+        """Return what each replica would use of a prompt's cached blocks.
+
+        Degraded replicas have no hits.
+        """
+        hits = self.hits(chain)
+        for replica_id in self._replicas.degraded:
+            hits.pop(replica_id, None)
+        reloads = self._reloads(chain, hits, now_s) if self._replicas.host_tiers else {}
+        for replica_id, reload in reloads.items():
+            hits[replica_id] = hits.get(replica_id, 0) + reload.blocks
+        return Hits(hits, reloads)
+
+    def known(self, chain: Sequence[Fingerprint], at_least: int) -> int:
+        """Return the leading blocks of a chain that some replica holds, or held once."""
+        for boundaries in self._replicas.layouts.values():
+            return max(at_least, boundaries.known(chain, self.mirror.is_known))
+        return self.mirror.known(chain, at_least=at_least)
+
+    def partial(self, chain: Sequence[Fingerprint], at_least: int) -> int:
+        """Return the leading blocks of a chain that the first cache group of some replica has."""
+        for boundaries in self._replicas.layouts.values():
+            return max(at_least, self.mirror.in_first_group(chain, boundaries))
+        return at_least
+
+    def capacity_tokens(self, record: ReplicaRecord) -> int:
+        """Return the tokens that a replica can keep.
+
+        Host memory counts if blocks come back from there sooner than they are computed.
+        """
+        facts, tier = record.facts, self._replicas.host_tiers.get(record.id)
+        if not facts.prefix_caching:
+            return 0
+        compute_s = self._loads.prefill_s(record.id, facts.block_size)
+        host_blocks = tier.blocks if tier and tier.reload_s(1) < compute_s else 0
+        return (facts.capacity_blocks + host_blocks) * facts.block_size
+
+    def _by_layout(
+        self,
+        plain: Mapping[str, int],
+        chain: Sequence[Fingerprint],
+        hits_at: Callable[[Sequence[Fingerprint], Boundaries], dict[str, int]],
+    ) -> dict[str, int]:
+        """Return the hits, as their layouts allow where engines have several cache groups."""
+        layouts = self._replicas.layouts
+        hits = {id_: blocks for id_, blocks in plain.items() if id_ not in layouts}
+        for boundaries in set(layouts.values()):
+            found = hits_at(chain, boundaries)
+            hits |= {id_: n for id_, n in found.items() if layouts.get(id_) is boundaries}
+        return hits
+
+    def _hits_in_any_tier(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
+        """Return the hits in GPU or host memory, for the replicas that have a host tier."""
+        hits = self.mirror.hits_in_any_tier(chain)
+        if not self._replicas.layouts:
+            return hits
+        return self._by_layout(hits, chain, self.mirror.hits_at_in_any_tier)
+
+    def _reloads(
+        self, chain: Sequence[Fingerprint], hits: Mapping[str, int], now_s: float
+    ) -> dict[str, Reload]:
+        """Return what each replica would copy back behind its hit in GPU memory.
+
+        It copies what it cannot compute in less time. Copies that are under way add to the wait,
+        but do not count in this choice, since computing would delay all other requests, too.
+        """
+        found = {}
+        for replica_id, depth in self._hits_in_any_tier(chain).items():
+            begin = hits.get(replica_id, 0)
+            if depth <= begin or replica_id in self._replicas.degraded:
+                continue
+            load, tier = self._loads.of(replica_id), self._replicas.host_tiers[replica_id]
+            reload_s = tier.reload_s(depth - begin)
+            compute_s = load.model.seconds(begin * self.block_size, depth * self.block_size)
+            if reload_s < load.speed.slowness * compute_s:
+                wait_s = load.reloads.wait_s(now_s) + reload_s
+                found[replica_id] = Reload(depth - begin, wait_s)
+        return found | self._awaited(chain, hits, found, now_s)
+
+    def _awaited(
+        self,
+        chain: Sequence[Fingerprint],
+        hits: Mapping[str, int],
+        reloads: Mapping[str, Reload],
+        now_s: float,
+    ) -> dict[str, Reload]:
+        """Return the waits where an earlier request copies back the last blocks of a hit."""
+        found = {}
+        for replica_id in self._replicas.host_tiers.keys() & hits.keys() - reloads.keys():
+            wait_s = self._loads.of(replica_id).reloads.wait_s(now_s)
+            if wait_s and not self.mirror.is_held(replica_id, chain[hits[replica_id] - 1]):
+                found[replica_id] = Reload(0, wait_s)
+        return found

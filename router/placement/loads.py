@@ -1,0 +1,133 @@
+"""The load of each replica, as this router knows it."""
+
+import math
+from collections.abc import Sequence
+
+from kvroute.router.admission.queue import Room
+from kvroute.router.placement.load import ReplicaLoad, new_replica_load, slow_replicas
+from kvroute.router.placement.replicas import UNKNOWN_SPEED, UNKNOWN_STEP_TOKENS, Replicas
+from kvroute.router.placement.scale import Scale
+
+UNKNOWN_STEP_S = 0.01  # time of an engine's step, until an answer has shown it; includes network
+
+
+class Loads:
+    """The loads of all replicas that have a record or unanswered requests.
+
+    Args:
+        step_s: time of one engine step, until answers have shown it.
+    """
+
+    def __init__(self, replicas: Replicas, *, step_s: float = UNKNOWN_STEP_S) -> None:
+        self._replicas = replicas
+        self._step_s = step_s
+        self._by_id: dict[str, ReplicaLoad] = {}
+        self._scale: Scale | None = None  # None: no engine has reported its speed yet
+
+    def update(self) -> None:
+        """Take over the replicas' latest records, and forget idle replicas without one."""
+        self._by_id = {
+            replica_id: load
+            for replica_id, load in self._by_id.items()
+            if replica_id in self._replicas or load.is_busy
+        }
+        for replica_id, load in self._by_id.items():
+            self._describe(replica_id, load)
+
+    def of(self, replica_id: str) -> ReplicaLoad:
+        """Return the load of a replica, which may be a new one."""
+        load = self._by_id.get(replica_id)
+        if load is None:
+            load = new_replica_load(
+                self._replicas.speed(replica_id),
+                self._replicas.step_tokens(replica_id),
+                self._by_id.values(),
+                step_s=self._step_s,
+            )
+            self._by_id[replica_id] = load
+            self._describe(replica_id, load)
+        return load
+
+    def of_all(self, replica_ids: Sequence[str]) -> list[ReplicaLoad]:
+        """Return the load of each replica. Every decision asks for all of them."""
+        known = self._by_id
+        return [known.get(replica_id) or self.of(replica_id) for replica_id in replica_ids]
+
+    def known(self) -> dict[str, ReplicaLoad]:
+        """Return the loads known so far, by replica id."""
+        return dict(self._by_id)
+
+    @property
+    def scale(self) -> Scale:
+        """Return the fleet's units of time. They start with one full step of an engine."""
+        if self._scale is not None:
+            return self._scale
+        first = next(iter(self._replicas.records), None)
+        if first is None:
+            return Scale(UNKNOWN_SPEED.seconds(0, UNKNOWN_STEP_TOKENS))
+        speed = self._replicas.speed(first.id)
+        self._scale = Scale(speed.seconds(0, first.facts.step_tokens))
+        return self._scale
+
+    def report(self, replica_id: str, pending_tokens: int) -> None:
+        """Record the prompt tokens of all routers that a replica still has to compute."""
+        if replica_id in self._replicas:
+            self.of(replica_id).report(pending_tokens)
+
+    def is_idle(self, replica_id: str) -> bool:
+        """Return whether the replica has a valid lease and no request in flight."""
+        load = self._by_id.get(replica_id)
+        return self._replicas.has_lease(replica_id) and not (load and load.is_busy)
+
+    def unanswered(self, replica_id: str) -> int:
+        """Return the number of requests in flight at a replica."""
+        return self.of(replica_id).unanswered
+
+    def backlogs_s(self, replica_ids: Sequence[str], now_s: float) -> list[float]:
+        """Return the seconds of prefill queued or running on each replica."""
+        loads = [self.of(replica_id) for replica_id in replica_ids]
+        return [load.backlog_s(load.speed.slowness, now_s) for load in loads]
+
+    def slow_replicas(self, replica_ids: Sequence[str]) -> dict[str, float]:
+        """Return the replicas that are far slower than the others, and by what factor."""
+        return slow_replicas({replica_id: self.of(replica_id) for replica_id in replica_ids})
+
+    def slowness(self) -> dict[str, float]:
+        """Return how many times as long as its engine claims each replica computes prompts."""
+        return {replica_id: load.speed.slowness for replica_id, load in self._by_id.items()}
+
+    def room_in_s(self, replica_ids: Sequence[str], hold_s: float, now_s: float) -> float:
+        """Return the time until the first replica's backlog falls below `hold_s`.
+
+        Infinite if no backlog does before the replica's next first token.
+        """
+        loads = [self.of(replica_id) for replica_id in replica_ids]
+        return min([load.below_in_s(hold_s, now_s) for load in loads], default=math.inf)
+
+    def rooms(self, replica_ids: Sequence[str], now_s: float) -> list[Room]:
+        """Return the backlog and the free share of the KV cache of each replica."""
+        rooms = []
+        backlogs_s = self.backlogs_s(replica_ids, now_s)
+        for replica_id, backlog_s in zip(replica_ids, backlogs_s, strict=True):
+            load, capacity = self.of(replica_id), self._replicas.kv_tokens(replica_id)
+            free_share = 1.0 - load.kv.tokens / capacity if capacity else 1.0
+            rooms.append(Room(replica_id, backlog_s, free_share))
+        return rooms
+
+    def prefill_s(self, replica_id: str, tokens: int, cached_tokens: int = 0) -> float:
+        """Return the time to compute a prompt on the replica while it is idle.
+
+        Args:
+            tokens: length of the prompt.
+            cached_tokens: leading tokens of the prompt that are cached there.
+        """
+        load = self.of(replica_id)
+        return load.speed.slowness * load.model.seconds(cached_tokens, tokens)
+
+    def _describe(self, replica_id: str, load: ReplicaLoad) -> None:
+        """Take over the replica's record."""
+        load.model = self._replicas.speed(replica_id)
+        load.capacity_tokens = self._replicas.kv_tokens(replica_id)
+        if record := self._replicas.get(replica_id):
+            load.step_tokens = record.facts.step_tokens
+            load.report_loras(record.load.loras, record.facts.max_cpu_loras)

@@ -1,0 +1,190 @@
+"""The replicas that a router knows from the index: their records, leases and differences."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from msgspec.structs import replace
+
+from kvroute.blocks.cache_groups import UNTOLD
+from kvroute.contract.adapters import LOAD_S
+from kvroute.contract.ranks import replica_of
+from kvroute.contract.records import HostTier, ReplicaRecord
+from kvroute.prefill.speed import PrefillModel, prefill_model
+from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError, boundaries_of
+from kvroute.router.index.handshake import NONE, Handshake
+
+UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
+UNKNOWN_STEP_TOKENS = 8192  # tokens that one engine step computes, for a replica without a record
+
+
+class Replicas:
+    """The latest record of each replica, and what follows from it.
+
+    Args:
+        handshake: finds the replicas that run another model or version than this router.
+        running: returns the ids of the replicas that Serve runs. Other replicas in the index may
+            belong to another cluster. None: Serve is not available.
+    """
+
+    def __init__(
+        self, handshake: Handshake, running: Callable[[], Collection[str]] | None = None
+    ) -> None:
+        self.handshake = handshake
+        self.layouts: dict[str, Boundaries] = {}  # of engines with several cache groups
+        self.host_tiers: dict[str, HostTier] = {}  # of replicas that have one
+        self.free_blocks: dict[str, int] = {}  # KV blocks that no running request holds
+        self._running = running
+        self._records: dict[str, ReplicaRecord] = {}
+        self._ranks: dict[str, list[ReplicaRecord]] = {}  # the records of each replica's ranks
+        self._leased: set[str] = set()  # ids with a valid lease
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self._records
+
+    def update(
+        self,
+        records: Iterable[ReplicaRecord],
+        *,
+        unleased: Iterable[str] = (),
+        unreadable: Mapping[str, str] = NONE,
+    ) -> None:
+        """Replace all records.
+
+        Args:
+            unleased: replicas whose lease has expired or whose record cannot be read.
+            unreadable: why a replica's record cannot be read, by its id.
+        """
+        self._records = {record.id: record for record in records}
+        known = self._records.values()
+        self._ranks = _by_replica(known)
+        if unreadable and self._running:
+            ours = set(self._running())
+            unreadable = {id_: why for id_, why in unreadable.items() if replica_of(id_) in ours}
+        self.layouts, unknown = _layouts(known)
+        self.host_tiers = _host_tiers(known)
+        self.handshake.check(known, unreadable, unknown)
+        self._leased = self._records.keys() - set(unleased)
+        self.free_blocks = {
+            record.id: record.facts.capacity_blocks - record.load.used_blocks for record in known
+        }
+
+    @property
+    def records(self) -> list[ReplicaRecord]:
+        """Return the records of all replicas."""
+        return list(self._records.values())
+
+    @property
+    def own_records(self) -> list[ReplicaRecord]:
+        """Return the records of the replicas that Serve runs, or all if Serve is not available."""
+        running = self._running() if self._running else ()
+        if not running:
+            return self.records
+        return [record for id_ in running for record in self._ranks.get(id_, ())]
+
+    @property
+    def degraded(self) -> Mapping[str, str]:
+        """Return why a replica's cache is ignored, by replica id."""
+        return self.handshake.degraded
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Return the tokens of prompt and response that fit on every replica; None: unknown."""
+        return min((record.facts.max_model_len for record in self.own_records), default=None)
+
+    @property
+    def content_format(self) -> str:
+        """Return the format of chat messages that all replicas expect; empty: they differ."""
+        formats = {record.facts.content_format for record in self.own_records}
+        return formats.pop() if len(formats) == 1 else ""
+
+    def get(self, replica_id: str) -> ReplicaRecord | None:
+        """Return the replica's record; None: it has none."""
+        return self._records.get(replica_id)
+
+    def ranks_of(self, replica_id: str) -> tuple[str, ...]:
+        """Return the ids of the replica's ranks that have a record."""
+        return tuple(record.id for record in self._ranks.get(replica_id, ()))
+
+    def has_lease(self, replica_id: str) -> bool:
+        """Return whether the replica's lease was valid when Redis was last read."""
+        return replica_id in self._leased
+
+    def is_cache_usable(self, replica_id: str) -> bool:
+        """Return whether prompts can have hits there."""
+        record = self._records.get(replica_id)
+        if record is None or replica_id in self.degraded:
+            return False
+        return record.facts.prefix_caching
+
+    def cache_blocks(self, replica_id: str) -> int:
+        """Return the size of the prefix cache; 0: there is none, or the replica is unknown."""
+        if not self.is_cache_usable(replica_id):
+            return 0
+        return self._records[replica_id].facts.capacity_blocks
+
+    def kv_tokens(self, replica_id: str) -> int:
+        """Return the size of the KV cache in tokens; 0: the replica is unknown."""
+        record = self._records.get(replica_id)
+        return record.facts.capacity_blocks * record.facts.block_size if record else 0
+
+    def step_tokens(self, replica_id: str) -> int:
+        """Return the most tokens that one step of the engine computes."""
+        record = self._records.get(replica_id)
+        return record.facts.step_tokens if record else UNKNOWN_STEP_TOKENS
+
+    def speed(self, replica_id: str) -> PrefillModel:
+        """Return the prefill speed that the replica claims."""
+        record = self._records.get(replica_id)
+        if record is None:
+            return UNKNOWN_SPEED
+        return prefill_model(record.facts.prefill_tokens_per_s, record.facts.attention_tokens)
+
+    def can_load(self, replica_id: str, lora: str) -> bool:
+        """Return whether the replica can load the adapter; yes if it does not list adapters."""
+        record = self._records.get(replica_id)
+        identity = record.identity if record else None
+        return identity is None or lora in identity.adapters
+
+    def lora_load_s(self, replica_id: str) -> float:
+        """Return the time that the replica takes to load an adapter."""
+        record = self._records.get(replica_id)
+        return record.load.lora_load_s if record else LOAD_S
+
+    def host_tier(self, replica_id: str) -> dict[str, float] | None:
+        """Return the size and copy speed of the replica's host memory tier; None: it has none."""
+        tier = self.host_tiers.get(replica_id)
+        if tier is None:
+            return None
+        return {"blocks": tier.blocks, "gb_per_s": round(tier.bytes_per_s / 1e9, 3)}
+
+
+def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:
+    ranks: dict[str, list[ReplicaRecord]] = {}
+    for record in records:
+        ranks.setdefault(replica_of(record.id), []).append(record)
+    return ranks
+
+
+def _layouts(records: Iterable[ReplicaRecord]) -> tuple[dict[str, Boundaries], dict[str, str]]:
+    """Return the layouts of engines with several cache groups, and why some are unknown."""
+    known, unknown = dict[str, Boundaries](), dict[str, str]()
+    for record in records:
+        facts = record.facts
+        if facts.layout is None or not facts.prefix_caching:
+            continue
+        try:
+            known[record.id] = boundaries_of(facts.layout, facts.block_size)
+        except UnknownLayoutError as error:
+            unknown[record.id] = f"{UNTOLD}{error}"
+    return known, unknown
+
+
+def _host_tiers(records: Iterable[ReplicaRecord]) -> dict[str, HostTier]:
+    """Return the host memory tiers by replica id, with the speed that copies have shown."""
+    return {
+        record.id: replace(tier, bytes_per_s=record.load.host_bytes_per_s or tier.bytes_per_s)
+        for record in records
+        if (tier := record.facts.host) and record.facts.prefix_caching
+    }
