@@ -1,1 +1,1 @@
-"""A prompt's blocks: their fingerprints, and which groups of layers share them."""
+"""The blocks of a prompt: their fingerprints, and the groups of layers that share them."""

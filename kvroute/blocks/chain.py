@@ -1,4 +1,4 @@
-"""A prompt's fingerprints, by its tokens and by who may share its cached blocks."""
+"""The chain of a prompt's fingerprints, from its tokens and from who may share its blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ class Scope(Struct, frozen=True):
     """Requests of equal scopes share cached blocks."""
 
     lora: str = ""  # name of the LoRA adapter; empty: the model itself
-    namespace: str = ""  # cache salt; empty: everybody's
-    shared_tokens: int = 0  # from the prompt's start, in whole blocks: everybody's all the same
+    namespace: str = ""  # cache salt; empty: everybody shares the blocks
+    # Tokens at the prompt's start, in whole blocks, that all namespaces share.
+    shared_tokens: int = 0
 
 
 EVERYBODY = Scope()
@@ -24,7 +25,7 @@ EVERYBODY = Scope()
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is the same for all fingerprints of a model."""
+    """The properties that all fingerprints of a model share."""
 
     model: str
     revision: str
@@ -38,9 +39,13 @@ class Space:
         *,
         before: Sequence[Fingerprint] = (),
     ) -> list[Fingerprint]:
-        """The fingerprints of the full blocks of these tokens.
+        """Return the fingerprints of the full blocks of these tokens.
 
-        before: of the blocks before them. features: with offsets from the first of these tokens.
+        Args:
+            token_ids: the tokens, shape (n,).
+            scope: who may share the blocks.
+            features: images and other media; their offsets count from the first of `token_ids`.
+            before: fingerprints of the blocks before `token_ids`.
         """
         parent = self._parent(scope, before)
         left = scope.shared_tokens - len(before) * self.block_size if scope.namespace else 0
@@ -54,11 +59,10 @@ class Space:
             token_ids[left:],
             block_size=size,
             parent=namespaced(shared[-1], scope.namespace),
-            features=[replace(each, offset=each.offset - left) for each in features],
+            features=[replace(feature, offset=feature.offset - left) for feature in features],
         )
 
     def _parent(self, scope: Scope, before: Sequence[Fingerprint]) -> Fingerprint:
-        """Of the next block."""
         if not before:
             return self._root(scope)
         is_first = scope.namespace and len(before) * self.block_size == scope.shared_tokens

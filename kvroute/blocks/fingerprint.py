@@ -1,4 +1,7 @@
-"""Equal prefixes have equal fingerprints: token ids -> one chained 64-bit hash per full block."""
+"""Fingerprints of blocks: one chained 64-bit hash for each full block of token ids.
+
+Equal prefixes have equal fingerprints.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,10 +24,13 @@ _pack_offset = Packing("<q").pack
 
 
 class Feature(Struct, frozen=True, array_like=True):
-    """An image, a video or a sound in a prompt. Its tokens' ids are the same whatever it shows."""
+    """An image, a video or a sound in a prompt.
 
-    identifier: str  # equal for equal content; vLLM's hash of it
-    offset: int  # of its first token; negative if that is before the token ids
+    The ids of its tokens do not depend on its content, so the fingerprints include `identifier`.
+    """
+
+    identifier: str  # vLLM's hash of the content: equal content has an equal hash
+    offset: int  # index of its first token; negative if that token precedes the token ids
     length: int  # tokens
 
     @property
@@ -35,13 +41,13 @@ class Feature(Struct, frozen=True, array_like=True):
 def root(
     *, model: str, revision: str = "", block_size: int, lora: str = "", namespace: str = ""
 ) -> Fingerprint:
-    """The parent of every first block; roots differ where caches cannot be shared."""
+    """Return the parent of a prompt's first block; it differs where caches cannot be shared."""
     name = f"{FINGERPRINT_VERSION}|{model}|{revision}|{block_size}|{lora}|{namespace}"
     return Fingerprint(xxh3_64_intdigest(name.encode()))
 
 
 def namespaced(parent: Fingerprint, namespace: str) -> Fingerprint:
-    """The parent of a namespace's first own block, behind blocks that everybody shares."""
+    """Return the parent of a namespace's first own block after the blocks that everybody shares."""
     return _block_hash(namespace.encode(), parent)
 
 
@@ -52,13 +58,16 @@ def fingerprints(
     parent: Fingerprint,
     features: Sequence[Feature] = (),
 ) -> list[Fingerprint]:
-    """One fingerprint for each full block: `xxh3_64(block as little-endian u32, seed)`.
+    """Return one fingerprint per full block: `xxh3_64(block as little-endian u32, seed)`.
 
     The seed is the parent's fingerprint, into which each of the block's features is mixed:
     `seed = xxh3_64(offset in the block as little-endian i64, then the identifier, seed)`.
 
-    token_ids: shape (n,); the last n % block_size ids fill no block and are ignored.
-    features: sorted by offset; those that end before the token ids are ignored.
+    Args:
+        token_ids: shape (n,); the last n % block_size ids fill no block and are ignored.
+        block_size: tokens of one block.
+        parent: the fingerprint before the first block.
+        features: sorted by offset; features that end before the token ids are ignored.
     """
     full_blocks = len(token_ids) // block_size
     packed = np.ascontiguousarray(token_ids[: full_blocks * block_size], dtype="<u4")
@@ -79,24 +88,27 @@ def fingerprints(
 
 
 def features_in(features: Sequence[Feature], begin: int, end: int) -> list[Feature]:
-    """Those that vLLM's hash of the tokens from `begin` to `end` counts: all that overlap them, up
-    to the first one that goes on behind them. None once the last one has ended, though one that
-    began before it may go on."""
-    found = list[Feature]()
+    """Return the features that vLLM includes in its hash of the tokens [begin, end).
+
+    These are the features that overlap the tokens, up to and with the first one that extends beyond
+    `end`. If the last feature of the prompt ends at or before `begin`, vLLM includes none, even if
+    an earlier and longer feature overlaps the tokens.
+    """
+    included = list[Feature]()
     if not features or features[-1].end <= begin:
-        return found
+        return included
     for feature in features:
         if feature.offset >= end:
             break
         if feature.end > begin:
-            found.append(feature)
+            included.append(feature)
         if feature.end > end:
             break
-    return found
+    return included
 
 
 def _mixed(parent: Fingerprint, begin: int, end: int, left: deque[Feature]) -> Fingerprint:
-    """The seed of the block there. Drops the first ones of `left` that end before it."""
+    """Return the seed of the block at `begin`; remove leading features that end before it."""
     while left and left[0].end <= begin:
         left.popleft()
     seed = parent
@@ -106,5 +118,5 @@ def _mixed(parent: Fingerprint, begin: int, end: int, left: deque[Feature]) -> F
 
 
 def reusable_blocks(prompt_tokens: int, block_size: int) -> int:
-    """The most blocks that a prompt can reuse: its last token is always computed."""
+    """Return how many blocks a prompt can reuse at most: its last token is always computed."""
     return max(0, (prompt_tokens - 1) // block_size)

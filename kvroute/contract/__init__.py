@@ -1,1 +1,1 @@
-"""The values that routers and replicas exchange: requests, records, messages."""
+"""Types that cross process boundaries: requests, records and messages."""

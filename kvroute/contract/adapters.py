@@ -1,4 +1,4 @@
-"""LoRA adapters: their names, their folders, and whether two are equal."""
+"""LoRA adapters: their names, folders and digests."""
 
 import hashlib
 import json
@@ -9,48 +9,54 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM can be started with
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-LOAD_S = 0.5  # assumed time to load one, until one was measured
+LOAD_S = 0.5  # assumed seconds to load an adapter, until a load was measured
 
 
 class Adapter(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str  # clients request it by this name
-    path: str  # absolute; a folder in PEFT's format
+    path: str  # absolute path of a folder in PEFT's format
 
 
 def read_adapter(given: str) -> Adapter:
-    """Parses `NAME=PATH`. Raises ValueError that says what is wrong and what to write."""
+    """Parse `NAME=PATH`.
+
+    Raises:
+        ValueError: the text or the adapter's files cannot be used.
+    """
     name, _, path = given.partition("=")
     if not (name and path):
         raise ValueError("expected NAME=PATH, such as sql=adapters/sql")
     adapter = Adapter(name=name, path=str(Path(path).expanduser().absolute()))
     if _rank(adapter) > RANKS[-1]:
         raise ValueError(
-            f"its rank is {_rank(adapter)}, and vLLM takes ranks up to {RANKS[-1]}; train it anew "
-            "with a smaller one"
+            f"the adapter's rank is {_rank(adapter)}, and vLLM supports ranks up to {RANKS[-1]}; "
+            "train the adapter again with a lower rank"
         )
     if _weights(adapter) is None:
-        raise ValueError(f"there is no {WEIGHTS_FILES[0]} in the folder; name one that has it")
+        raise ValueError(f"there is no {WEIGHTS_FILES[0]} in {adapter.path}; give another folder")
     return adapter
 
 
 def room_for_rank(adapters: Iterable[Adapter]) -> int:
-    """The smallest of vLLM's ranks that covers all of them."""
+    """Return the smallest of vLLM's ranks that is enough for all adapters."""
     highest = max(map(_rank, adapters), default=0)
     return next(rank for rank in RANKS if rank >= highest)
 
 
 def digests(adapters: Iterable[Adapter]) -> dict[str, str]:
-    """A digest of each adapter's files, by name: equal digests mean equal adapters."""
+    """Return a digest of each adapter's files, by name: equal digests mean equal adapters.
+
+    The digest is empty if the files are not on this machine.
+    """
     return {adapter.name: _digest(adapter) for adapter in adapters}
 
 
 def _digest(adapter: Adapter) -> str:
-    """Empty where its files are not on this machine."""
     weights, config = _weights(adapter), Path(adapter.path) / CONFIG_FILE
     if weights is None or not config.is_file():
         return ""
@@ -66,12 +72,14 @@ def _weights(adapter: Adapter) -> Path | None:
 
 
 def _rank(adapter: Adapter) -> int:
-    """The highest rank of all its layers."""
+    """Return the highest rank of all its layers."""
     config = _config(Path(adapter.path) / CONFIG_FILE)
     highest = 0
     for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
         if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"its {CONFIG_FILE} has the rank {rank!r}; expected a LoRA adapter's")
+            raise ValueError(
+                f"{CONFIG_FILE} has the rank {rank!r}; a LoRA adapter has a rank of 1 or more"
+            )
         highest = max(highest, rank)
     return highest
 
@@ -81,12 +89,12 @@ def _config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_bytes())
     except OSError as error:
         raise ValueError(
-            f"{file} cannot be read ({error.strerror}); name the folder of a LoRA adapter"
+            f"{file} cannot be read ({error.strerror}); give the folder of a LoRA adapter"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error})") from None
+        raise ValueError(f"{file} is not valid JSON ({error})") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is no JSON object")
+        raise ValueError(f"{file} is not a JSON object")
     return config
 
 
@@ -99,11 +107,11 @@ class Residents:
 
     @property
     def names(self) -> Sequence[str]:
-        """In order of eviction."""
+        """Return the names in order of eviction."""
         return tuple(self._names)
 
     def use(self, name: str) -> bool:
-        """Loads the adapter or marks it as used; True when it had to be loaded."""
+        """Load the adapter or mark it as used; return True if it had to be loaded."""
         is_new = name not in self
         self._names[name] = None
         self._names.move_to_end(name)

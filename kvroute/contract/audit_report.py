@@ -1,4 +1,4 @@
-"""The result of comparing one list of a replica's blocks with another, as replicas report it."""
+"""The number of blocks by which two lists of one replica's cached blocks differ."""
 
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -11,18 +11,18 @@ from kvroute.contract.unreadable import UnreadableError
 
 
 class Comparison(Struct, frozen=True):
-    """One list of a replica's blocks, compared with a list that is nearer to the engine."""
+    """A list of cached blocks, compared with the true list, which is nearer to the engine."""
 
-    blocks: Count  # in the list
-    missing: Count = 0  # from the list
-    surplus: Count = 0  # in the list, but wrong
+    blocks: Count  # blocks in the list
+    missing: Count = 0  # blocks that are cached, but not in the list
+    surplus: Count = 0  # blocks in the list that are not cached
 
     @classmethod
     def of(cls, account: AbstractSet[Any], truth: AbstractSet[Any]) -> "Comparison":
         return cls(len(account), len(truth - account), len(account - truth))
 
     def __add__(self, other: "Comparison") -> "Comparison":
-        """Both as one list."""
+        """Return the sum of both comparisons."""
         return Comparison(
             self.blocks + other.blocks, self.missing + other.missing, self.surplus + other.surplus
         )
@@ -37,15 +37,16 @@ class Comparison(Struct, frozen=True):
 
 
 class ReplicaAudit(Struct, frozen=True):
-    """One replica's blocks according to itself and to the index, after its change `seq`."""
+    """A replica's comparison of its engine, its own table of blocks and the index."""
 
     replica_id: str
     incarnation: str
-    seq: Count
+    seq: Count  # number of the replica's latest change
     known: Comparison  # the replica's table, compared with its engine
     index: Comparison  # Redis, compared with the replica's table
     version: int = VERSION
-    in_host: Comparison | msgspec.UnsetType = msgspec.UNSET  # the part of `known` in host memory
+    # The part of `known` that is in host memory.
+    in_host: Comparison | msgspec.UnsetType = msgspec.UNSET
 
 
 _versions = msgspec.json.Decoder(Versioned)
@@ -57,8 +58,8 @@ def encode_audit(audit: ReplicaAudit) -> bytes:
 
 
 def decode_audit(answer: object) -> ReplicaAudit:
-    """Raises one of unreadable.DECODE_ERRORS."""
+    """Decode a replica's answer. Raises one of unreadable.DECODE_ERRORS."""
     if not isinstance(answer, bytes):  # from a replica of another version
-        raise UnreadableError(f"it is a {type(answer).__name__}")
+        raise UnreadableError(f"expected bytes, got a {type(answer).__name__}")
     check_version(_versions, answer)
     return _audits.decode(answer)

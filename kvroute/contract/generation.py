@@ -17,29 +17,31 @@ TokenIds = NDArray[np.uint32]
 TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
 
 NO_TOKENS: TokenIds = np.array([], np.uint32)
-BYTES_A_TOKEN = 64  # of an HTTP response, when what waits for a client is weighed
+BYTES_A_TOKEN = 64  # bytes of an HTTP response that count as one token in `weight`
 
 
 class GenerateRequest(Struct, frozen=True):
+    """One prompt that a replica's engine runs."""
+
     request_id: str
     token_ids: TokenIds  # shape (n,): the prompt, then the tokens that another engine generated
     namespace: str = ""  # cache salt: prefixes are shared within one namespace only
     answered: int = 0  # how many trailing token_ids belong to the response
     trace: TraceContext | None = None  # the parent span; None: not traced
     lora: str = ""  # name of the LoRA adapter; empty: the base model
-    pin: str = ""  # the prompt's full blocks stay in the KV cache under this name ...
-    is_host_pin: bool = False  # ... in host memory, instead of in the engine's own
+    pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
+    is_host_pin: bool = False  # True: the pin keeps them in host memory, not in the engine's own
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
-    call: HttpCall | None = None  # the HTTP request to answer; else nobody reads the tokens
-    max_tokens: int = 1  # to generate without a call
-    rank: int = 0  # the replica's data parallel rank that runs it
-    features: tuple[Feature, ...] = ()  # for placement; a replica finds its own in the call
-    shared_tokens: int = 0  # of the prompt's first blocks, which all namespaces share
-    # Its turn in the engine, counted from its arrival there, since hosts' clocks differ. The
-    # smallest is first; negative: it has waited elsewhere.
+    call: HttpCall | None = None  # the HTTP request to answer; None: no client reads the tokens
+    max_tokens: int = 1  # tokens to generate if there is no call
+    rank: int = 0  # the data parallel rank of the replica that runs the request
+    features: tuple[Feature, ...] = ()  # for placement only; the replica reads the call's media
+    shared_tokens: int = 0  # tokens of the first blocks, which all namespaces share
+    # Position in the engine's queue: the lowest is first. It is relative to the arrival at the
+    # engine, since hosts' clocks differ. Negative: the request has waited elsewhere.
     order_s: float = 0.0
-    waited_s: float = 0.0  # in the router, for want of replicas
-    keep: Keep | None = None  # how long its blocks stay in the KV cache; None: as all others
+    waited_s: float = 0.0  # seconds in the router's queue because no replica had capacity
+    keep: Keep | None = None  # how long the blocks stay in the KV cache; None: by age only
 
     @property
     def scope(self) -> Scope:
@@ -54,42 +56,42 @@ class GenerateRequest(Struct, frozen=True):
         return self.token_ids[len(self.token_ids) - self.answered :]
 
     def after(self, delivered: Sequence[int]) -> "GenerateRequest":
-        """The rest of the request, once the tokens `delivered` have reached the client."""
+        """Return the rest of the request, once the tokens `delivered` have reached the client."""
         token_ids = np.concatenate([self.token_ids, np.array(delivered, np.uint32)])
         return replace(self, token_ids=token_ids, answered=self.answered + len(delivered))
 
 
 class Chunk(Struct, frozen=True, array_like=True):
-    """The next tokens; under load a chunk has several."""
+    """The next tokens of an answer; under load a chunk has several tokens."""
 
     token_ids: tuple[int, ...]
-    cached_tokens: int  # prompt tokens served from the KV cache; the same in all chunks
+    cached_tokens: int  # prompt tokens served from the KV cache; equal in all chunks of an answer
     is_last: bool = False
-    http: HttpPart | None = None  # of a request with a `call`
+    http: HttpPart | None = None  # bytes of the HTTP response, if the request has a `call`
 
 
-Emit = Callable[[Chunk], None]  # takes a request's next chunk
+Emit = Callable[[Chunk], None]  # receives a request's next chunk
 Generate = Callable[[GenerateRequest, Emit], Awaitable[None]]
 
 
 def dispatch_id(client_id: str) -> str:
-    """An id for one prompt of the request. It is unique, even if clients use a request id twice."""
+    """Return a unique id for one prompt, even if clients use a request id twice."""
     return f"{client_id}-{secrets.token_hex(8)}"
 
 
 def client_id(dispatch_id: str) -> str:
-    """The request's id as the client knows it."""
+    """Return the request's id as the client knows it."""
     return dispatch_id.rpartition("-")[0]
 
 
 def weight(chunk: Chunk) -> int:
-    """Its tokens, with an HTTP response's bytes as tokens."""
+    """Return the memory of a waiting chunk in tokens; bytes of an HTTP response count as tokens."""
     data = 0 if chunk.http is None else len(chunk.http.data)
     return len(chunk.token_ids) + data // BYTES_A_TOKEN
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk with the content of all."""
+    """Join chunks to one."""
     if len(chunks) == 1:
         return chunks[0]
     last = chunks[-1]
@@ -106,7 +108,7 @@ class EngineDeadError(RuntimeError):
 
 
 class CannotRunError(RuntimeError):
-    """The engine cannot run this model as it is configured; another start would end alike."""
+    """The engine cannot run this model with this configuration; a restart would fail again."""
 
 
 class PinRefusedError(ValueError):

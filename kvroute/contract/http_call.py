@@ -9,50 +9,50 @@ from kvroute.blocks.fingerprint import Feature
 
 
 class HttpCall(Struct, frozen=True, array_like=True):
-    """What the replica's HTTP application gets, next to the prompt's token ids.
+    """The client's HTTP request, for the replica's HTTP application.
 
-    The fields from `deltas` to `written_tokens` say what another replica has answered; the
-    application repeats it without sending it, and goes on.
+    If another replica has answered part of it, the fields from `deltas` to `written_tokens`
+    describe that part. The application replays it without sending it, and continues after it.
     """
 
     path: str
     body: bytes  # JSON
-    created: float  # date of the response, unix time: the same on every replica
-    is_rendered: bool = True  # the token ids are the prompt; else the replica renders the body
-    is_checked: bool = False  # the replica also renders the body, and compares
-    deltas: tuple[int, ...] = ()  # tokens in each of the engine's outputs
-    cached_tokens: int = 0  # prompt tokens from the KV cache, as the first replica found them
-    written_tokens: int = 0  # prompt tokens written to the KV cache there
-    problem: str = ""  # why the router has not rendered the body
-    request_id: str = ""  # the client's, where no GenerateRequest has it
-    namespace: str = ""  # the same: its cache salt
+    created: float  # date of the response in Unix time, equal on every replica
+    is_rendered: bool = True  # True: the token ids are the prompt; else the replica renders it
+    is_checked: bool = False  # True: the replica also renders the body, and compares the token ids
+    deltas: tuple[int, ...] = ()  # number of tokens in each output of the first replica's engine
+    cached_tokens: int = 0  # prompt tokens that the first replica had in its KV cache
+    written_tokens: int = 0  # prompt tokens that the first replica wrote to its KV cache
+    problem: str = ""  # why the router has not rendered the body; empty: it has
+    request_id: str = ""  # the client's request id, for calls without a GenerateRequest
+    namespace: str = ""  # the cache salt, for calls without a GenerateRequest
     is_stored: bool = False  # value of `store` in the response object
 
 
 class HttpPart(Struct, frozen=True, array_like=True):
-    """What the application made of a chunk's tokens; nothing of it comes earlier or later."""
+    """The part of the HTTP response that the application made from exactly one chunk's tokens."""
 
-    data: bytes  # of the response's body
-    status: int = 0  # 0: an earlier or a later part has it
+    data: bytes  # bytes of the response's body
+    status: int = 0  # HTTP status; 0: another part of the response has it
     content_type: str = ""
-    deltas: tuple[int, ...] = ()  # tokens in each of the engine's outputs
-    written_tokens: int = 0
-    can_continue: bool = True  # whether another replica can go on exactly behind this part
-    is_tool_call: bool = False  # the answer ends here with a tool call
+    deltas: tuple[int, ...] = ()  # number of tokens in each of the engine's outputs
+    written_tokens: int = 0  # prompt tokens that the engine wrote to its KV cache
+    can_continue: bool = True  # whether another replica can continue exactly after this part
+    is_tool_call: bool = False  # True: the answer ends with a tool call in this part
 
 
 class Rendered(Struct, frozen=True, array_like=True):
-    """The first prompt that the application makes of a body, or its refusal of the body."""
+    """The first prompt that the application renders from a body, or its refusal of the body."""
 
     token_ids: bytes = b""  # 4 bytes each, little endian
-    is_text: bool = True  # the token ids are the whole prompt; false with images, for example
-    refusal: HttpPart | None = None
+    is_text: bool = True  # the token ids are the whole prompt; False if it has images, for example
+    refusal: HttpPart | None = None  # the response that refuses the body
     features: tuple[Feature, ...] = ()  # images and other media, sorted by offset
     more: tuple["Rendered", ...] = ()  # the body's other prompts, in order
 
 
 def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:
-    """One part with the content of all."""
+    """Join parts to one."""
     head = next((part for part in parts if part.status), parts[0])
     return HttpPart(
         b"".join([part.data for part in parts]),
@@ -65,7 +65,8 @@ def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:
     )
 
 
-# Functions, not decoders: the replica's deployment is pickled by value.
+# These are functions, since the replica's deployment is pickled by value, and decoders cannot be.
+# The functions that decode raise one of unreadable.DECODE_ERRORS.
 
 
 def encode_call(call: HttpCall) -> bytes:
@@ -73,7 +74,6 @@ def encode_call(call: HttpCall) -> bytes:
 
 
 def call_in(packed: bytes) -> HttpCall:
-    """Raises one of unreadable.DECODE_ERRORS, as the functions below."""
     return msgspec.msgpack.decode(packed, type=HttpCall)
 
 

@@ -1,4 +1,4 @@
-"""The properties that a replica and a router must share for their fingerprints to match."""
+"""The properties that must be equal in a replica and a router for their fingerprints to match."""
 
 import hashlib
 import json
@@ -11,28 +11,35 @@ from msgspec import Meta, Struct, field
 from kvroute.blocks.fingerprint import FINGERPRINT_VERSION
 from kvroute.contract.adapters import Adapter, digests
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first one that exists
-TEMPLATE_FILE = "chat_template.jinja"  # wins over the template in tokenizer_config.json
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first file that exists is used
+TEMPLATE_FILE = "chat_template.jinja"  # used before the template in tokenizer_config.json
 CONFIG_FILE = "tokenizer_config.json"
 
 Digest = Annotated[str, Meta(max_length=128)]
 
 
 class Identity(Struct, frozen=True):
-    """Part of a replica's record. Digests are of the model's files; empty: no such file."""
+    """Part of a replica's record. The digest of a file is empty if the model has no such file."""
 
     fingerprint_version: Digest
     revision: Annotated[str, Meta(max_length=1024)]
     block_size: Annotated[int, Meta(ge=1, le=2**48)]  # tokens
     tokenizer_digest: Digest
     template_digest: Digest
-    adapters: dict[str, Digest] = field(default_factory=dict)  # digests by name
+    adapters: dict[str, Digest] = field(default_factory=dict)  # digests of LoRA adapters, by name
 
 
 def identify(
     model: str, *, revision: str, block_size: int, adapters: Iterable[Adapter] = ()
 ) -> Identity:
-    """model: a folder, or a hub name whose files are in the local cache."""
+    """Return the identity of a model.
+
+    Args:
+        model: a folder, or a hub name whose files are in the local cache.
+        revision: the hub's revision; empty: the default.
+        block_size: tokens of one fingerprint.
+        adapters: the LoRA adapters that the model is served with.
+    """
     return Identity(
         fingerprint_version=FINGERPRINT_VERSION,
         revision=revision,
@@ -61,7 +68,7 @@ def _template(model: str, revision: str) -> bytes:
 
 
 def _read(model: str, name: str, revision: str) -> bytes:
-    """Empty where the model has no such file."""
+    """Return a file's content; empty if the model has no such file."""
     path = Path(model) / name if Path(model).is_dir() else _cached(model, name, revision)
     return path.read_bytes() if path and path.is_file() else b""
 
@@ -69,5 +76,5 @@ def _read(model: str, name: str, revision: str) -> bytes:
 def _cached(model: str, name: str, revision: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, name, revision=revision or None)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(model, name, revision=revision or None)
+    return Path(path) if isinstance(path, str) else None

@@ -1,4 +1,4 @@
-"""The id by which clients name a prefix."""
+"""The id of a named prefix, as clients send it."""
 
 from typing import Annotated
 
@@ -6,16 +6,15 @@ from pydantic import BeforeValidator, Field
 
 
 def _name(value: object) -> object:
-    """The number 1 and the string "1" name the same prefix."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value
 
 
-OF = "␟"  # between a tenant and the name of a prefix of its own; clients' names have none
+OF = "␟"  # separates a tenant from its prefix's name; names that clients send cannot have it
 
 PrefixId = Annotated[
     str,
-    BeforeValidator(_name),
+    BeforeValidator(_name),  # the number 1 and the string "1" are the same id
     Field(min_length=1, max_length=128, pattern=f"^[^{OF}]+$"),
 ]

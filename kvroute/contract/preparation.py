@@ -1,8 +1,8 @@
 """A request's preparation in a replica: from its arrival until the engine has it.
 
-A replica parses, renders and checks a request on its event loop. A request that stops the loop
-there is the only cause that can be told from outside: the router knows of each request whether the
-replica has begun to prepare it, and whether it has ended that.
+A replica parses, renders and checks a request on its event loop. If the loop hangs, the router
+suspects the requests that the replica was preparing: the replica reports when it begins and when it
+finishes the preparation of a request.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def on_prepared(report: Callable[[], object]) -> None:
 
 
 def prepared() -> None:
-    """Report that the current task's request goes to the engine now; only the first call does."""
+    """Report that the current task's request goes to the engine; later calls do nothing."""
     if report := _REPORT.get():
         _REPORT.set(None)
         report()

@@ -1,17 +1,17 @@
-"""The classes of requests, by how long they can wait."""
+"""Priority classes of requests."""
 
 from typing import Literal
 
-# interactive: somebody waits for the answer. batch: it fills what the others leave.
+# interactive: a person waits for the answer. batch: runs only on idle capacity.
 Priority = Literal["interactive", "default", "batch"]
 PRIORITIES: tuple[Priority, ...] = ("interactive", "default", "batch")  # the most urgent first
 
 
 def named(name: str) -> Priority | None:
-    """None: there is no such class."""
-    return next((each for each in PRIORITIES if each == name), None)
+    """Return the priority class with this name, or None."""
+    return next((priority for priority in PRIORITIES if priority == name), None)
 
 
-def later(one: Priority, other: Priority) -> Priority:
-    """The less urgent of both."""
-    return max(one, other, key=PRIORITIES.index)
+def later(first: Priority, second: Priority) -> Priority:
+    """Return the less urgent of two classes."""
+    return max(first, second, key=PRIORITIES.index)

@@ -1,27 +1,28 @@
-"""Each data parallel rank of a replica has a cache of its own, and an id of its own in the index.
+"""Ids of data parallel ranks: each rank of a replica has its own cache and its own id in the index.
 
-What the index and routers call a replica id is that of a rank. With one rank it is the replica's.
+The index and routers use the id of a rank as the replica id. A replica with one rank uses its own
+id for the rank.
 """
 
 from collections.abc import Iterable
 
-SEPARATOR = "."  # Serve's ids of replicas have none
+SEPARATOR = "."  # between the replica's id, which has no such character, and the rank's number
 
 
 def rank_ids(replica_id: str, ranks: int) -> tuple[str, ...]:
-    """The ids of all its ranks, in order."""
+    """Return the ids of all ranks of a replica, in order."""
     if ranks == 1:
         return (replica_id,)
     return tuple(f"{replica_id}{SEPARATOR}{rank}" for rank in range(ranks))
 
 
 def replica_of(rank_id: str) -> str:
-    """The replica, which is one process for Serve."""
+    """Return the id of the rank's replica, as Ray Serve knows it."""
     return rank_id.partition(SEPARATOR)[0]
 
 
 def split(rank_id: str) -> tuple[str, int]:
-    """The replica, and which of its ranks it is."""
+    """Return the id of the rank's replica, and the rank's number."""
     replica_id, _, rank = rank_id.partition(SEPARATOR)
     return replica_id, int(rank or 0)
 

@@ -1,8 +1,8 @@
 """The records that replicas and routers publish about themselves, as typed values.
 
 A new field needs a default and leaves VERSION unchanged: older readers skip unknown fields.
-VERSION rises when an older reader would misunderstand a record. Where defaults are left out, a
-reader fills in its own: they never change.
+VERSION rises when an older reader would misunderstand a record. The default of a field never
+changes: some records omit defaults, and each reader fills in its own.
 """
 
 import functools
@@ -36,21 +36,22 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     waiting: Count = 0  # requests queued in the engine
     used_blocks: Count = 0  # KV blocks that running requests and pins hold
     loras: tuple[Name, ...] = ()  # LoRA adapters in memory, the next one to be evicted first
-    lora_load_s: Seconds = LOAD_S  # recent mean time to load one
-    rendering_differences: Count = 0  # prompts that a router has rendered in another way than vLLM
-    host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0  # of copies from host memory
+    lora_load_s: Seconds = LOAD_S  # recent mean seconds to load a LoRA adapter
+    rendering_differences: Count = 0  # prompts that a router and vLLM have rendered differently
+    # Measured speed of copies from host memory; 0: unknown.
+    host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
 
 
 class HostTier(Struct, frozen=True):
     """Host memory that keeps blocks of the KV cache when the engine's own memory evicts them."""
 
-    blocks: Count  # of the engine's block_size tokens
-    block_bytes: AtLeastOne  # KV of one such block
-    bytes_per_s: Rate  # of copies to the engine; an estimate: Load has the real speed
-    pin_blocks: Count = 0  # that pins may take
+    blocks: Count  # capacity, in blocks of the engine's block_size tokens
+    block_bytes: AtLeastOne  # bytes of one such block
+    bytes_per_s: Rate  # estimated speed of copies to the engine; Load has the measured speed
+    pin_blocks: Count = 0  # blocks that pins may take
 
     def reload_s(self, blocks: int) -> float:
-        """To copy so many blocks back at that speed."""
+        """Return the estimated seconds to copy `blocks` blocks back to the engine."""
         return blocks * self.block_bytes / self.bytes_per_s
 
 
@@ -58,41 +59,41 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     """Properties of an engine that never change."""
 
     block_size: AtLeastOne  # tokens of one fingerprint
-    capacity_blocks: Count  # of block_size tokens, in all
+    capacity_blocks: Count  # size of the KV cache, in blocks of block_size tokens
     max_model_len: AtLeastOne  # tokens, prompt and output together
-    prefill_tokens_per_s: Rate  # at a prompt's start; an estimate: the router learns the real speed
+    prefill_tokens_per_s: Rate  # estimate for a prompt's start; the router learns the real speed
     attention_tokens: Rate = 32_768.0  # context at which a token's prefill costs twice as much
     prefix_caching: bool = True
     pin_blocks: Count = 0  # KV blocks of the engine's own memory that pins may take
     max_num_seqs: Count = 0  # requests in one batch; 0: unknown
-    step_tokens: AtLeastOne = 8192  # that a step computes at most: vLLM's max_num_batched_tokens
-    max_cpu_loras: Count = 0  # LoRA adapters that memory has room for
+    step_tokens: AtLeastOne = 8192  # most tokens of a step: vLLM's max_num_batched_tokens
+    max_cpu_loras: Count = 0  # most LoRA adapters in memory
     engine: Name = "vllm"  # "vllm" | "simulated"
-    content_format: Name = ""  # of messages in the chat template: "string", "openai"; empty: none
+    content_format: Name = ""  # messages in the chat template are "string" or "openai"; empty: none
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
     layout: Layout | None = None  # None: full attention in blocks of block_size tokens
-    host: HostTier | None = None  # None: it has no second tier
+    host: HostTier | None = None  # None: no copies of blocks in host memory
 
 
 class Whereabouts(Struct, frozen=True):
-    """Where a process runs."""
+    """The node and process id of a process."""
 
-    node: Name = ""  # address
+    node: Name = ""  # address of the node
     pid: Count = 0
-    metrics: Name | None = None  # address of its metrics; None: it has none
+    metrics: Name | None = None  # address of its metrics; None: it serves no metrics
 
 
 class Warm(Struct, frozen=True, array_like=True):
     """How a replica keeps a named prefix warm."""
 
-    blocks: Count  # all full blocks of the prefix, computed on this replica
-    is_pinned: bool  # never evicted; else some may be evicted since: see the stream of changes
-    is_in_host: bool = False  # pinned in host memory, and not in the engine's own
+    blocks: Count  # full blocks of the prefix, all of which this replica has computed
+    is_pinned: bool  # whether the blocks cannot be evicted
+    is_in_host: bool = False  # whether they are pinned in host memory, not in the engine's own
 
     @property
     def pinned_blocks(self) -> int:
-        """Of the engine's own memory."""
+        """Return how many blocks of the engine's own memory are pinned."""
         return self.blocks if self.is_pinned and not self.is_in_host else 0
 
 
@@ -104,9 +105,9 @@ class Description(Struct, frozen=True):
     """Properties of a replica that do not change during one incarnation."""
 
     facts: EngineFacts
-    identity: Identity | None = None  # None: unknown, which is treated as equal
+    identity: Identity | None = None  # None: unknown, and treated as equal to the router's
     whereabouts: Whereabouts = Whereabouts()
-    model: Name = ""  # as clients name it
+    model: Name = ""  # name of the model, as clients send it
     version: int = VERSION
 
 
@@ -140,7 +141,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def encode_pins(pins: Pins) -> bytes:
-    """Only what is pinned in host memory mentions it."""
+    """Encode pins; the field `is_in_host` is left out unless it is True."""
     return encode({name: _fields(warm) for name, warm in pins.items()})
 
 
@@ -160,12 +161,15 @@ T = TypeVar("T", Description, RouterDescription)
 
 @functools.lru_cache(maxsize=4096)
 def decode_description(packed: bytes) -> Description:
-    """Cached: every poll reads the same descriptions again. Raises one of DECODE_ERRORS."""
+    """Decode a replica's description. Raises one of DECODE_ERRORS.
+
+    Results are cached, since every poll reads the same descriptions again.
+    """
     return _decode(_descriptions, packed)
 
 
 def decode_router(packed: bytes) -> RouterDescription:
-    """Raises one of DECODE_ERRORS."""
+    """Decode a router's description. Raises one of DECODE_ERRORS."""
     return _decode(_router_descriptions, packed)
 
 
@@ -175,7 +179,7 @@ def _decode(decoder: "msgspec.json.Decoder[T]", packed: bytes) -> T:
 
 
 def check_version(decoder: Any, packed: bytes) -> None:
-    """Raises UnreadableError for another version, or one of DECODE_ERRORS without a version."""
+    """Raise UnreadableError for another version, or one of DECODE_ERRORS without a version."""
     version = decoder.decode(packed).version
     if version != VERSION:
-        raise UnreadableError(f"it is of version {version}, and this process reads {VERSION}")
+        raise UnreadableError(f"its version is {version}; this process reads version {VERSION}")

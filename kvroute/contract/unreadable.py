@@ -1,4 +1,4 @@
-"""Data of other writers that cannot be decoded is skipped, counted, and reported to users."""
+"""Counts data of other processes that cannot be decoded. It is skipped and reported to users."""
 
 import time
 from collections import Counter
@@ -22,13 +22,10 @@ Kind = Literal[
     "learned",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-REASON_CHARS = 300  # the most that is kept of a reason or a name: other writers chose them
+REASON_CHARS = 300  # longest reason or name that is kept, since other processes choose them
 
-DECODE_ERRORS = (
-    ValueError,
-    RecursionError,
-    msgspec.MsgspecError,
-)  # what decoding arbitrary bytes may raise
+# The errors that decoding arbitrary bytes may raise.
+DECODE_ERRORS = (ValueError, RecursionError, msgspec.MsgspecError)
 
 
 class UnreadableError(ValueError):
@@ -37,20 +34,22 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    name: str  # of the unreadable item, as far as it has one
+    """The latest unreadable item of a kind."""
+
+    name: str  # name of the item; empty: it has none
     reason: str
-    at_s: float  # on the monotonic clock
+    at_s: float  # time on the monotonic clock
 
 
 class Unreadable:
-    """For one process and model: how many items of each kind were skipped, and the last one."""
+    """The number of skipped items of each kind, and the latest one, for one process and model."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
         self.last: dict[Kind, Example] = {}
 
     def add(self, kind: Kind, name: str | bytes, error: Exception | str) -> str:
-        """Counts one skipped item and returns the reason in words."""
+        """Count one skipped item, and return the reason in words."""
         shown = name if isinstance(name, str) else name.decode(errors="backslashreplace")
         reason = (str(error) or type(error).__name__)[:REASON_CHARS]
         self.counts[kind] += 1
@@ -58,7 +57,7 @@ class Unreadable:
         return reason
 
     def report(self) -> Mapping[str, dict[str, Any]]:
-        """The kinds with skipped items, for users."""
+        """Return the count and the latest item of each kind with skipped items, for users."""
         now_s = time.monotonic()
         return {
             kind: {
@@ -72,8 +71,8 @@ class Unreadable:
 
 
 def text(packed: bytes) -> str:
-    """Decodes a key or an id. Raises UnreadableError for bytes that are no text."""
+    """Decode a key or an id. Raises UnreadableError for bytes that are not UTF-8."""
     try:
         return packed.decode()
     except UnicodeDecodeError:
-        raise UnreadableError("it is no text") from None
+        raise UnreadableError("it is not UTF-8 text") from None

@@ -1,7 +1,7 @@
-"""The file of API keys. It has a salted hash of each key's secret, and no secret of a client.
+"""The file of API keys. It has a salted hash of each key's secret, but not the secret itself.
 
-A key is `kvr-ID-SECRET`. Its id finds its entry. The secret has 256 random bits, so a fast hash is
-enough.
+A key is `kvr-ID-SECRET`. ID selects the entry in the file. SECRET has 256 random bits, so a fast
+hash is enough.
 """
 
 import fcntl
@@ -24,12 +24,12 @@ from kvroute.keys.limits import TenantLimits
 
 VERSION = 1
 PREFIX = "kvr"
-ID_BYTES = 6  # of an id, as hex
-SECRET_BYTES = 32
-LARGEST = 16 << 20  # bytes of a file
+ID_BYTES = 6  # random bytes of a key's id, which is written in hex
+SECRET_BYTES = 32  # random bytes of a key's secret
+LARGEST = 16 << 20  # most bytes of the file
 
-# use: generate, and what belongs to it. observe: page, metrics, state of the cluster, with what all
-# tenants do. manage: named prefixes, audits.
+# use: generating and embedding. observe: live page, metrics and state of the cluster, including the
+# requests of all tenants. manage: named prefixes and audits.
 Role = Literal["use", "observe", "manage"]
 ROLES: tuple[Role, ...] = get_args(Role)
 TENANT = r"^[\w.@-]{1,64}\Z"
@@ -52,17 +52,17 @@ class Key(Struct, frozen=True):
     salt: Annotated[bytes, Meta(min_length=16, max_length=16)]
     hash: Annotated[bytes, Meta(min_length=32, max_length=32)]
     created: str = ""  # ISO date
-    priority: Priority = "default"  # the most urgent that its requests can have
+    priority: Priority = "default"  # the most urgent class that the key's requests can have
 
 
 class KeyFile(Struct, frozen=True):
-    """tenants' salts are derived from `secret`: another one empties all their caches. tenants: the
-    limits of those that have some."""
+    """The content of the file."""
 
+    # Tenants' salts are derived from it: with another secret, nothing that they cached is found.
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
     keys: tuple[Key, ...] = ()
     version: int = VERSION
-    tenants: dict[Limited, TenantLimits] = {}
+    tenants: dict[Limited, TenantLimits] = {}  # limits by tenant, or by limits.ANY
 
 
 def new_file() -> KeyFile:
@@ -72,8 +72,11 @@ def new_file() -> KeyFile:
 def new_key(
     tenant: str, roles: Sequence[Role], created: str, priority: Priority = "default"
 ) -> tuple[str, Key]:
-    """A key as its client gets it, and its entry. msgspec.ValidationError for a tenant or a role
-    that is none."""
+    """Create a key; return it as its client gets it, and its entry.
+
+    Raises:
+        msgspec.ValidationError: the tenant or a role is invalid.
+    """
     id_, secret = secrets.token_hex(ID_BYTES), secrets.token_urlsafe(SECRET_BYTES)
     salt = secrets.token_bytes(16)
     entry = Key(id_, tenant, tuple(roles), salt, hash_of(secret, salt), created, priority)
@@ -86,7 +89,7 @@ def hash_of(secret: str, salt: bytes) -> bytes:
 
 
 def read(path: Path) -> KeyFile:
-    """Raises KeyFileError."""
+    """Read the file. Raises KeyFileError."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
@@ -95,19 +98,21 @@ def read(path: Path) -> KeyFile:
     if len(data) > LARGEST:
         raise KeyFileError(f"{path} is larger than {LARGEST >> 20} MB")
     try:
-        found = msgspec.json.decode(data, type=KeyFile)
+        decoded = msgspec.json.decode(data, type=KeyFile)
     except DECODE_ERRORS as error:
-        raise KeyFileError(f"{path} is no file of keys: {error}") from None
-    if found.version != VERSION:
-        raise KeyFileError(f"{path} is of version {found.version}; this kvroute reads {VERSION}")
-    if len({key.id for key in found.keys}) < len(found.keys):
-        raise KeyFileError(f"{path} has a key twice")
-    return found
+        raise KeyFileError(f"{path} is not a file of API keys: {error}") from None
+    if decoded.version != VERSION:
+        raise KeyFileError(
+            f"{path} has version {decoded.version}; this kvroute reads version {VERSION}"
+        )
+    if len({key.id for key in decoded.keys}) < len(decoded.keys):
+        raise KeyFileError(f"{path} has two keys with the same id; remove one of them")
+    return decoded
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """No other `kvroute keys` changes it meanwhile. Raises KeyFileError."""
+    """Lock the file against other `kvroute keys` commands. Raises KeyFileError."""
     try:
         folder = os.open(path.resolve().parent, os.O_RDONLY)
     except OSError as error:
@@ -120,10 +125,13 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, file: KeyFile) -> None:
-    """Replaces it at once. A new one can be read by its owner only; else owner and mode stay, so
-    that routers can still read it. Raises KeyFileError."""
+    """Replace the file atomically. Raises KeyFileError.
+
+    Only its owner can read a new file. An existing file keeps its owner and mode, so that routers
+    can still read it.
+    """
     data = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
-    path = path.resolve()  # not a link to it
+    path = path.resolve()  # replace the file, not a symbolic link to it
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
         try:

@@ -1,4 +1,4 @@
-"""Who a request is from, by its API key."""
+"""The sender of a request, identified by its API key."""
 
 import hmac
 import secrets
@@ -9,37 +9,40 @@ from kvroute.contract.priority import Priority
 from kvroute.keys.key_file import PREFIX, Key, KeyFile, hash_of
 from kvroute.keys.limits import ANY, TenantLimits
 
-NOBODY = Key("", "", (), bytes(16), secrets.token_bytes(32))  # its secret is unknown
+# The entry that unknown ids are compared with: no secret has its hash.
+NOBODY = Key("", "", (), bytes(16), secrets.token_bytes(32))
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who has sent a request."""
+    """The sender of a request."""
 
     tenant: str
     roles: frozenset[str]
-    salt: str  # of all that the tenant's requests leave in caches; replicas and Redis know it
-    secret: str = ""  # of its stored responses; only routers know it
-    priority: Priority = "default"  # the most urgent that its requests can have
+    salt: str  # salt of all cached data of the tenant; replicas and Redis know it
+    secret: str = ""  # salt of the tenant's stored responses; only routers know it
+    priority: Priority = "default"  # the most urgent class that its requests can have
 
     def salted(self, own: str) -> str:
-        """The salt of a request with a `cache_salt` of its own, which parts the tenant's caches
-        further. No two tenants have an equal one."""
+        """Return the salt of a request of this tenant with the `cache_salt` `own`.
+
+        No salt belongs to two tenants.
+        """
         return f"{self.salt}.{own}" if own else self.salt
 
 
 def tenant_of(caller: Caller | None) -> str:
-    """Empty without keys."""
+    """Return the caller's tenant; empty without API keys."""
     return "" if caller is None else caller.tenant
 
 
 def salted(caller: Caller | None, own: str) -> str:
-    """The same for any request; without keys there is no caller."""
+    """Return the salt of any request; `own` without API keys."""
     return own if caller is None else caller.salted(own)
 
 
 def owner(caller: Caller | None, own: str) -> str:
-    """Whose stored responses a request finds: its tenant's, of its `cache_salt`."""
+    """Return the salt of the stored responses that a request can use."""
     return own if caller is None else f"{caller.secret}.{own}"
 
 
@@ -59,15 +62,17 @@ class Keyring:
             for key in file.keys
         }
         limits = {tenant: file.tenants.get(tenant, file.tenants.get(ANY)) for tenant in tenants}
-        self._limits = {tenant: found for tenant, found in limits.items() if found is not None}
+        self._limits = {tenant: limit for tenant, limit in limits.items() if limit is not None}
 
     def limits(self, tenant: str) -> TenantLimits | None:
-        """Those of a tenant with a key; None: it has no limits."""
+        """Return the limits of a tenant with a key; None: it has no limits."""
         return self._limits.get(tenant)
 
     def caller(self, given: str) -> Caller | None:
-        """Whose key it is; None if it is nobody's. It takes as long for unknown ids as for wrong
-        secrets."""
+        """Return the owner of an API key; None if the key is not valid.
+
+        The check takes equally long for unknown ids and for wrong secrets.
+        """
         prefix, _, rest = given.partition("-")
         id_, _, secret = rest.partition("-")
         key = self._keys.get(id_, NOBODY)

@@ -1,4 +1,4 @@
-"""A file of keys that is read again when it changes."""
+"""A key file that is read again when it changes."""
 
 import asyncio
 import logging
@@ -12,30 +12,33 @@ from kvroute.keys.limits import TenantLimits
 
 log = logging.getLogger("kvroute.keys")
 
-POLL_S = 1.0  # between two looks at the file
+POLL_S = 1.0  # seconds between two checks of the file
 
 
 class WatchedKeys:
-    """The keys of a file. While it cannot be read, those that it had stay valid."""
+    """The keys of a file. While it cannot be read, the latest readable keys stay valid."""
 
     def __init__(self, path: Path) -> None:
-        """Raises KeyFileError."""
+        """Read the file. Raises KeyFileError."""
         self._path = path
-        self._seen = _state(path)
+        self._state = _state(path)
         self._keys = Keyring(read(path))
-        self.problem = ""  # why it cannot be read now; empty: it can
+        self.problem = ""  # why the file cannot be read now; empty: it can
 
     def keyring(self) -> Keyring:
-        """The one of now."""
+        """Return the current keys."""
         return self._keys
 
     def limits(self, tenant: str) -> TenantLimits | None:
-        """What the tenant may take now; None: it has no limits."""
+        """Return the current limits of a tenant; None: it has no limits."""
         return self._keys.limits(tenant)
 
     async def run(self) -> None:
-        """Follows the file until cancelled. A disk that hangs stops nobody else, and nobody else
-        stops this: it has a thread of its own."""
+        """Check the file until cancelled.
+
+        The checks have their own thread, so a disk that hangs blocks no other task, and no other
+        task delays the checks.
+        """
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, thread_name_prefix="keys")
         try:
@@ -48,22 +51,22 @@ class WatchedKeys:
     def _look(self) -> None:
         try:
             state = _state(self._path)
-            if state == self._seen and not self.problem:
+            if state == self._state and not self.problem:
                 return
             self._keys = Keyring(read(self._path))
         except KeyFileError as error:
             if str(error) != self.problem:
-                log.error("the API keys stay as they were: %s", error)
+                log.error("the API keys were not updated, and the earlier ones stay: %s", error)
             self.problem = str(error)
             return
-        self._seen, self.problem = state, ""
+        self._state, self.problem = state, ""
         log.info("the API keys were read from %s", self._path)
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """What differs once the file was written. KeyFileError."""
+    """Return values that change when the file is written. Raises KeyFileError."""
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

@@ -1,1 +1,1 @@
-"""How long prompts take to compute: an engine's speed, and the prompts that wait for it."""
+"""Prediction of prefill times: an engine's speed, and the prompts in its queue."""

@@ -1,8 +1,8 @@
-"""The prompts that wait for one engine, and how long their prefill will take.
+"""The prompts that wait for one engine, and the time that their prefill will take.
 
-A router counts the requests that it sent or that its peers reported; a replica counts those that
-arrived. In addition a router counts decoding requests, a replica its busy time. The caller passes
-the time, in seconds of any monotonic clock.
+A router counts the requests that it has sent and the requests that other routers have reported. A
+replica counts the requests that have arrived. A router's subclass also counts decoding requests; a
+replica's also its busy time. The caller passes the time, in seconds of any monotonic clock.
 """
 
 import math
@@ -11,7 +11,9 @@ from typing import Generic, Protocol, TypeVar
 
 from kvroute.prefill.speed import PrefillSpeed
 
-JUST = 1e-6  # share by which a backlog is below another one, so that rounding does not matter
+# Tolerance of comparisons: a backlog below another one is smaller by this share at least, so that
+# rounding does not matter.
+JUST = 1e-6
 
 
 class Prefill(Protocol):
@@ -19,11 +21,11 @@ class Prefill(Protocol):
 
     @property
     def prefill_s(self) -> float:
-        """The predicted prefill time."""
+        """Return the predicted prefill time."""
 
     @property
     def ready_s(self) -> float:
-        """From when on the engine can compute it."""
+        """Return the earliest time at which the engine can start it."""
 
 
 P = TypeVar("P", bound=Prefill)
@@ -31,14 +33,17 @@ P = TypeVar("P", bound=Prefill)
 
 @dataclass(slots=True, kw_only=True)
 class PrefillQueue(Generic[P]):
-    waiting: dict[str, P] = field(default_factory=dict)  # no first token yet, oldest first
+    """The queue of one engine."""
+
+    waiting: dict[str, P] = field(default_factory=dict)  # prompts without a first token, by request
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)  # learned from first tokens
-    unknown_s: float = 0.0  # estimated prefill of requests of routers that are not heard
-    last_first_token_s: float = -math.inf
-    # Derived values, updated with every change: each decision reads those of all replicas.
-    waiting_s: float = 0.0
+    unknown_s: float = 0.0  # estimated prefill from routers whose messages do not arrive here
+    last_first_token_s: float = -math.inf  # time of the latest first token
+    # Derived values, kept up to date because every placement reads them for all replicas.
+    waiting_s: float = 0.0  # predicted prefill of all waiting requests
     head_s: float = 0.0  # predicted prefill of the oldest waiting request
-    busy_since_s: float = -math.inf  # its earliest possible start: not before the last first token
+    # Earliest possible start of the oldest request: not before the latest first token.
+    busy_since_s: float = -math.inf
 
     def join(self, request_id: str, prefill: P) -> None:
         self.waiting[request_id] = prefill
@@ -46,7 +51,7 @@ class PrefillQueue(Generic[P]):
         self._find_head()
 
     def leave(self, request_id: str) -> P | None:
-        """Removes a request; None: it was not waiting."""
+        """Remove a request; return None if it was not waiting."""
         prefill = self.waiting.pop(request_id, None)
         if prefill is None:
             return None
@@ -59,13 +64,16 @@ class PrefillQueue(Generic[P]):
         return prefill
 
     def served(self, request_id: str, now_s: float, *, teaches: bool = True) -> P | None:
-        """Its first token came, from which the engine's speed is learned; None: it did not wait."""
+        """Remove a request that got its first token; return None if it was not waiting.
+
+        With `teaches`, the engine's speed is learned from it.
+        """
         prefill = self.waiting.get(request_id)
         if prefill is None:
             return None
         if teaches:
-            # Measured from the start of the oldest request, whichever first token comes first:
-            # those of one step arrive in any order, and those of other routers arrive later.
+            # Time counts from the start of the oldest request: first tokens of one step arrive in
+            # any order, and first tokens of other routers' requests arrive late.
             begun_s = self._begun_s()
             is_alone = len(self.waiting) == 1 and begun_s == prefill.ready_s
             self.speed.first_token(
@@ -75,16 +83,21 @@ class PrefillQueue(Generic[P]):
         return self.leave(request_id)
 
     def backlog_s(self, slowness: float, now_s: float) -> float:
-        """Seconds of prefill queued or running, minus the time already spent on the oldest. Every
-        decision asks each replica, and `min` and `max` would take half of the time."""
-        had_s, head_s = now_s - self.busy_since_s, slowness * self.head_s
-        had_s = head_s if head_s < had_s else had_s
-        left_s = slowness * (self.waiting_s + self.unknown_s) - (had_s if had_s > 0.0 else 0.0)
+        """Return the seconds of prefill that wait or run, less the time spent on the oldest.
+
+        Every placement calls this for each replica. Conditional expressions take half of the time
+        that `min` and `max` take.
+        """
+        spent_s, head_s = now_s - self.busy_since_s, slowness * self.head_s
+        spent_s = head_s if head_s < spent_s else spent_s
+        left_s = slowness * (self.waiting_s + self.unknown_s) - (spent_s if spent_s > 0.0 else 0.0)
         return left_s if left_s > 0.0 else 0.0
 
     def below_in_s(self, backlog_s: float, now_s: float) -> float:
-        """Return the time until the backlog is below that, while no first token comes; infinite:
-        it will not be."""
+        """Return the seconds until the backlog is below `backlog_s`, without another first token.
+
+        Infinite if only a first token can reduce the backlog so far.
+        """
         slowness = self.speed.slowness
         excess_s = self.backlog_s(slowness, now_s) - backlog_s
         left_s = slowness * self.head_s - max(0.0, now_s - self.busy_since_s)
@@ -92,7 +105,7 @@ class PrefillQueue(Generic[P]):
         return max(0.0, after_s) if after_s < left_s else math.inf
 
     def _begun_s(self) -> float:
-        """When the engine could begin with what it has computed now."""
+        """Return when the engine can have started the prompt that has just got its first token."""
         return self.busy_since_s
 
     def _find_head(self) -> None:

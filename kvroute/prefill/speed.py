@@ -1,60 +1,62 @@
-"""How fast an engine computes prompts: its claim, corrected by measured times to first token."""
+"""Prefill speed: an engine's own estimate, corrected by measured times to first token."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-PRIOR = 1.5  # weight of the claimed speed, in observations of mean length
-FADE = 0.8  # share of that weight that is left after each observation
-LEAST_BELIEF = 0.05  # of that weight: below it only observations count
-LEAST_SLOWNESS = 1e-3  # a thousand times as fast as claimed: clocks may tell no time at all
-MEMORY = 120.0  # observations of mean length after which an earlier one's weight is 1/e
-TYPICAL = 200  # observations that the expected mean length weighs as much as
-RECENT = 6.0  # the same of the latest observations, which tell whether the speed has changed
-CHANGED = 2.0  # times as slow, or as fast, as learned before: then only the latest count
-MOST_WEIGHT = 2.0  # of one of these, in observations of mean length
-MEAN_OF = 500  # latest observations whose mean length is taken
-MOST_OFF = 4.0  # times as long as expected: what one observation can say at most
-LATEST_SHORTER = 1 / 4  # weight of the latest observation in the mean of steps, if it is shorter
-LATEST = 1 / 16  # weight of the latest observation in the mean of the fixed part, and of steps
+# Weights are in observations of mean length, that is of the mean predicted time.
+PRIOR = 1.5  # weight of the engine's own estimate before the first observation
+FADE = 0.8  # factor on the weight of that estimate after each observation
+LEAST_BELIEF = 0.05  # weight of that estimate below which it counts as replaced by observations
+LEAST_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution can measure 0 s
+MEMORY = 120.0  # weight of new observations after which an older one counts 1/e
+TYPICAL = 200  # number of observations that an expected mean length counts as
+RECENT = 6.0  # MEMORY of the recent observations that detect a change of speed
+CHANGED = 2.0  # ratio of recent to learned slowness, or its inverse, that is a change of speed
+MOST_WEIGHT = 2.0  # most weight of one observation among the recent observations
+MEAN_OF = 500  # number of latest observations in the mean length
+MOST_OFF = 4.0  # an observation counts as this multiple of the expected time at most
+LATEST_SHORTER = 1 / 4  # weight of a new step in the moving average of steps, if it is shorter
+LATEST = 1 / 16  # weight of a new value in the moving averages of the fixed part and of steps
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Prefill time: linear in the tokens, plus attention to all tokens before them."""
+    """Predicts prefill time: linear in the tokens, plus attention to all tokens before them."""
 
-    tokens_per_s: float  # at the start of a prompt
+    tokens_per_s: float  # speed at the start of a prompt
     attention_tokens: float  # context length at which a token costs twice as much
 
     def seconds(self, start: int, end: int) -> float:
-        """The time to compute the tokens [start, end) of a prompt."""
+        """Return the time to compute the tokens [start, end) of a prompt."""
         attention = (end * end - start * start) / (2.0 * self.attention_tokens)
         return (end - start + attention) / self.tokens_per_s
 
 
 @lru_cache
 def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
-    """Equal replicas share one object, so that a decision compares identities only."""
+    """Return a cached model: replicas of equal speed share one, and `is` can compare them."""
     return PrefillModel(tokens_per_s, attention_tokens)
 
 
 @dataclass(slots=True)
 class Speed:
-    """How much slower something is than was predicted, by decayed sums of both times.
+    """Slowness: the ratio of observed to predicted time, from decayed sums of both.
 
-    Weights are relative to the mean prediction. So an engine that is k times slower learns from the
-    same number of observations.
+    Weights are relative to the mean prediction, so slow and fast engines learn from the same number
+    of observations.
     """
 
-    predicted_s: float = 0.0
-    observed_s: float = 0.0
-    prior: float = 1.0  # slowness as it was believed before the first observation
+    predicted_s: float = 0.0  # decayed sum of predicted times
+    observed_s: float = 0.0  # decayed sum of observed times
+    prior: float = 1.0  # slowness that is assumed before the first observation
     typical_s: float = 0.0  # mean prediction that is expected before the first one; 0: unknown
-    memory: float = MEMORY  # observations of mean length after which an earlier one weighs 1/e
+    memory: float = MEMORY  # weight of new observations after which an older one counts 1/e
     slowness: float = field(init=False)  # observed seconds per predicted second
-    _mean_s: float = field(init=False, default=0.0)  # of the latest predictions
-    _count: int = field(init=False, default=0)  # of observations, at most MEAN_OF
-    _recent: tuple[float, float] = field(init=False, default=(0.0, 0.0))  # predicted, observed
-    _belief: float = field(init=False, default=PRIOR)  # weight that is left of `prior`
+    _mean_s: float = field(init=False, default=0.0)  # mean of the latest predictions
+    _count: int = field(init=False, default=0)  # number of observations, at most MEAN_OF
+    # Decayed sums of recent predicted and observed times.
+    _recent: tuple[float, float] = field(init=False, default=(0.0, 0.0))
+    _belief: float = field(init=False, default=PRIOR)  # remaining weight of `prior`
 
     def __post_init__(self) -> None:
         self.slowness = self.observed_s / self.predicted_s if self.predicted_s else self.prior
@@ -75,7 +77,7 @@ class Speed:
         self.slowness = self.slowness_after(0.0, 0.0)
 
     def _learn_recent(self, predicted_s: float, observed_s: float) -> None:
-        """Forget what was learned before the speed changed: a GPU gets hot, a neighbour comes."""
+        """Forget older observations if the speed has changed, for example because a GPU is hot."""
         share = min(1.0, MOST_WEIGHT * self._mean_s / predicted_s)
         keep = 1.0 - share * predicted_s / ((RECENT + MOST_WEIGHT) * self._mean_s)
         recent_s, seen_s = self._recent
@@ -97,12 +99,12 @@ class Speed:
         self.slowness = self.slowness_after(0.0, 0.0)
 
     def believe(self, slowness: float) -> None:
-        """Replace what was learned; the observations keep their weight."""
+        """Replace the learned slowness; the weight of earlier observations stays."""
         self.prior = self.slowness = slowness
         self.observed_s = slowness * self.predicted_s
 
     def slowness_after(self, predicted_s: float, observed_s: float) -> float:
-        """Return the slowness as it would be after one more observation."""
+        """Return what the slowness would be after one more observation."""
         belief_s = self._belief * (self._mean_s or predicted_s)
         total_s = belief_s + self.predicted_s + predicted_s
         if not total_s:
@@ -113,20 +115,20 @@ class Speed:
 
 @dataclass(slots=True)
 class PrefillSpeed(Speed):
-    """How much slower an engine computes prompts than its PrefillModel predicts.
+    """The slowness of an engine's prefill, relative to its PrefillModel.
 
-    A first token also takes a time that does not depend on the prompt: the network, the scheduler,
-    a step of the other requests. That part is learned from prompts that are computed in less time
-    than a step of the engine takes, and these teach nothing of the slowness.
+    A time to first token has a fixed part that does not depend on the prompt: the network, the
+    scheduler, a step of the other requests. Prompts with less prefill than one step of the engine
+    teach the fixed part. All other prompts teach the slowness.
     """
 
-    step_s: float = 0.0  # between two tokens of an answer, of late; 0: none has been seen
-    fixed_s: float = 0.0  # of a first token, however short its prompt is
+    step_s: float = 0.0  # moving average of the time between two tokens; 0: unknown
+    fixed_s: float = 0.0  # fixed part of a time to first token; 0: unknown
 
     def step(self, seconds: float) -> None:
         """Record the mean time between the tokens of an answer.
 
-        Clients that read slowly make it longer, so that a short one counts more.
+        Slow clients only make the measured time longer, so shorter times get a higher weight.
         """
         if not self.step_s:
             self.step_s = seconds
@@ -138,12 +140,14 @@ class PrefillSpeed(Speed):
     ) -> None:
         """Record the time to a first token.
 
-        One that comes far later than all prompts explain was held up by something else, and counts
-        as one that came MOST_OFF times as late as expected.
+        The time is cut to MOST_OFF times the expected time: a longer delay has another cause than
+        the prompts.
 
         Args:
-            queued_s: predicted for all prompts that the engine may have computed in that time.
-            is_alone: there was only this one.
+            predicted_s: predicted prefill of the prompt.
+            observed_s: seconds from the earliest possible start to the first token.
+            queued_s: predicted prefill of all prompts that the engine may have computed meanwhile.
+            is_alone: whether the engine had only this prompt.
         """
         if self.slowness * predicted_s >= self.step_s:
             most_s = MOST_OFF * self.slowness * max(queued_s, predicted_s)

@@ -1,1 +1,1 @@
-"""What any process of a cluster needs: logs, traces, metrics, the built-in model."""
+"""Services for every process of a cluster: logs, traces, metrics, the built-in model."""

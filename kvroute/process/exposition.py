@@ -1,4 +1,4 @@
-"""What a process measures, as Prometheus metrics."""
+"""Collectors of a process's measurements, as Prometheus metrics."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,11 +32,11 @@ class Readings(Collector):
         self._gauges.append((name, documentation, read))
 
     def counter(self, name: str, documentation: str, read: Read) -> None:
-        """A value that only grows while the process lives."""
+        """Add a value that only grows while the process lives."""
         self._counters.append((name, documentation, read))
 
     def gauge_of(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
-        """One gauge per current value of the label."""
+        """Add a gauge with a label; `read` returns its value for each value of the label."""
         self._gauges_of.append((name, documentation, label, read))
 
     def counter_of(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
@@ -64,7 +64,7 @@ def _filled(
 
 
 class FastHistogram(Collector):
-    """A histogram for what happens thousands of times a second, in one thread."""
+    """A histogram for thousands of observations per second, all from one thread."""
 
     def __init__(
         self, name: str, documentation: str, bounds: Sequence[float], registry: CollectorRegistry

@@ -1,10 +1,11 @@
-"""Records of kvroute's loggers go to Ray Serve's log of the process, as text or as JSON.
+"""Forwards records of kvroute's loggers to Ray Serve's log of the process, as text or as JSON.
 
 Serve configures only its own logger, which adds the deployment, the replica and the request's id.
-Records of other loggers are lost below WARNING, or appear without their level.
+Without this module, records of other loggers are lost below WARNING, or appear without their level.
 
-A record that cannot be written, since the disk is full, is counted and lost. Python would describe
-the failure on standard error, which Serve writes to the same log: each failure would cause another.
+A record that cannot be written, for example because the disk is full, is counted and lost. Python's
+default is to print the failure to standard error, which Serve writes to the same log: each failure
+would cause another one.
 """
 
 import logging
@@ -38,13 +39,20 @@ class _ServeLog(logging.Handler):
 
 
 def logging_config(log_format: str) -> LoggingConfig:
-    """Serve's configuration, for one deployment or for all of Serve; the format is text or json."""
+    """Return Serve's logging configuration, for one deployment or for all of Serve.
+
+    Args:
+        log_format: "text" or "json".
+    """
     return LoggingConfig(encoding=log_format.upper(), additional_log_standard_attrs=["name"])
 
 
 def log_to_serve(model: str | None) -> None:
-    """Forwards this process's records from now on. model: its name for clients, if the process has
-    only one; JSON lines include it."""
+    """Forward this process's records from now on.
+
+    Args:
+        model: the model's name for clients, if the process has only one; JSON lines include it.
+    """
     logging.Handler.handleError = _drop  # type: ignore[method-assign,assignment]
     for folder in _folders(logging.getLogger("ray.serve").handlers):
         FREE.labels(folder).set_function(partial(_free_bytes, folder))
@@ -55,12 +63,12 @@ def log_to_serve(model: str | None) -> None:
 
 
 def _drop(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """In place of logging's own, whichever handler fails."""
+    """Replace logging's own handling of errors, in all handlers."""
     DROPPED.inc()
 
 
 def _folders(handlers: list[logging.Handler]) -> set[str]:
-    """Where these handlers write; Serve puts a buffer before the file."""
+    """Return the folders that the handlers write to; Serve puts a buffer before each file."""
     targets = (getattr(handler, "target", handler) for handler in handlers)
     return {
         os.path.dirname(target.baseFilename)

@@ -1,20 +1,23 @@
-"""How much memory there is: the node's, or as much of it as this container may take."""
+"""The available memory: the node's memory, or this container's limit."""
 
 from pathlib import Path
 
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of cgroups v2 and v1
+LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # files of cgroups v2 and of v1
 
 
 def memory_bytes(cgroups: Path = CGROUPS) -> int:
-    """A pod's limit is often a small part of its node's memory, and who takes more is killed."""
+    """Return how much memory this process can use before the kernel kills it.
+
+    A pod's limit is often a small part of its node's memory.
+    """
     return min([psutil.virtual_memory().total, *_limits(cgroups)])
 
 
 def _limits(cgroups: Path) -> list[int]:
-    """Without a limit, v2 says `max` and v1 a number that no memory reaches."""
     files = (cgroups / name for name in LIMITS)
     texts = [file.read_text().strip() for file in files if file.is_file()]
+    # Without a limit, v2 has the text `max`, and v1 a number above any memory.
     return [int(text) for text in texts if text.isdecimal()]

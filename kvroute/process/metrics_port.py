@@ -1,4 +1,4 @@
-"""Each process serves its Prometheus metrics on its own port, to those who know the token."""
+"""Serves a process's Prometheus metrics on its own port, to clients that send the token."""
 
 import hmac
 import logging
@@ -15,23 +15,26 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 log = logging.getLogger("kvroute.metrics")
 
-METRICS_HOST = "KVROUTE_METRICS_HOST"  # an environment variable: where metrics are served
-CLIENT_S = 30.0  # how long a client may be silent
+METRICS_HOST = "KVROUTE_METRICS_HOST"  # environment variable: address that serves metrics
+CLIENT_S = 30.0  # timeout for reading a client's request
 ANY_PORT = (0,)
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class NoMetricsError(Exception):
-    """A process's metrics cannot be served; the message says why, and what to do."""
+    """A process's metrics cannot be served; the message has the reason and the remedy."""
 
 
 class Exposition:
     """Serves the metrics of one registry at `address`, until it is closed.
 
-    It listens only on the node's address in the cluster, where those who can reach Ray can read
-    the metrics too, or on METRICS_HOST; on the first free port. Clients send the token, if there is
-    a file of one. Raises NoMetricsError.
+    It listens on the first free port of METRICS_HOST or, without it, of the node's address in the
+    cluster: every machine that can reach Ray can then reach the metrics. If there is a token file,
+    clients must send the token.
+
+    Raises:
+        NoMetricsError: no port is free, or the token file cannot be used.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Exposition:
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stops the server."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -66,33 +69,33 @@ def exposed(
     ports: Sequence[int],
     token_file: Path | None,
 ) -> Exposition | None:
-    """An Exposition; None, and a line in the log, where there can be none: the process goes on."""
+    """Serve the metrics; if that fails, log a warning and return None."""
     try:
         return Exposition(node, registry, ports=ports, token_file=token_file)
     except NoMetricsError as error:
-        log.warning("this process has no metrics: %s", error)
+        log.warning("this process serves no metrics: %s", error)
         return None
 
 
 def read_token(file: Path) -> bytes:
-    """The token in the file. Raises NoMetricsError when there is none."""
+    """Read the token from the file. Raises NoMetricsError if it has none."""
     try:
         token = file.read_bytes().strip()
     except OSError as error:
         raise NoMetricsError(
-            f"metrics_token_file is {str(file)!r}, which cannot be read ({error.strerror}); every "
-            "node needs it, readable for the user who runs Ray"
+            f"metrics_token_file is {str(file)!r}, which cannot be read ({error.strerror}); copy "
+            "the file to every node, readable by the user who runs Ray"
         ) from None
     if not token or not token.isascii() or len(token.split()) > 1:
         raise NoMetricsError(
-            f"metrics_token_file is {str(file)!r}, which has no token; expected one word, as "
-            "`openssl rand -hex 32` prints it"
+            f"metrics_token_file is {str(file)!r}, which has no token; write one word to it, for "
+            "example the output of `openssl rand -hex 32`"
         )
     return token
 
 
 def _guarded(application: Application, token: bytes) -> Application:
-    """A 401 for those who do not send the token."""
+    """Answer requests without the token with 401."""
     expected = b"Bearer " + token
 
     def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -113,16 +116,19 @@ def _listening(host: str, ports: Sequence[int], application: Application) -> WSG
         except OSError as error:
             last = error
     if not ports[0]:
-        raise NoMetricsError(f"no port can be had on {host} ({last.strerror}); see {METRICS_HOST}")
+        raise NoMetricsError(
+            f"cannot listen on {host} ({last.strerror}); set {METRICS_HOST} to an address of this "
+            "node"
+        )
     raise NoMetricsError(
-        f"none of {len(ports)} ports of metrics_port_range, {ports[0]}-{ports[-1]}, can be had on "
-        f"{host} ({last.strerror}); give a wider range: one port for each process of a node, and "
-        "for each model of a router"
+        f"cannot listen on {host} on any of the {len(ports)} ports of metrics_port_range, "
+        f"{ports[0]}-{ports[-1]} ({last.strerror}); give a wider range: one port for each process "
+        "of a node, and for each model of a router"
     )
 
 
 class _Server(ThreadingWSGIServer):
-    allow_reuse_port = False  # a port is one process's
+    allow_reuse_port = False  # two processes must not share a port
 
 
 class _ServerV6(_Server):
@@ -133,4 +139,4 @@ class _Handler(WSGIRequestHandler):
     timeout = CLIENT_S
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing of each scrape."""
+        """Log no scrapes."""

@@ -1,7 +1,7 @@
-"""Ray's private API for routers and commands is used in this module only.
+"""The only module that uses Ray's private API for routers and commands.
 
-Ray is pinned to one version; tests/unit/test_ray_internals.py checks what is used here. The
-private API for replicas is used in draining.py.
+Ray is pinned to one version; tests/unit/test_ray_internals.py checks the parts that are used here.
+The private API for replicas is used in draining.py.
 """
 
 from functools import partial
@@ -12,42 +12,44 @@ from ray.serve.request_router import RequestRouter, RunningReplica
 
 HAPROXY_IS_ON: bool = constants.RAY_SERVE_ENABLE_HA_PROXY
 IS_THROUGHPUT_OPTIMIZED: bool = constants.RAY_SERVE_THROUGHPUT_OPTIMIZED
-DIRECT_PORTS = range(  # on which a router serves HAProxy
+DIRECT_PORTS = range(  # the ports on which routers listen for HAProxy
     constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT,
     constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT + 1,
 )
 
 
 def deployment_name(router: RequestRouter) -> str:
-    """Of the deployment whose replicas it knows."""
+    """Return the name of the deployment whose replicas the router gets."""
     return str(router._deployment_id.name)
 
 
 def actor_of(replica: RunningReplica) -> Any:
-    """Ray's handle of the replica's process."""
+    """Return Ray's handle of the replica's process."""
     return replica._actor_handle
 
 
 async def routing_stats(replica: RunningReplica) -> Any:
-    """What the replica's `record_routing_stats` returns now. RayError when it cannot be asked."""
+    """Call the replica's `record_routing_stats`. Raises RayError if the replica does not answer."""
     return await actor_of(replica).record_routing_stats.remote()
 
 
 def deployment_details(application: str, deployment: str) -> dict[str, Any]:
-    """The details of a deployment, from Serve's controller."""
-    details = _controller("get_serve_instance_details")
-    found: dict[str, Any] = details["applications"][application]["deployments"][deployment]
-    return found
+    """Return the details of a deployment, from Serve's controller."""
+    instance = _controller("get_serve_instance_details")
+    details: dict[str, Any] = instance["applications"][application]["deployments"][deployment]
+    return details
 
 
 def endpoint_host() -> str:
-    """The address that the endpoint listens on; empty if Serve does not say."""
+    """Return the address that the endpoint listens on; empty if Serve does not report it."""
     return _controller("get_serve_instance_details")["http_options"]["host"] or ""
 
 
 def set_replicas(application: str, deployment: str, replicas: int) -> None:
-    """Sets the number of replicas that Serve maintains. The application is not redeployed, so the
-    remaining replicas keep running."""
+    """Set the number of replicas that Serve maintains.
+
+    The application is not redeployed, so the remaining replicas keep running.
+    """
     from ray.serve._private.common import DeploymentID
 
     id_ = DeploymentID(name=deployment, app_name=application)
@@ -64,22 +66,24 @@ def handle_without_a_loop(application: str, deployment: str) -> Any:
 
 
 def start_less() -> None:
-    """Leaves out of the Ray that this process starts what nothing here asks: its autoscaler, and
-    the reader of workers' logs that shows them to a driver."""
+    """Start Ray, from now on, without two parts that kvroute does not need.
+
+    These are Ray's autoscaler, and the reader of workers' logs that prints them in the driver.
+    """
     from ray._private import parameter
 
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
 
 
 def use_auth_token() -> None:
-    """Uses Ray's authentication token, if this user has one."""
+    """Use Ray's authentication token, if this user has one."""
     from ray._private.authentication import authentication_token_setup as authentication
 
     authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _controller(method: str, *args: Any) -> Any:
-    """Calls a method of Serve's controller actor, as Serve's own tools do."""
+    """Call a method of Serve's controller actor, as Serve's own tools do."""
     import ray
 
     actor = ray.get_actor(constants.SERVE_CONTROLLER_NAME, namespace=constants.SERVE_NAMESPACE)

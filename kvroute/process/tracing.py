@@ -1,8 +1,8 @@
-"""A process sends spans of its requests to the collector that the environment names.
+"""Sends the spans of a process's requests to an OpenTelemetry collector.
 
-OpenTelemetry's own variables set the collector and the sampling. A thread sends the spans from a
-bounded queue, so no request waits for a collector. Spans that a slow or absent collector does not
-accept are lost; this is logged once.
+OpenTelemetry's own environment variables set the collector and the sampling. A thread sends the
+spans from a bounded queue, so no request waits for a collector. Spans that a slow or absent
+collector does not accept are lost; this is logged once.
 """
 
 import logging
@@ -27,13 +27,13 @@ TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE = "OTEL_SERVICE_NAME"
-FLUSH_S = 2.0  # how long a process waits at its end to send its last spans
+FLUSH_S = 2.0  # most seconds that a process waits at its end to send its last spans
 
 _w3c = TraceContextTextMapPropagator()
 
 
 def traces_endpoint() -> str | None:
-    """The collector's address; None: no tracing. Raises ValueError for an unknown protocol."""
+    """Return the collector's address; None: no tracing. Raises ValueError: unknown protocol."""
     if endpoint := os.environ.get(TRACES_ENDPOINT):
         return endpoint
     if base := os.environ.get(ENDPOINT):
@@ -42,21 +42,21 @@ def traces_endpoint() -> str | None:
 
 
 def protocol() -> str:
-    """The protocol for OTLP: gRPC, or HTTP, which is OpenTelemetry's default."""
+    """Return the protocol for OTLP: gRPC, or HTTP, which is OpenTelemetry's default."""
     name = TRACES_PROTOCOL if os.environ.get(TRACES_PROTOCOL) else PROTOCOL
-    found = os.environ.get(name) or "http/protobuf"
-    if found not in ("grpc", "http/protobuf"):
-        raise ValueError(f"{name} is {found!r}; expected grpc or http/protobuf")
-    return found
+    value = os.environ.get(name) or "http/protobuf"
+    if value not in ("grpc", "http/protobuf"):
+        raise ValueError(f"{name} is {value!r}; expected grpc or http/protobuf")
+    return value
 
 
 def start_tracing(service: str, instance: str) -> "Tracing | None":
-    """Tracing for this process, one instance of the service; None when no collector is set."""
+    """Start tracing in this process, an instance of the service; None: no collector is set."""
     return Tracing(service, instance) if traces_endpoint() else None
 
 
 def context_of(headers: TraceContext) -> Context:
-    """The context of the span that the headers name; it may be in another process."""
+    """Return the context of the span in the headers, which may be a span of another process."""
     return _w3c.extract(headers)
 
 
@@ -70,7 +70,7 @@ class Tracing:
     """One process's spans, until it is closed."""
 
     def __init__(self, service: str, instance: str) -> None:
-        # vLLM has its own provider in this process and reads only these variables.
+        # vLLM has its own tracer provider in this process, which reads only these variables.
         os.environ.setdefault(SERVICE, service)
         os.environ[TRACES_PROTOCOL] = protocol()
         self._exporter = _exporter()
@@ -83,14 +83,14 @@ class Tracing:
         exporter_log.handlers, exporter_log.propagate = [_FirstOnly()], False
 
     def close(self) -> None:
-        """Sends the last spans, for FLUSH_S at most."""
+        """Send the last spans, for FLUSH_S at most."""
         flush = threading.Thread(target=self._provider.force_flush, daemon=True)
         flush.start()
         flush.join(FLUSH_S)
         self._exporter.shutdown()
 
     def traced(self, generate: Generate) -> Generate:
-        """Adds a span to each request; it is the parent of the engine's own spans."""
+        """Add a span to each request, as the parent of the engine's own spans."""
 
         async def generate_traced(request: GenerateRequest, emit: Emit) -> None:
             span = self._begin(request)
@@ -128,7 +128,7 @@ class Tracing:
 
 
 class _FirstOnly(logging.Handler):
-    """Logs the first failure only: exporters report every failed batch."""
+    """Logs only the first failure, since exporters report every failed batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -137,7 +137,10 @@ class _FirstOnly(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._has_logged:
             self._has_logged = True
-            log.warning("spans are lost (logged only once): %s", record.getMessage())
+            log.warning(
+                "spans could not be sent and are lost; later losses are not logged: %s",
+                record.getMessage(),
+            )
 
 
 def _note_first(span: Span, chunk: Chunk, waited_s: float) -> None:

@@ -1,10 +1,13 @@
-"""Which build of vLLM is installed, without its import."""
+"""Detects which build of vLLM is installed, without its import."""
 
 import importlib.metadata
 
 
 def is_for_gpus() -> bool:
-    """vLLM for CPUs is a package of another name, or says so in its version."""
+    """Return whether vLLM is installed in its build for GPUs.
+
+    vLLM for CPUs is a package of another name, or has "+cpu" in its version.
+    """
     try:
         return "+cpu" not in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

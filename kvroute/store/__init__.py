@@ -1,1 +1,1 @@
-"""What is kept in Redis: the index, named prefixes, clusters. No other room knows a key."""
+"""Data in Redis: the index, named prefixes, clusters. No other package uses Redis key names."""

@@ -1,11 +1,11 @@
-"""What each tenant has used: one sum for each UTC day, kept for KEPT_DAYS.
+"""The usage of each tenant: one account for each UTC day, kept for KEPT_DAYS.
 
     kvroute:{TAG}:accounts:2026-11-23    hash    "t" + tenant -> msgpack: name -> sum
                                                  "r" + router -> number of its last batch
-                                                 "n" -> how many tenants there are
+                                                 "n" -> number of tenants
 
-{TAG} is the index's (keys.py). A batch counts once, however often it is sent: its number is in the
-same hash as the sums, so Redis keeps both or loses both.
+{TAG} is the same as in the index (keys.py). A batch counts once, even if it is sent again: its
+number is in the same hash as the sums, so Redis keeps both or loses both.
 """
 
 import datetime
@@ -21,10 +21,10 @@ from kvroute.keys.limits import OTHER
 from kvroute.store.connection import answered
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
-KEPT_DAYS = 400
-MOST_TENANTS = 1000  # by name in one day, first come; all further ones are OTHER
+KEPT_DAYS = 400  # days after which an account expires
+MOST_TENANTS = 1000  # tenants with their own account in one day; all later ones are OTHER
 
-# ARGV router, number, msgpack of the batch, most tenants, name of further ones, expires at (s)
+# ARGV router, number, msgpack of the batch, most tenants, name for later ones, expires at (s)
 _ADD = r"""
 local key, router = KEYS[1], 'r' .. ARGV[1]
 if redis.call('TYPE', key).ok ~= 'hash' then redis.call('DEL', key) end
@@ -47,7 +47,7 @@ redis.call('EXPIREAT', key, ARGV[6])
 return 1
 """
 
-Account = Mapping[str, int]  # name -> how much
+Account = Mapping[str, int]  # name of a quantity -> its sum
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(dict[Name, Count]).decode
 
@@ -55,8 +55,8 @@ _decode = msgspec.msgpack.Decoder(dict[Name, Count]).decode
 class DailyAccounts:
     """The accounts of one model of one cluster.
 
-    Any method raises RedisError or OSError when Redis is unreachable. No content of Redis makes it
-    raise anything else.
+    All methods raise RedisError or OSError if Redis is unreachable, and no other errors, whatever
+    Redis contains.
     """
 
     def __init__(
@@ -74,9 +74,13 @@ class DailyAccounts:
 
     @answered
     async def add(self, day: datetime.date, router_id: str, number: int, batch: bytes) -> None:
-        """Adds a batch, unless it was added already.
+        """Add a batch, unless it was added already.
 
-        number: rises with each batch of the router. batch: encode() of tenant -> Account.
+        Args:
+            day: the UTC day.
+            router_id: the router that sends the batch.
+            number: number of the batch, which rises with each batch of the router.
+            batch: encode() of tenant -> Account.
         """
         ends = datetime.datetime.combine(day, datetime.time(), datetime.UTC)
         expires_at = ends + datetime.timedelta(days=KEPT_DAYS + 1)
@@ -86,25 +90,24 @@ class DailyAccounts:
 
     @answered
     async def read(self, day: datetime.date) -> dict[str, Account]:
-        """The account of each tenant; what cannot be read is left out."""
+        """Return the account of each tenant; unreadable accounts are left out."""
         if await self._redis.type(self._key(day)) != b"hash":
             return {}
-        found = {}
+        accounts = {}
         for field, packed in (await self._redis.hgetall(self._key(day))).items():
             if field[:1] != b"t":
                 continue
             try:
-                found[field[1:].decode()] = _account(packed)
+                accounts[field[1:].decode()] = _account(packed)
             except DECODE_ERRORS as error:
                 self._unreadable.add("account", field, error)
-        return found
+        return accounts
 
     def _key(self, day: datetime.date) -> str:
         return f"{self._prefix}:{day.isoformat()}"
 
 
 def _account(packed: bytes) -> Account:
-    """Raises one of DECODE_ERRORS."""
     account = _decode(packed)
     if not account:
         raise UnreadableError("it is empty")

@@ -1,4 +1,4 @@
-"""The list of clusters that use this Redis: routers refresh their entry, silent ones expire.
+"""The list of clusters that use this Redis. Routers refresh their cluster's entry; others expire.
 
 kvroute:clusters    zset    JSON of Tenant -> time of its last refresh, on Redis's clock
 """
@@ -14,10 +14,10 @@ from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.store.connection import answered
 
 KEY = "kvroute:clusters"
-SILENCE_S = 30.0  # without a refresh, after which an entry expires
-MOST = 200  # entries that are read: the latest
+SILENCE_S = 30.0  # seconds without a refresh after which an entry expires
+MOST = 200  # most entries that are read: the latest ones
 
-# ARGV entry, time now, entries refreshed before this time are removed, lease in s
+# ARGV entry, time now, time of the oldest entries to keep, lease in s
 _ANNOUNCE = """
 if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then redis.call('DEL', KEYS[1]) end
 redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
@@ -29,18 +29,18 @@ redis.call('EXPIRE', KEYS[1], ARGV[4])
 class Tenant(Struct, frozen=True, order=True):
     """One model of one cluster."""
 
-    cluster: Name  # its id
+    cluster: Name  # id of the cluster
     model: Name
     ray_address: Name
-    application: Name  # Ray Serve's name of it
+    application: Name  # name of the application in Ray Serve
 
     def is_twin_of(self, other: "Tenant") -> bool:
-        """Two different tenants that use the same keys."""
+        """Return whether the other one is different, but uses the same Redis keys."""
         return self != other and (self.cluster, self.model) == (other.cluster, other.model)
 
 
 class Clusters:
-    """Any method raises RedisError or OSError when Redis is unreachable."""
+    """The list. All methods raise RedisError or OSError if Redis is unreachable."""
 
     def __init__(self, client: "redis.Redis", unreadable: Unreadable) -> None:
         self._redis: Any = client
@@ -50,28 +50,28 @@ class Clusters:
 
     @answered
     async def announce(self, own: Tenant) -> None:
-        """Refreshes the entry; it lasts for SILENCE_S."""
+        """Refresh the entry; it expires after SILENCE_S."""
         now_s = await self._now_s()
         limit_s, lease_s = f"({now_s - SILENCE_S}", round(SILENCE_S)
         await self._announce(keys=[KEY], args=[encode(own), now_s, limit_s, lease_s])
 
     @answered
     async def withdraw(self, own: Tenant) -> None:
-        """Removes the entry; another router of the same tenant adds it again."""
+        """Remove the entry; another router of the same cluster and model adds it again."""
         await self._redis.zrem(KEY, encode(own))
 
     @answered
     async def all(self) -> list[Tenant]:
-        """All tenants with a current entry."""
+        """Return all entries that have not expired."""
         oldest_s = await self._now_s() - SILENCE_S
         members = await self._redis.zrevrangebyscore(KEY, "+inf", oldest_s, start=0, num=MOST)
-        found = []
+        entries = []
         for member in members:
             try:
-                found.append(self._decode(member))
+                entries.append(self._decode(member))
             except DECODE_ERRORS as error:
                 self._unreadable.add("cluster", member, error)
-        return sorted(found)
+        return sorted(entries)
 
     async def _now_s(self) -> float:
         seconds, microseconds = await self._redis.time()

@@ -1,4 +1,4 @@
-"""A client for Redis, and a bound on each call to it."""
+"""The client for Redis, and the timeout of each call to it."""
 
 import asyncio
 import functools
@@ -7,18 +7,18 @@ from typing import ParamSpec, TypeVar
 
 import redis.asyncio as redis
 
-OLDEST_REDIS = (6, 2)  # the scripts need commands of this version
-ANSWER_S = 5.0  # the timeout of one call to Redis
+OLDEST_REDIS = (6, 2)  # oldest version of Redis that has the commands of the scripts
+ANSWER_S = 5.0  # timeout of one call to Redis, in seconds
 
 
 def connect(url: str) -> "redis.Redis":
-    """A client for `Index`; connects at its first use. Raises ValueError for an invalid URL."""
+    """Return a client, which connects at its first use. Raises ValueError for an invalid URL."""
     return redis.from_url(
         url,
-        protocol=2,  # the same reply types from every server version
+        protocol=2,  # every version of the server then sends the same types of replies
         socket_connect_timeout=ANSWER_S,
-        # `answered` below bounds every call. With a timeout here, redis-py writes under
-        # asyncio.wait_for. Before Python 3.12 that loses a cancellation at the end of the write.
+        # `answered` below limits every call instead: with a timeout here, redis-py writes under
+        # asyncio.wait_for, which before Python 3.12 can lose a cancellation.
         socket_timeout=None,
     )
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def answered(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Limits a call to ANSWER_S; raises TimeoutError, which is an OSError like other failures."""
+    """Limit a call to ANSWER_S. The call then raises TimeoutError, which is an OSError."""
 
     @functools.wraps(call)
     async def bounded(*args: P.args, **kwargs: P.kwargs) -> T:

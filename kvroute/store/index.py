@@ -1,7 +1,7 @@
-"""The index in Redis says which replica holds which blocks; its keys and formats are here only.
+"""The index in Redis: which replica holds which blocks. Only this module has its keys and formats.
 
-All keys of one model of one cluster share a hash tag, so they live on one node of a Redis Cluster.
-TAG is CLUSTER/MODEL, with %, { and } escaped as in a URL, and / in the cluster's part:
+All keys of one model of one cluster share a hash tag, so they are on one node of a Redis Cluster.
+TAG is CLUSTER/MODEL, with %, { and } escaped as in a URL, and also / in the cluster's part:
 
     kvroute:{TAG}:replicas              set     ids registered and not yet pruned
     kvroute:{TAG}:replica:ID            hash    incarnation, seq, facts, load, pins; leased. facts,
@@ -10,17 +10,18 @@ TAG is CLUSTER/MODEL, with %, { and } escaped as in a URL, and / in the cluster'
     kvroute:{TAG}:router-ids            set     ids announced and not yet pruned
     kvroute:{TAG}:router:ID             string  JSON of records.RouterDescription; leased
     kvroute:{TAG}:routers               channel msgpack of messages.Message
-    kvroute:{TAG}:changes               stream  r, i, s; j (joined), l (left), or c, a, d
+    kvroute:{TAG}:changes               stream  r (replica), i (incarnation), s (seq); j (joined), l
+                                                (left), or c (cleared), a (added), d (removed)
     kvroute:clusters                    zset    all clusters that use this Redis: clusters.py
 
-Each registration starts a new incarnation; its changes are numbered from 0 (seq). Every write is
-one script that carries the expected state: incarnation, seq and number of blocks. If Redis has a
+Each registration starts a new incarnation; its changes are numbered from 0 (seq). Every write is a
+script that checks the expected state: incarnation, seq and number of blocks. If Redis has a
 different state (another writer, no lease, an older snapshot, an evicted set), the write is fenced:
 it changes nothing, and the writer registers again. All keys except the channel expire with the last
 lease. Named prefixes have additional keys: prefixes.py.
 
-Unreadable data (another version, another cluster's, garbage) is skipped and counted in
-`Index.unreadable`; a key of another type is replaced when its writer registers again.
+Unreadable data (of another version or cluster, or garbage) is skipped and counted in
+`Index.unreadable`. A key of another type is replaced when its writer registers again.
 """
 
 import hashlib
@@ -57,27 +58,27 @@ from kvroute.store import scripts
 from kvroute.store.connection import answered
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
-BATCH_BLOCKS = 5000  # the most fingerprints in one change: bounds one script's time in Redis
-# Bounds of the stream, both approximate; a reader that is further behind reloads replicas. Each
-# block stored or evicted takes 8 bytes and each change about 150: 55 MB where 100 replicas change
-# 2,000 blocks/s each. In a stress test writers reached 2.5 million blocks/s on a Redis with two
-# cores, which would be 0.6 GB.
+BATCH_BLOCKS = 5000  # most fingerprints in one change, to limit the time of one script in Redis
+# Maximum age and number of the stream's entries, both approximate; a reader that is further behind
+# reloads replicas. Each stored or evicted block takes 8 bytes, and each change about 150 bytes: 55
+# MB if 100 replicas change 2,000 blocks/s each. In a stress test, writers reached 2.5 million
+# blocks/s on a Redis with two cores, which would take 0.6 GB.
 STREAM_MS = 30_000
 STREAM_CHANGES = 50_000
-READ_CHANGES = 500  # the most that `follow` reads at once
-SEQ_DIGITS = 18
-READ_RECORDS = 100  # the most that `records` reads at once: about 2 ms of a router's time
+READ_CHANGES = 500  # most changes that `follow` reads at once
+SEQ_DIGITS = 18  # most digits of a number of changes; longer numbers are unreadable
+READ_RECORDS = 100  # most records that are read at once: about 2 ms of a router's time
 
 
 class FencedError(Exception):
-    """Redis lost the writer's state, or has another writer's: register again."""
+    """Redis has lost the writer's state or has the state of another writer: register again."""
 
 
 class Position(NamedTuple):
-    """A position in the stream of changes; later ones are greater."""
+    """A position in the stream of changes; later positions are greater."""
 
-    at_ms: int  # on Redis's clock
-    number: int  # among the changes of that millisecond
+    at_ms: int  # time of the change on Redis's clock
+    number: int  # number of the change among the changes of that millisecond
 
     @classmethod
     def parse(cls, entry_id: bytes) -> "Position":
@@ -98,8 +99,8 @@ class WriterState:
 
     replica_id: str
     incarnation: str  # new at every registration
-    seq: int = 0  # changes written
-    blocks: int = 0  # in the replica's set
+    seq: int = 0  # number of changes since the registration
+    blocks: int = 0  # number of blocks in the replica's set
     described: str = field(default="", compare=False, repr=False)  # SHA-1 of the description
 
 
@@ -110,20 +111,20 @@ class Change:
     replica_id: str
     incarnation: str
     seq: int
-    joined: bool = False  # the replica (re)registered and holds nothing yet
-    left: bool = False  # the replica left in order
-    cleared: bool = False  # all blocks before `added` are dropped
+    joined: bool = False  # the replica has registered, and holds no blocks yet
+    left: bool = False  # the replica has shut down
+    cleared: bool = False  # all blocks were removed before `added` were added
     added: tuple[Fingerprint, ...] = ()
     removed: tuple[Fingerprint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A replica's set at one moment."""
+    """A replica's set of blocks at one moment."""
 
-    seq: int  # of the last change that it includes
+    seq: int  # number of the last change that the set includes
     position: Position  # the stream's end at that moment: later changes are not included
-    packed: bytes
+    packed: bytes  # the fingerprints, as `pack` returns them
 
     @property
     def blocks(self) -> tuple[Fingerprint, ...]:
@@ -133,12 +134,12 @@ class Snapshot:
 class Records(NamedTuple):
     """The replicas with a valid lease."""
 
-    readable: list[ReplicaRecord]  # ordered by id
-    reasons: dict[str, str]  # id -> why its record cannot be read
+    readable: list[ReplicaRecord]  # replicas with a readable record, ordered by id
+    reasons: dict[str, str]  # why the record of each other replica cannot be read, by id
 
 
 def pack(fingerprints: Iterable[Fingerprint]) -> bytes:
-    """Eight little-endian bytes for each fingerprint."""
+    """Encode each fingerprint as eight little-endian bytes."""
     return np.fromiter(fingerprints, dtype="<u8").tobytes()
 
 
@@ -149,8 +150,8 @@ def unpack(packed: bytes) -> tuple[Fingerprint, ...]:
 class Index:
     """The index of one model of one cluster.
 
-    Any method raises RedisError or OSError when Redis is unreachable. No content of Redis makes a
-    read raise anything else.
+    All methods raise RedisError or OSError if Redis is unreachable. Methods that read raise no
+    other errors, whatever Redis contains.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Index:
         unreadable: Unreadable | None = None,
     ) -> None:
         self.unreadable = unreadable or Unreadable()
-        self._redis: Any = client  # its types allow every reply of every protocol version
+        self._redis: Any = client  # its own types include the replies of all protocol versions
         self._model = model
         self._prefix = key_prefix(cluster, model)
         self._changes = f"{self._prefix}:changes"
@@ -191,9 +192,9 @@ class Index:
         pins: Pins = NO_PINS,
         lease_s: float,
     ) -> WriterState:
-        """Adds the replica without blocks; a writer of an older incarnation is fenced.
+        """Add the replica without blocks; a writer of an older incarnation is fenced.
 
-        With `replaces` false it raises FencedError while the id has a leased record.
+        If `replaces` is False, raises FencedError while the id has a leased record.
         """
         facts = encode(description)
         writer_state = WriterState(
@@ -213,7 +214,7 @@ class Index:
         removed: Iterable[Fingerprint] = (),
         lease_s: float,
     ) -> WriterState:
-        """Updates set and stream together, or raises FencedError and updates neither."""
+        """Update set and stream together, or raise FencedError and update neither."""
         arguments = ["1" if cleared else "", pack(added), pack(removed), *_bounds()]
         blocks = await self._write(self._change, writer_state, lease_s, arguments)
         return replace(writer_state, seq=writer_state.seq + 1, blocks=blocks)
@@ -227,13 +228,13 @@ class Index:
         pins: Pins = NO_PINS,
         lease_s: float,
     ) -> None:
-        """Renews the lease and updates load and pins in the record."""
+        """Renew the lease, and update load and pins in the record."""
         arguments = [encode(load), encode_pins(pins), writer_state.described]
         await self._write(self._renew, writer_state, lease_s, arguments)
 
     @answered
     async def leave(self, replica_id: str, incarnation: str) -> None:
-        """Removes this incarnation, with or without a valid lease."""
+        """Remove this incarnation, with or without a valid lease."""
         await self._leave(
             keys=self._keys(replica_id, incarnation),
             args=[incarnation, replica_id, STREAM_CHANGES],
@@ -243,32 +244,32 @@ class Index:
 
     @answered
     async def check_writes(self) -> None:
-        """Write nothing, which a Redis that takes no writes refuses with RedisError.
+        """Raise RedisError if Redis accepts no writes.
 
-        It takes none as a replica of another one, without memory, and when it cannot save to its
-        disk.
+        It accepts none if it is a replica of another Redis, if its memory is full, or if it cannot
+        save to its disk. The check is a write that changes nothing.
         """
         await self._redis.setrange(f"{self._prefix}:probe", 0, "")
 
     @answered
     async def position(self) -> Position:
-        """The stream's end: `follow` from here returns every later change."""
+        """Return the stream's end: `follow` from here returns every later change."""
         return _end(await self._redis.xrevrange(self._changes, count=1))
 
     @answered
     async def records(self) -> list[ReplicaRecord]:
-        """The replicas with a valid lease and a readable record."""
+        """Return the replicas with a valid lease and a readable record."""
         return (await self.all_records()).readable
 
     @answered
     async def all_records(self) -> "Records":
-        """The replicas with a valid lease; the ids of all others are pruned."""
+        """Return the replicas with a valid lease; prune the ids of all others."""
         ids = await self._ids(self._replicas, "replica")
         readable, reasons, gone = list[ReplicaRecord](), dict[str, str](), list[str]()
         for begin in range(0, len(ids), READ_RECORDS):
-            some = ids[begin : begin + READ_RECORDS]
-            read = await self._read(keys=list(map(self._record_key, some)))
-            for replica_id, fields in zip(some, read, strict=True):
+            batch = ids[begin : begin + READ_RECORDS]
+            records = await self._read(keys=list(map(self._record_key, batch)))
+            for replica_id, fields in zip(batch, records, strict=True):
                 record = self._record(replica_id, fields)
                 if record is None:
                     gone.append(replica_id)
@@ -277,42 +278,42 @@ class Index:
                 else:
                     readable.append(record)
         if gone:
-            await self._redis.srem(self._replicas, *gone)  # a renewal adds a live one again
+            await self._redis.srem(self._replicas, *gone)  # a live replica's renewal adds it again
         return Records(readable, reasons)
 
     @answered
     async def replica_status(self) -> tuple[list[ReplicaRecord], dict[str, int]]:
-        """The live replicas, and how many blocks each one has in the index."""
+        """Return the live replicas, and the number of blocks of each one in the index."""
         records = await self.records()
         return records, await self.counts(records)
 
     @answered
     async def counts(self, records: Sequence[ReplicaRecord]) -> dict[str, int]:
-        """How many blocks each of these replicas has in the index."""
+        """Return the number of blocks of each of these replicas in the index."""
         pipeline = self._redis.pipeline(transaction=False)
         for record in records:
             pipeline.scard(self._blocks_key(record.id, record.incarnation))
         counts = await pipeline.execute(raise_on_error=False)
-        each = zip(records, counts, strict=True)
-        return {record.id: n for record, n in each if isinstance(n, int)}
+        pairs = zip(records, counts, strict=True)
+        return {record.id: count for record, count in pairs if isinstance(count, int)}
 
     @answered
     async def record(self, replica_id: str) -> ReplicaRecord | None:
-        """None without a readable record."""
+        """Return the record of a replica; None without a readable one."""
         (fields,) = await self._read(keys=[self._record_key(replica_id)])
         record = self._record(replica_id, fields)
         return None if isinstance(record, str) else record
 
     @answered
     async def blocks(self, record: ReplicaRecord) -> Snapshot:
-        """A replica's current set. Raises FencedError when the record is outdated."""
+        """Return a replica's current set. Raises FencedError if the record is outdated."""
         keys = self._keys(record.id, record.incarnation)
-        found = await self._snapshot(keys=keys, args=[record.incarnation])
-        if found is None:
+        reply = await self._snapshot(keys=keys, args=[record.incarnation])
+        if reply is None:
             raise FencedError(f"replica {record.id} is no longer incarnation {record.incarnation}")
-        seq, packed, last, foreign = found
+        seq, packed, last, foreign = reply
         if foreign:
-            reason = f"{foreign} members of its set are no fingerprints"
+            reason = f"{foreign} members of its set are not fingerprints"
             self.unreadable.add("blocks", record.id, reason)
         try:
             return Snapshot(_seq(seq), Position.parse(last) if last else START, packed)
@@ -321,7 +322,7 @@ class Index:
 
     @answered
     async def held(self, record: ReplicaRecord, fingerprints: Sequence[Fingerprint]) -> int:
-        """How many of these fingerprints are in the replica's set."""
+        """Return how many of these fingerprints are in the replica's set."""
         packed = [pack([fingerprint]) for fingerprint in fingerprints]
         return sum(
             await self._redis.smismember(self._blocks_key(record.id, record.incarnation), packed)
@@ -329,7 +330,7 @@ class Index:
 
     @answered
     async def leases_s(self) -> dict[str, float]:
-        """The remaining lease of each live replica."""
+        """Return the remaining seconds of each live replica's lease."""
         ids = [record.id for record in await self.records()]
         pipeline = self._redis.pipeline(transaction=False)
         for replica_id in ids:
@@ -341,10 +342,10 @@ class Index:
     async def follow(
         self, position: Position, *, block_ms: int
     ) -> Iterator[tuple[Position, Change | None]]:
-        """Up to READ_CHANGES after `position`, oldest first; waits up to block_ms for the first.
+        """Return up to READ_CHANGES changes after `position`, oldest first.
 
-        Changes are decoded one by one while the caller iterates: together they may have millions
-        of blocks. An unreadable change is None.
+        Waits up to `block_ms` for the first one. Changes are decoded one by one while the caller
+        iterates, since together they may have millions of blocks. An unreadable change is None.
         """
         answer = await self._redis.xread(
             {self._changes: str(position)}, count=READ_CHANGES, block=block_ms
@@ -358,7 +359,7 @@ class Index:
     async def announce_router(
         self, router_id: str, description: RouterDescription, *, lease_s: float
     ) -> None:
-        """Adds the router for the duration of the lease."""
+        """Add the router for the duration of the lease."""
         await self._announce(
             keys=[self._router_key(router_id), self._router_ids],
             args=[router_id, encode(description), _milliseconds(lease_s)],
@@ -370,29 +371,29 @@ class Index:
 
     @answered
     async def routers(self) -> dict[str, RouterDescription]:
-        """The descriptions of routers with a valid lease, by id; the ids of others are pruned."""
+        """Return the routers with a valid lease, by id; prune the ids of all others."""
         ids = await self._ids(self._router_ids, "router")
         if not ids:
             return {}
         described = await self._redis.mget([self._router_key(router_id) for router_id in ids])
-        found = dict[str, RouterDescription]()
+        descriptions = dict[str, RouterDescription]()
         for router_id, packed in zip(ids, described, strict=True):
             try:
                 if packed is not None:
-                    found[router_id] = decode_router(packed)
+                    descriptions[router_id] = decode_router(packed)
             except DECODE_ERRORS as error:
                 self.unreadable.add("router", router_id, error)
         if gone := [id_ for id_, packed in zip(ids, described, strict=True) if packed is None]:
             await self._redis.srem(self._router_ids, *gone)
-        return found
+        return descriptions
 
     @answered
     async def publish_to_routers(self, payload: bytes) -> None:
-        """Every subscribed router receives it within milliseconds; the message is not stored."""
+        """Send a message to all subscribed routers; it is not stored."""
         await self._redis.publish(self._routers, payload)
 
     async def router_messages(self, *, wait_s: float) -> AsyncIterator[bytes | None]:
-        """The messages published from now on; None after every `wait_s` without one."""
+        """Yield the messages published from now on; None after every `wait_s` without one."""
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(self._routers)
             while True:
@@ -402,7 +403,7 @@ class Index:
                 yield message and message["data"]
 
     async def _ids(self, key: str, kind: Kind) -> list[str]:
-        """The members of a set of ids, in order."""
+        """Return the members of a set of ids, in order."""
         ids = []
         for member in await self._redis.smembers(key):
             try:
@@ -414,7 +415,7 @@ class Index:
     def _record(
         self, replica_id: str, fields: Sequence[bytes | None] | bytes
     ) -> ReplicaRecord | str | None:
-        """The record; None without a lease; a string that says why it cannot be read."""
+        """Return the record; None without a lease; a string with the reason if it is unreadable."""
         try:
             return _decode_record(self._model, replica_id, fields)
         except DECODE_ERRORS as error:
@@ -426,13 +427,13 @@ class Index:
         except DECODE_ERRORS as error:
             self.unreadable.add("change", at, error)
         except KeyError as missing:
-            self.unreadable.add("change", at, f"it has no field {missing}")
+            self.unreadable.add("change", at, f"the field {missing} is missing")
         return None
 
     async def _write(
         self, script: Any, writer_state: WriterState, lease_s: float, arguments: list[Any]
     ) -> int:
-        """The script's result. Raises FencedError when it changed nothing."""
+        """Run a script and return its result. Raises FencedError if it changed nothing."""
         answer: int | bytes = await script(
             keys=self._keys(writer_state.replica_id, writer_state.incarnation),
             args=[
@@ -445,7 +446,7 @@ class Index:
             ],
         )
         if isinstance(answer, bytes):
-            raise FencedError(f"Redis does not have {writer_state}, or has it for another writer")
+            raise FencedError(f"Redis has lost {writer_state}, or has the state of another writer")
         return answer
 
     def _keys(self, replica_id: str, incarnation: str) -> list[str]:
@@ -481,7 +482,7 @@ def _end(last_entries: list[tuple[bytes, Any]]) -> Position:
 def _decode_record(
     model: str, replica_id: str, fields: Sequence[bytes | None] | bytes
 ) -> ReplicaRecord | None:
-    """None without a lease. Raises one of unreadable.DECODE_ERRORS."""
+    """Decode a record; None without a lease. Raises one of unreadable.DECODE_ERRORS."""
     if isinstance(fields, bytes):
         raise UnreadableError(fields.decode(errors="replace"))
     if fields.count(None) == len(fields):

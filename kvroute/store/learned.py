@@ -1,8 +1,9 @@
-"""What routers have learned of conversations, for those that start later.
+"""Statistics of conversations that routers have learned, stored for routers that start later.
 
     kvroute:{TAG}:learned    string    msgpack of returns.Counts, kept for KEPT_S
 
-{TAG} is the index's (keys.py). All routers learn the same, so the last one to write is right.
+{TAG} is the same as in the index (keys.py). All routers learn the same statistics, so each one may
+overwrite the key.
 """
 
 from typing import Any
@@ -12,11 +13,11 @@ import redis.asyncio as redis
 from kvroute.store.connection import answered
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
-KEPT_S = 86_400
+KEPT_S = 86_400  # seconds after the last write until the key expires
 
 
 class Learned:
-    """Of one model of one cluster. Its methods raise RedisError or OSError."""
+    """The statistics of one model of one cluster. Its methods raise RedisError or OSError."""
 
     def __init__(
         self, client: "redis.Redis", model: str, *, cluster: str = DEFAULT_CLUSTER

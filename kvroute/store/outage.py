@@ -1,4 +1,4 @@
-"""An outage of Redis is logged once when it begins and once when it ends."""
+"""Logs an outage of Redis once when it begins and once when it ends."""
 
 import logging
 import time
@@ -9,21 +9,21 @@ class Outage:
 
     def __init__(self, log: logging.Logger, effect: str) -> None:
         self._log = log
-        self._effect = effect  # of the outage, for the log
-        self._began_s: float | None = None  # on the monotonic clock
+        self._effect = effect  # what the outage means for the component, for the log
+        self._began_s: float | None = None  # start of the outage on the monotonic clock
 
     @property
     def is_on(self) -> bool:
         return self._began_s is not None
 
     def begin(self, error: Exception) -> None:
-        """A call failed."""
+        """Record a call that failed."""
         if self._began_s is None:
             self._began_s = time.monotonic()
             self._log.warning("Redis is away (%r); %s", error, self._effect)
 
     def end(self) -> None:
-        """A call succeeded."""
+        """Record a call that succeeded."""
         if self._began_s is not None:
             self._log.warning("Redis is back after %.1f s", time.monotonic() - self._began_s)
             self._began_s = None

@@ -1,12 +1,12 @@
-"""Named prefixes are declared in Redis; every reader computes which replicas keep them warm.
+"""Named prefixes in Redis. Every reader computes which replicas keep them warm.
 
-Their keys have the same hash tag as the index's (index.py), but no lease:
+Their keys have the same hash tag as the index (index.py), but no lease:
 
     kvroute:{TAG}:prefixes           hash    ID@VERSION -> JSON of Terms
     kvroute:{TAG}:prefixes:tokens    hash    ID@VERSION -> u32-little-endian token ids
     kvroute:{TAG}:prefixes:versions  hash    id -> the last version, also of dropped prefixes
-    kvroute:{TAG}:prefixes:hits      hash    id -> requests that found it cached
-    kvroute:{TAG}:prefixes:saved     hash    id -> tokens that those requests reused
+    kvroute:{TAG}:prefixes:hits      hash    id -> number of requests with a cache hit on it
+    kvroute:{TAG}:prefixes:saved     hash    id -> tokens that these requests reused
     kvroute:{TAG}:prefixes:revision  string  a new number after every change of the first three
 
 Every change is one transaction that watches the revision. Unreadable entries are skipped and
@@ -30,9 +30,9 @@ from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableErr
 from kvroute.store.connection import answered
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
-TOKEN_BYTES = 4
-NUMBER_DIGITS = 18
-MAX_TENANT = 256  # characters of a tenant's name or salt
+TOKEN_BYTES = 4  # bytes of one token id
+NUMBER_DIGITS = 18  # most digits of a number; longer numbers are unreadable
+MAX_TENANT = 256  # most characters of a tenant's name or salt
 
 
 class OtherTenantError(Exception):
@@ -41,24 +41,24 @@ class OtherTenantError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """One version of a named prefix; name and version determine the tokens."""
+    """One version of a named prefix; its id and version determine the tokens."""
 
-    id: str  # as clients name it, task_id 1 is "1"; a tenant's own: own_id
+    id: str  # the id that clients send (task_id 1 is "1"), or own_id() for a tenant's own prefix
     version: int  # starts at 1; each new declaration of the id adds 1
     token_ids: NDArray[np.uint32] = field(compare=False, repr=False)  # shape (n,)
     source: Mapping[str, Any] = field(repr=False)  # {"prompt": str} or {"messages": [...]}
-    replicas: int | None = None  # how many keep it warm; None: all
-    is_pinned: bool = True  # False: warm, but it may be evicted
-    expires_at_s: float | None = None  # unix time
-    extra_replicas: int = 0  # additional ones that keep it warm, because of demand
-    tenant: str = ""  # whose API key has declared it; empty: nobody's
-    namespace: str = ""  # the caches that it is warm in: its tenant's; empty: of no namespace
-    is_shared: bool = False  # all namespaces find its full blocks
-    is_in_host: bool = False  # its pin is in host memory, and not in the engines' own
+    replicas: int | None = None  # how many replicas keep it warm; None: all
+    is_pinned: bool = True  # False: replicas compute it, but may evict it
+    expires_at_s: float | None = None  # Unix time; None: never
+    extra_replicas: int = 0  # how many more replicas keep it warm because of demand
+    tenant: str = ""  # the tenant whose API key declared it; empty: declared without a key
+    namespace: str = ""  # cache salt of its tenant, whose requests reuse it; empty: no salt
+    is_shared: bool = False  # True: requests of all namespaces reuse its full blocks
+    is_in_host: bool = False  # True: it is pinned in host memory, not in the engines' own
 
     @property
     def label(self) -> str:
-        """As its tenant's clients name it."""
+        """Return the name that its tenant's clients use."""
         return self.id.rpartition(OF)[2]
 
     @property
@@ -66,11 +66,11 @@ class Prefix:
         return f"{self.id}@{self.version}"
 
     def full_blocks(self, block_size: int) -> int:
-        """The part that can be shared; every request computes the tokens after it."""
+        """Return its number of full blocks; every request computes the tokens after them."""
         return len(self.token_ids) // block_size
 
     def full_tokens(self, block_size: int) -> int:
-        """Those of its full blocks."""
+        """Return the number of tokens in its full blocks."""
         return self.full_blocks(block_size) * block_size
 
     def is_expired(self, now_s: float) -> bool:
@@ -85,7 +85,7 @@ class Message(msgspec.Struct):
 
 
 class Source(msgspec.Struct):
-    """The source of a declaration: one of these fields."""
+    """The source of a declaration: exactly one of these fields."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -94,8 +94,8 @@ class Source(msgspec.Struct):
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """A declaration without its tokens."""
 
-    order: Annotated[int, msgspec.Meta(ge=0, le=2**60)]  # among all declarations
-    source: dict[str, Any]  # the fields of a Source, and others that it had
+    order: Annotated[int, msgspec.Meta(ge=0, le=2**60)]  # position among all declarations
+    source: dict[str, Any]  # the fields of a Source, and any others that the client sent
     replicas: AtLeastOne | None = None
     is_pinned: bool = True
     expires_at_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
@@ -103,7 +103,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     namespace: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     is_shared: bool = False
-    is_in_host: bool | msgspec.UnsetType = msgspec.UNSET  # left out where it is not
+    is_in_host: bool | msgspec.UnsetType = msgspec.UNSET  # left out unless it is True
     version: int = VERSION
 
 
@@ -115,7 +115,7 @@ class Key(NamedTuple):
 
     @classmethod
     def parse(cls, name: bytes) -> "Key":
-        """Raises UnreadableError."""
+        """Split ID@VERSION. Raises UnreadableError."""
         id_, _, version = text(name).rpartition("@")
         if not (id_ and version.isdecimal() and version.isascii() and len(version) < 10):
             raise UnreadableError("its name is not ID@VERSION")
@@ -127,12 +127,15 @@ _versions = msgspec.json.Decoder(Versioned)
 
 
 def own_id(tenant: str, name: str) -> str:
-    """The id of a prefix that only this tenant can use. Tenants can give equal names."""
+    """Return the id of a prefix that only this tenant can use, so that tenants can reuse names."""
     return f"{tenant}{OF}{name}"
 
 
 def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int) -> int:
-    """How many of the first tokens, in whole blocks, are those of one of these prefixes."""
+    """Return the tokens of the longest of these prefixes that the prompt starts with.
+
+    Only full blocks of a prefix count.
+    """
     longest, now_s = 0, time.time()
     for prefix in shared:
         full = prefix.full_tokens(block_size)
@@ -143,18 +146,18 @@ def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block
 
 
 def _begins(ids: NDArray[np.uint32], others: NDArray[np.uint32], tokens: int) -> bool:
-    """Whether the first `tokens` are equal. Most differ in the first or the last one: to compare
-    all of a thousand prefixes would take milliseconds."""
+    # Most prefixes differ in the first or the last token. To compare all tokens of a thousand
+    # prefixes would take milliseconds.
     last = tokens - 1
-    is_near = ids[0] == others[0] and ids[last] == others[last]
-    return bool(is_near) and np.array_equal(ids[:tokens], others[:tokens])
+    is_candidate = ids[0] == others[0] and ids[last] == others[last]
+    return bool(is_candidate) and np.array_equal(ids[:tokens], others[:tokens])
 
 
 def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
-    """The live replicas that keep the prefix warm (rendezvous hashing).
+    """Return which of the live replicas keep the prefix warm, by rendezvous hashing.
 
-    Every process that knows the same replicas gets the same result. A replica that joins or leaves
-    changes its own share only, and a new version stays where the old one is.
+    Every process that knows the same replicas gets the same result. If a replica joins or leaves,
+    only its own prefixes move. A new version goes to the replicas of the old one.
     """
     ranked = sorted(replica_ids, key=lambda replica_id: _rank(prefix.id, replica_id), reverse=True)
     if prefix.replicas is None:
@@ -165,8 +168,7 @@ def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
 class Prefixes:
     """The named prefixes of one model of one cluster.
 
-    Any method raises RedisError or OSError when Redis is unreachable. No content of Redis makes it
-    raise anything else.
+    All methods raise RedisError or OSError if Redis is unreachable, whatever Redis contains.
     """
 
     def __init__(
@@ -201,8 +203,11 @@ class Prefixes:
         is_shared: bool = False,
         is_in_host: bool = False,
     ) -> Prefix:
-        """The id's next version. Repeating the latest declaration only updates its expiry.
-        OtherTenantError."""
+        """Declare the id's next version. A repeated declaration only updates the expiry.
+
+        Raises:
+            OtherTenantError: another tenant has declared the id.
+        """
 
         async def change(pipe: Any) -> Prefix:
             last = await self._last_version(pipe, id)
@@ -226,7 +231,7 @@ class Prefixes:
 
     @answered
     async def all(self) -> list[Prefix]:
-        """Every version that is not dropped, oldest first. Drops the expired ones."""
+        """Return every version that is not dropped, oldest first; drop expired versions."""
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hgetall(self._declared)
         pipeline.hgetall(self._tokens)
@@ -235,25 +240,27 @@ class Prefixes:
         for name, packed in declared.items():
             if (terms := self._terms(name, packed)) is not None:
                 decoded.append((terms.order, name, terms))
-        found = [self._prefix(name, terms, tokens.get(name)) for _, name, terms in sorted(decoded)]
-        readable, now_s = [prefix for prefix in found if prefix is not None], time.time()
+        prefixes = [
+            self._prefix(name, terms, tokens.get(name)) for _, name, terms in sorted(decoded)
+        ]
+        readable, now_s = [prefix for prefix in prefixes if prefix is not None], time.time()
         if any(prefix.is_expired(now_s) for prefix in readable):
             await self._remove(lambda _, terms: terms is not None and _is_expired(terms, now_s))
         return [prefix for prefix in readable if not prefix.is_expired(now_s)]
 
     @answered
     async def drop(self, id: str) -> bool:  # noqa: A002
-        """Removes all versions of the id and its counters; False when there was none."""
+        """Remove all versions of the id and its counters; return False if there was none."""
         return await self._remove(lambda key, _: key.id == id)
 
     @answered
     async def retire(self, id: str, version: int) -> None:  # noqa: A002
-        """Removes this version; later ones stay."""
+        """Remove this version; later versions stay."""
         await self._remove(lambda key, _: key == (id, version))
 
     @answered
     async def set_extra(self, id: str, version: int, extra_replicas: int) -> None:  # noqa: A002
-        """Has no effect when the version is dropped, or has that many already."""
+        """Set a version's number of extra replicas, unless the version is dropped."""
 
         async def change(pipe: Any) -> None:
             prefix = await self._read(pipe, f"{id}@{version}")
@@ -264,12 +271,15 @@ class Prefixes:
 
     @answered
     async def revision(self) -> int:
-        """A new number after every change; 0 when Redis never had a prefix, or lost all data."""
+        """Return a number that is new after every change.
+
+        It is 0 if Redis never had a prefix, or has lost its data.
+        """
         return _number(await self._redis.get(self._revision))
 
     @answered
     async def restore(self, prefixes: Sequence[Prefix]) -> None:
-        """Writes the prefixes again, unless Redis has a revision: then it lost none."""
+        """Write the prefixes again if Redis has lost its data, that is, if it has no revision."""
 
         async def change(pipe: Any) -> None:
             if not _number(await pipe.get(self._revision)):
@@ -279,7 +289,11 @@ class Prefixes:
 
     @answered
     async def count(self, uses: Mapping[str, tuple[int, int]]) -> None:
-        """Adds to the counters. uses: id -> (hits, tokens saved); dropped ids are ignored."""
+        """Add to the counters.
+
+        Args:
+            uses: id -> (hits, tokens saved); dropped ids are ignored.
+        """
 
         async def change(pipe: Any) -> None:
             declared = uses.keys() & set(map(_id, await pipe.hkeys(self._declared)))
@@ -287,7 +301,7 @@ class Prefixes:
                 (key, id_)
                 for key in (self._hits, self._saved)
                 for id_ in declared
-                if (n := await pipe.hget(key, id_)) is not None and not n.isdigit()
+                if (number := await pipe.hget(key, id_)) is not None and not number.isdigit()
             ]
             pipe.multi()
             for key, id_ in garbage:
@@ -301,7 +315,7 @@ class Prefixes:
 
     @answered
     async def uses(self) -> Mapping[str, tuple[int, int]]:
-        """id -> (hits, tokens saved) since its first declaration; ids without hits are missing."""
+        """Return id -> (hits, tokens saved) since its first declaration, for ids with hits."""
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hgetall(self._hits)
         pipeline.hgetall(self._saved)
@@ -322,7 +336,7 @@ class Prefixes:
         return self._prefix(key, terms, await pipe.hget(self._tokens, name))
 
     async def _last_version(self, pipe: Any, id_: str) -> int:
-        """The id's last version; if the counter is unreadable, the highest declared one."""
+        """Return the id's last version; if the counter is unreadable, the highest declared one."""
         packed = await pipe.hget(self._versions, id_)
         if packed is None or _number(packed):
             return _number(packed)
@@ -330,7 +344,7 @@ class Prefixes:
         return max((key.version for key in keys if key and key.id == id_), default=0)
 
     def _key(self, name: bytes) -> Key | None:
-        """None when the name is unreadable."""
+        """Parse a name; None if it is unreadable."""
         try:
             return Key.parse(name)
         except UnreadableError as error:
@@ -338,7 +352,7 @@ class Prefixes:
             return None
 
     def _terms(self, name: bytes, packed: bytes) -> Terms | None:
-        """None when they are unreadable."""
+        """Decode a declaration; None if it is unreadable."""
         try:
             Key.parse(name)
             return _decode_terms(packed)
@@ -347,9 +361,10 @@ class Prefixes:
             return None
 
     def _prefix(self, name: bytes, terms: Terms, packed: bytes | None) -> Prefix | None:
-        """None when its tokens are missing or unreadable."""
+        """Return a prefix; None if its tokens are missing or unreadable."""
         if not packed or len(packed) % TOKEN_BYTES:
-            self.unreadable.add("prefix", name, "it has no tokens, or not of 4 bytes each")
+            reason = f"the size of its tokens is {len(packed or b'')} bytes"
+            self.unreadable.add("prefix", name, f"{reason}, which is 0 or no multiple of 4")
             return None
         id_, version = Key.parse(name)
         return Prefix(
@@ -368,12 +383,12 @@ class Prefixes:
         )
 
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
-        """Begins the transaction's writes; existing prefixes keep their order."""
-        known = [await pipe.hget(self._declared, prefix.name) for prefix in prefixes]
+        """Begin the transaction's writes; existing prefixes keep their order."""
+        existing = [await pipe.hget(self._declared, prefix.name) for prefix in prefixes]
         revision = await self._next_revision(pipe)
         pipe.multi()
         pipe.set(self._revision, revision + len(prefixes))
-        for order, (prefix, packed) in enumerate(zip(prefixes, known, strict=True), revision):
+        for order, (prefix, packed) in enumerate(zip(prefixes, existing, strict=True), revision):
             terms = packed and self._terms(prefix.name.encode(), packed)
             new_terms = _terms_of(prefix, order=terms.order if terms else order)
             pipe.hset(self._declared, prefix.name, encode(new_terms))
@@ -381,7 +396,10 @@ class Prefixes:
             pipe.hset(self._versions, prefix.id, prefix.version)
 
     async def _remove(self, is_removed: Callable[[Key, Terms | None], bool]) -> bool:
-        """Removes the matching prefixes; False when there was none. Unreadable terms are None."""
+        """Remove the matching prefixes; return False if there are none.
+
+        Unreadable terms are None.
+        """
 
         async def change(pipe: Any) -> bool:
             declared = await pipe.hgetall(self._declared)
@@ -406,7 +424,7 @@ class Prefixes:
         return bool(await self._transaction(change))
 
     async def _next_revision(self, pipe: Any) -> int:
-        """Starts at the current time: after a loss, Redis continues with new numbers."""
+        # The first number is the current time, so that numbers are new after Redis lost its data.
         revision = _number(await pipe.get(self._revision))
         return revision + 1 if revision else time.time_ns() // 1000
 
@@ -418,10 +436,10 @@ def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
 DECLARED = ("source", "replicas", "is_pinned", "is_in_host", "tenant", "namespace", "is_shared")
 
 
-def is_same(one: Prefix, other: Prefix) -> bool:
-    """Whether two declarations are equal, apart from version, expiry and demand."""
-    return np.array_equal(one.token_ids, other.token_ids) and all(
-        getattr(one, name) == getattr(other, name) for name in DECLARED
+def is_same(first: Prefix, second: Prefix) -> bool:
+    """Return whether two declarations are equal, apart from version, expiry and demand."""
+    return np.array_equal(first.token_ids, second.token_ids) and all(
+        getattr(first, name) == getattr(second, name) for name in DECLARED
     )
 
 
@@ -441,12 +459,12 @@ def _terms_of(prefix: Prefix, *, order: int) -> Terms:
 
 
 def _decode_terms(packed: bytes) -> Terms:
-    """Raises one of DECODE_ERRORS."""
+    """Decode a declaration. Raises one of DECODE_ERRORS."""
     check_version(_versions, packed)
     terms = _terms.decode(packed)
     source = msgspec.convert(terms.source, Source)
     if (source.prompt is None) == (source.messages is None):
-        raise UnreadableError("its source is neither a prompt nor messages")
+        raise UnreadableError("its source must be either a prompt or messages")
     return terms
 
 
@@ -455,7 +473,7 @@ def _is_expired(terms: Terms, now_s: float) -> bool:
 
 
 def _number(packed: bytes | None) -> int:
-    """0 when the number is missing or unreadable."""
+    """Decode a number; 0 if it is missing or unreadable."""
     return int(packed) if packed and packed.isdigit() and len(packed) <= NUMBER_DIGITS else 0
 
 

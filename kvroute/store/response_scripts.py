@@ -1,6 +1,6 @@
-"""The scripts that change and read stored responses (responses.py): each runs in Redis as a whole.
+"""Lua scripts for stored responses (responses.py). Redis runs each script atomically.
 
-KEYS responses, ends; their ARGV begins with key, ttl_ms, overhead.
+All have KEYS responses, ends; their ARGV begins with key, ttl_ms, overhead.
 """
 
 _STATE = r"""
@@ -9,7 +9,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local overhead = tonumber(ARGV[3])
 
--- What others wrote, or what is left where Redis has dropped the other key, is removed.
+-- Keys that kvroute did not write, and one of the keys without the other, are removed.
 local sum = tonumber(redis.call('TYPE', KEYS[1]).ok == 'hash'
   and redis.call('TYPE', KEYS[2]).ok == 'zset' and redis.call('HGET', KEYS[1], 'bytes') or nil)
 if not (sum and sum >= 0 and sum < 2^53) then
@@ -42,18 +42,19 @@ local function ends_at() return string.format('%.0f', now + ARGV[2]) end
 local function use(key) redis.pcall('ZADD', KEYS[2], 'XX', 'GT', ends_at(), key) end
 """
 
-# ARGV 4 value, 5 response, 6 limit, 7 most that are removed; returns the outcome, the sum, and how
-# many were removed before they expired. 'more': run it again, other clients of Redis come first
+# ARGV 4 value, 5 response, 6 limit, 7 most responses to remove. Returns the outcome, the sum of all
+# sizes, and the number of responses that were removed before they expired. The outcome 'more' asks
+# the caller to run the script again, so that Redis can serve other clients in between.
 PUT = f"""{_STATE}
 if is_there(ARGV[1]) then return {{'known', sum, 0}} end
-write_sum()  -- first: Redis without memory ends a script at its first write only
+write_sum()  -- before all other writes: a Redis with full memory refuses a script's first write
 remove(ARGV[1])
 local size, removed, evicted = #ARGV[4] + #ARGV[5] + overhead, 0, 0
 while true do
   local oldest = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
   local is_expired = oldest[1] and tonumber(oldest[2]) <= now
   if not is_expired and sum + size <= tonumber(ARGV[6]) then break end
-  if not oldest[1] then  -- entries that are in no order are not ours
+  if not oldest[1] then  -- values without an entry in KEYS[2] were not written by kvroute
     redis.call('DEL', KEYS[1])
     sum = 0
     break
@@ -74,8 +75,8 @@ keep()
 return {{'stored', sum, evicted}}
 """
 
-# ARGV 4 most responses, 5 most bytes; returns the values, the last one first. Redis without memory
-# refuses to keep them for longer, and they are read all the same.
+# ARGV 4 most responses, 5 most bytes. Returns the values, the last one first. A Redis with full
+# memory does not extend their lease, but the script still returns them.
 READ = f"""{_STATE}
 local key, most, found, seen, size = ARGV[1], tonumber(ARGV[4]), {{}}, {{}}, 0
 repeat
@@ -91,7 +92,7 @@ keep()
 return found
 """
 
-# returns the response, or nothing
+# Returns the response, or nothing.
 GET = f"""{_STATE}
 if not is_there(ARGV[1]) then return nil end
 use(ARGV[1])

@@ -1,15 +1,15 @@
-"""Stored responses of the Responses API: each one names the response before it.
+"""Stored responses of the Responses API. Each response has a link to the response before it.
 
-Their keys have the same hash tag as the index's (index.py):
+Their keys have the same hash tag as the index (index.py):
 
     kvroute:{TAG}:responses       hash    KEY -> KEY of the response before it, then JSON of a Turn
                                           KEY + "r" -> JSON of the response
                                           "bytes" -> the sum of all sizes
-    kvroute:{TAG}:responses:ends  zset    KEY -> when it expires, unix time in ms
+    kvroute:{TAG}:responses:ends  zset    KEY -> time of its expiry, Unix time in ms
 
-KEY is a digest of a response's id and its owner's salt. So nobody finds a response without its
-salt, and the salt is not in Redis. JSON is compressed with zlib. A conversation is read without the
-responses themselves, which repeat their tools each time.
+KEY is a digest of a response's id and its owner's salt. So a response can only be found with the
+salt, which is not in Redis. JSON is compressed with zlib. A conversation is read from the Turns
+alone, since each response repeats the tools of the conversation.
 """
 
 import asyncio
@@ -30,33 +30,34 @@ from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 from kvroute.store.response_scripts import DELETE, GET, PUT, READ
 
 KEY_BYTES = 16
-ROOT = bytes(KEY_BYTES)  # in the place of a key: there is no response before this one
-OVERHEAD = 320  # bytes that Redis takes for a response, besides its values
-MOST_LINKS = 1000  # responses in one conversation
-LARGEST_SHARE = 16  # a response takes at most this part of the limit
-MOST_REMOVED = 1000  # in one script, some milliseconds
-CONNECTIONS = 16  # of the router's 100 that these scripts may take
-INLINE_BYTES = 32 << 10  # more is compressed in a thread; that is about 1 ms
-LARGEST_RESPONSES = 4  # times the largest body may be a response, which has log-probabilities
-LEVEL = 1  # of zlib: three times as fast as its default, and nearly as small
+ROOT = bytes(KEY_BYTES)  # stands for the missing key before the first response of a conversation
+OVERHEAD = 320  # bytes that Redis needs for a response in addition to its values
+MOST_LINKS = 1000  # most responses in one conversation
+LARGEST_SHARE = 16  # a response takes at most 1/16 of the limit
+MOST_REMOVED = 1000  # most responses that one script removes, which takes some milliseconds
+CONNECTIONS = 16  # most of the router's 100 connections that these scripts use at once
+INLINE_BYTES = 32 << 10  # most bytes to compress outside of a thread, which takes about 1 ms
+LARGEST_RESPONSES = 4  # a response may be 4 times as large as a body, since it has logprobs
+LEVEL = 1  # compression level: three times as fast as zlib's default, and nearly as small
 
-Outcome = Literal["stored", "too_large", "known", "failed"]  # known: under this id already
+# known: a response is already stored under this id. failed: counted by the caller.
+Outcome = Literal["stored", "too_large", "known", "failed"]
 
 EMPTY = re.compile(rb"\[\s*\]")
 T = TypeVar("T")
 
 
 class TooLongError(Exception):
-    """The conversation has more responses, or more bytes, than may be read."""
+    """The conversation has more than MOST_LINKS responses, or too many bytes."""
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What one response adds to its conversation."""
+    """The items that one response adds to its conversation."""
 
-    items: msgspec.Raw  # JSON array: its own input, and then its output as input for the next one
+    items: msgspec.Raw  # JSON array: the response's input, then its output as input of the next one
     inputs: Count  # how many of the items are its input
-    count: Count  # of items
-    values: Count  # JSON values in the items
+    count: Count  # number of items
+    values: Count  # number of JSON values in the items
     version: int = VERSION
 
 
@@ -68,8 +69,7 @@ _versions = msgspec.json.Decoder(Versioned)
 class Responses:
     """The stored responses of one model of one cluster.
 
-    Any method raises RedisError or OSError when Redis is unreachable. No content of Redis makes it
-    raise anything else.
+    All methods raise RedisError or OSError if Redis is unreachable, whatever Redis contains.
     """
 
     def __init__(
@@ -83,11 +83,20 @@ class Responses:
         cluster: str = DEFAULT_CLUSTER,
         unreadable: Unreadable | None = None,
     ) -> None:
-        """limit_bytes: of all, in Redis. ttl_s: after the last use. most_bytes: of a conversation,
-        as JSON."""
-        self.counts = Counter[str](dict.fromkeys(get_args(Outcome), 0))  # failed: the caller's
-        self.bytes = 0  # that all took when one was last put
-        self.evicted = 0  # by this process, to make room
+        """Create the store's client.
+
+        Args:
+            client: the client for Redis.
+            model: the model's name.
+            limit_bytes: most bytes of all responses in Redis.
+            ttl_s: seconds after its last use until a response expires.
+            most_bytes: most bytes of a conversation, as JSON.
+            cluster: the cluster's id.
+            unreadable: counts unreadable responses.
+        """
+        self.counts = Counter[str](dict.fromkeys(get_args(Outcome), 0))
+        self.bytes = 0  # size of all responses after the latest `put`
+        self.evicted = 0  # number of responses that this process removed before they expired
         self._limit = limit_bytes
         self._ttl_ms = max(1, round(1000 * ttl_s))
         self._most_bytes = most_bytes
@@ -109,10 +118,17 @@ class Responses:
         turn: Turn,
         response: bytes,
     ) -> Outcome:
-        """Stores a response, and counts what became of it. Those that were not used for the longest
-        time make room. What is stored under the id already is kept.
+        """Store a response and count the outcome.
 
-        response: JSON, as its client got it.
+        The least recently used responses are removed until the new one fits. A response that is
+        already stored under the id is kept.
+
+        Args:
+            id: the response's id.
+            salt: the salt of its owner.
+            previous_id: id of the response before it; None: it is the first.
+            turn: the items that it adds to the conversation.
+            response: JSON of the response, as the client gets it.
         """
         before = ROOT if previous_id is None else key(previous_id, salt)
         value = before + await _packed(encode(turn))
@@ -122,8 +138,11 @@ class Responses:
 
     @answered
     async def conversation(self, id: str, salt: str) -> list[Turn]:  # noqa: A002
-        """The turns up to this response, the first one first; none if any of them is missing,
-        expired or unreadable. TooLongError. All of them are kept for another ttl_s."""
+        """Return the turns up to this response, the first one first.
+
+        The list is empty if a turn is missing, expired or unreadable. The lease of all these
+        responses is extended to `ttl_s` from now. Raises TooLongError.
+        """
         args = [key(id, salt), self._ttl_ms, OVERHEAD, MOST_LINKS, self._most_bytes]
         values = await self._run(self._read, args)
         if values == b"long":
@@ -136,8 +155,10 @@ class Responses:
 
     @answered
     async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
-        """JSON of one response; None if it is missing, expired or unreadable. It is kept for
-        another ttl_s."""
+        """Return the JSON of a response; None if it is missing, expired or unreadable.
+
+        Its lease is extended to `ttl_s` from now.
+        """
         args = [key(id, salt), self._ttl_ms, OVERHEAD]
         if not (value := await self._run(self._get, args)):
             return None
@@ -149,7 +170,7 @@ class Responses:
 
     @answered
     async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
-        """Whether there was one."""
+        """Delete a response; return whether there was one."""
         return bool(await self._run(self._delete, [key(id, salt), 0, OVERHEAD]))
 
     async def _written(self, key: bytes, value: bytes, response: bytes) -> Outcome:
@@ -168,7 +189,7 @@ class Responses:
 
 
 def key(id_: str, salt: str) -> bytes:
-    """Where a response is stored. No two pairs of id and salt have the same."""
+    """Return the key of a response, which is different for each pair of id and salt."""
     salted = blake2b(salt.encode(errors="surrogatepass")).digest()
     return blake2b(id_.encode(errors="surrogatepass"), key=salted, digest_size=KEY_BYTES).digest()
 
@@ -182,7 +203,10 @@ async def _packed(data: bytes) -> bytes:
 async def _unpacked(
     unpack: Callable[[Sequence[bytes], int], T], values: Sequence[bytes], most_bytes: int
 ) -> T:
-    """Raises TooLongError or one of DECODE_ERRORS."""
+    """Call `unpack`, in a thread if the values are large.
+
+    Raises TooLongError or one of DECODE_ERRORS.
+    """
     if sum(map(len, values)) <= INLINE_BYTES // 4:
         return unpack(values, most_bytes)
     return await asyncio.to_thread(unpack, values, most_bytes)
@@ -196,7 +220,7 @@ def _turns_in(values: Sequence[bytes], most_bytes: int) -> list[Turn]:
         check_version(_versions, packed)
         turn = _turns.decode(packed)
         if bytes(memoryview(turn.items)[:1]) != b"[":
-            raise UnreadableError("its items are no array")
+            raise UnreadableError("its items are not a JSON array")
         turns.append(turn)
     return turns
 
@@ -219,6 +243,8 @@ def _decompressed(packed: bytes, most_bytes: int) -> bytes:
 
 
 def joined(arrays: Sequence[bytes | msgspec.Raw]) -> bytes:
-    """JSON arrays as one. Large ones are copied once."""
-    insides = [memoryview(each)[1:-1] for each in arrays if not EMPTY.fullmatch(memoryview(each))]
+    """Join JSON arrays to one, without a copy of each array."""
+    insides = [
+        memoryview(array)[1:-1] for array in arrays if not EMPTY.fullmatch(memoryview(array))
+    ]
     return b"".join((b"[", b",".join(insides), b"]"))

@@ -1,4 +1,4 @@
-"""The scripts that change and read the index: each runs in Redis as a whole."""
+"""Lua scripts that change and read the index. Redis runs each script atomically."""
 
 # Writer scripts have KEYS record, blocks, replicas, changes; their ARGV begins with incarnation,
 # seq, blocks, lease_ms, id
@@ -40,7 +40,8 @@ extend_lease()
 return 0
 """
 
-# ARGV 6 cleared ('1' or ''), 7 added, 8 removed, 9 and 10 for append(); returns the blocks held now
+# ARGV 6 cleared ('1' or ''), 7 added, 8 removed, 9 and 10 for append(). Returns the number of
+# blocks that the replica holds after the change.
 CHANGE = f"""{_WRITER_STATE}
 if is_fenced() then return 'fenced' end
 local seq = redis.call('HINCRBY', KEYS[1], 'seq', 1)
@@ -83,8 +84,9 @@ redis.pcall('XADD', KEYS[4], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*',
   'r', ARGV[2], 'i', ARGV[1], 's', (tonumber(record[2]) or 0) + 1, 'l', 1)
 """
 
-# ARGV incarnation; returns seq, packed blocks, the stream's last id or '', and how many members are
-# no fingerprints. The blocks are one string: joining them in the reader would cost it time.
+# ARGV incarnation. Returns seq, packed blocks, the stream's last id or '', and the number of
+# members that are not fingerprints. The blocks are one string, so that the reader need not join
+# them.
 SNAPSHOT = """
 local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
 if record[1] ~= ARGV[1] then return nil end
@@ -92,7 +94,7 @@ local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
 local members, foreign = redis.pcall('SMEMBERS', KEYS[2]), 0
 if members.err then members, foreign = {}, 1 end
 local packed = table.concat(members)
-if #packed ~= 8 * #members then  -- checking every member always would cost 50% more
+if #packed ~= 8 * #members then  -- a check of every member, each time, would take 50% more time
   local ours = {}
   for _, member in ipairs(members) do
     if #member == 8 then ours[#ours + 1] = member end
@@ -102,8 +104,8 @@ end
 return {record[2], packed, last and last[1] or '', foreign}
 """
 
-# KEYS records; returns the fields of each, as _record reads them, or its error. One command per
-# record would cost the reader 50% more.
+# KEYS records. Returns the fields of each, as _decode_record reads them, or its error. One command
+# per record would take the reader 50% more time.
 READ = """
 local found = {}
 for i, key in ipairs(KEYS) do

@@ -1,1 +1,1 @@
-"""One connection between each router and each replica carries requests and answers."""
+"""The connection between a router and a replica, which carries requests and answers."""

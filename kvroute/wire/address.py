@@ -1,17 +1,17 @@
-"""Where a replica listens for routers, as it tells them through Ray Serve."""
+"""The address on which a replica listens for routers; Ray Serve passes it to them."""
 
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
-STATS_KEY = "kvroute_address"  # in what Serve calls a replica's routing stats
+STATS_KEY = "kvroute_address"  # key of the address in the replica's routing stats of Ray Serve
 
 
 class Address(Struct, frozen=True):
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
-    secret: bytes  # that routers and this replica have in common
+    secret: bytes  # shared by this replica and the routers, for their handshake
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1  # data parallel ranks, each with its own cache
 
     def as_stats(self) -> dict[str, Any]:
@@ -19,8 +19,11 @@ class Address(Struct, frozen=True):
 
 
 def address_in(stats: object) -> Address:
-    """Raises one of DECODE_ERRORS when it is not there, or cannot be read."""
+    """Return the address in a replica's routing stats.
+
+    Raises one of DECODE_ERRORS if it is missing or unreadable.
+    """
     packed = stats.get(STATS_KEY) if isinstance(stats, dict) else None
     if not isinstance(packed, bytes):
-        raise ValueError("the replica says no address; it is of another version")
+        raise ValueError("the replica has published no address; it runs another kvroute version")
     return msgspec.msgpack.decode(packed, type=Address)

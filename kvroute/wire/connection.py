@@ -1,4 +1,4 @@
-"""What both ends of a connection have in common: frames in and out, and how its loss is noticed."""
+"""The common part of both ends of a connection: sends and receives frames, and detects its loss."""
 
 import asyncio
 import hmac
@@ -11,21 +11,25 @@ from kvroute.wire.framing import Kind, Reader, frames
 
 log = logging.getLogger("kvroute.wire")
 
-HIGH_WATER = 1_000_000  # bytes that wait to be sent before a writer should pause
-LOST_MS = 5_000  # a peer whose computer acknowledges nothing for so long is lost
+HIGH_WATER = 1_000_000  # bytes in the write buffer above which the transport pauses the writer
+LOST_MS = 5_000  # milliseconds without TCP acknowledgements after which the kernel disconnects
 
 
 class Connection(asyncio.Protocol):
-    """One end. The kernel notices a peer whose computer or network is gone; a peer that hangs has a
-    computer that still acknowledges."""
+    """One end of a connection.
+
+    The kernel detects that the peer's computer or network is gone. It does not detect a process
+    that hangs, since the process's computer still acknowledges data.
+    """
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self.heard = 0  # messages
+        self.heard = 0  # number of received messages
         self._reader = Reader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        # uvloop's transport is not a subclass of asyncio.Transport.
+        self.transport = transport = cast("asyncio.Transport", transport)
         transport.set_write_buffer_limits(HIGH_WATER)
         _watch(transport.get_extra_info("socket"))
 
@@ -35,33 +39,33 @@ class Connection(asyncio.Protocol):
                 self.heard += 1
                 self.received(kind, payload)
         except DECODE_ERRORS as error:
-            self.abort(f"a message that cannot be read: {error}")
+            self.abort(f"received a message that cannot be read: {error}")
 
     def received(self, kind: int, payload: bytes) -> None:
-        """A message. One of DECODE_ERRORS ends the connection."""
+        """Handle a message. One of DECODE_ERRORS ends the connection."""
         raise NotImplementedError
 
     def send(self, kind: Kind, payload: bytes) -> None:
-        """Does nothing when the connection has ended."""
+        """Send a message; do nothing if the connection has ended."""
         if self.transport is None or self.transport.is_closing():
             return
         for frame in frames(kind, payload):
             self.transport.write(frame)
 
     def abort(self, reason: str, *, level: int = logging.WARNING) -> None:
-        """Ends the connection without sending what waits."""
-        log.log(level, "%s ends: %s", self, reason)
+        """End the connection without sending the rest of the write buffer."""
+        log.log(level, "closing %s: %s", self, reason)
         if self.transport is not None:
             self.transport.abort()
 
 
-def proof(secret: bytes, who: bytes, nonce: bytes) -> bytes:
-    """Shows that its sender, "router" or "replica", knows the secret."""
-    return hmac.digest(secret, who + nonce, "sha256")
+def proof(secret: bytes, sender: bytes, nonce: bytes) -> bytes:
+    """Return the proof that its sender, "router" or "replica", knows the secret."""
+    return hmac.digest(secret, sender + nonce, "sha256")
 
 
-def is_proof(given: bytes, secret: bytes, who: bytes, nonce: bytes) -> bool:
-    return hmac.compare_digest(given, proof(secret, who, nonce))
+def is_proof(given: bytes, secret: bytes, sender: bytes, nonce: bytes) -> bool:
+    return hmac.compare_digest(given, proof(secret, sender, nonce))
 
 
 def _watch(connected: socket.socket) -> None:

@@ -1,7 +1,7 @@
-"""Messages on a connection: frames of at most 1 MB, of which a long message takes several.
+"""Framing of messages: a message is sent in one or more frames of at most 1 MB.
 
-A frame is the length of its payload (4 bytes, little endian), the message's kind (1 byte) and the
-payload. A kind with MORE added: the next frame continues the message.
+A frame has the length of its payload (4 bytes, little endian), the message's kind (1 byte) and the
+payload. If the bit MORE is set in the kind, the next frame continues the message.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ MORE = 0x80
 
 
 class Kind(IntEnum):
-    """What a message is. Messages of other kinds, from a later version, are ignored."""
+    """The kinds of messages. Unknown kinds, from a later version, are ignored."""
 
     CHALLENGE = 1
     PROOF = 2
@@ -31,11 +31,11 @@ class Kind(IntEnum):
 
 
 class FramingError(ValueError):
-    """The bytes are no frames, or a message is too long."""
+    """A message is too long, or the bytes are not frames."""
 
 
 def frames(kind: Kind, payload: bytes) -> Iterator[bytes]:
-    """The message's bytes, frame by frame."""
+    """Yield the frames of a message."""
     begin = 0
     while len(payload) - begin > LARGEST_FRAME:
         part = payload[begin : begin + LARGEST_FRAME]
@@ -46,23 +46,23 @@ def frames(kind: Kind, payload: bytes) -> Iterator[bytes]:
 
 
 class Reader:
-    """Makes messages from bytes as they come."""
+    """Assembles messages from received bytes."""
 
     def __init__(self) -> None:
         self.largest = LARGEST_MESSAGE
-        self._rest = b""
-        self._parts: list[bytes] = []  # of a message that is not complete
-        self._size = 0  # of these
+        self._rest = b""  # an incomplete frame
+        self._parts: list[bytes] = []  # payloads of an incomplete message
+        self._size = 0  # bytes in these payloads
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """The kind and payload of each message that is complete now. Raises FramingError."""
+        """Yield the kind and payload of each message that `data` completes. Raises FramingError."""
         if self._rest:
             data = self._rest + data
         begin, end = 0, len(data)
         while end - begin >= HEADER.size:
             length, kind = HEADER.unpack_from(data, begin)
             if length > LARGEST_FRAME or self._size + length > self.largest:
-                raise FramingError(f"a message of more than {self._size + length - 1} bytes")
+                raise FramingError(f"the message has {self._size + length} bytes or more")
             if end - begin - HEADER.size < length:
                 break
             begin += HEADER.size + length

@@ -1,4 +1,4 @@
-"""A router's end: one connection to one replica, and the streams on it."""
+"""The router's end of a connection to a replica, and the streams on it."""
 
 import asyncio
 import secrets
@@ -18,15 +18,15 @@ from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import Kind
 from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, encode
 
-SLICE = 32  # chunks that are delivered in one round of the loop
-MOST_UNSENT = 64_000_000  # bytes for a replica that does not read; then it gets no more
+SLICE = 32  # chunks that are delivered in one iteration of the event loop
+MOST_UNSENT = 64_000_000  # bytes in the write buffer above which a replica gets no more requests
 
 
-Told = Callable[[Sequence[int]], object]  # prompt tokens to compute, of each rank
+OnPending = Callable[[Sequence[int]], object]  # receives the prompt tokens to compute of each rank
 
 
 def nothing(_: object) -> None:
-    """Nobody wants to know."""
+    """Ignore a report of pending tokens."""
 
 
 class LostError(Exception):
@@ -34,7 +34,7 @@ class LostError(Exception):
 
 
 class RefusedError(Exception):
-    """The replica has no room, or is to stop."""
+    """The replica runs as many requests as it may, or is stopping."""
 
 
 class FailedError(Exception):
@@ -42,13 +42,16 @@ class FailedError(Exception):
 
 
 class SlowReaderError(ValueError):
-    """Too much waits for the client; the request has ended."""
+    """The request was ended because its client reads too slowly."""
 
 
 class Stream:
-    """One request's chunks. What comes while nobody waits for it is joined.
+    """One request's chunks. Chunks that arrive before the next read are joined.
 
-    most: weight (contract/generation.py) of what may wait.
+    Args:
+        link: the connection that the request was sent on.
+        number: the stream's number on that connection.
+        most: most `weight` (contract/generation.py) of chunks that wait to be read.
     """
 
     __slots__ = (
@@ -67,17 +70,24 @@ class Stream:
         self._link = link
         self._number = number
         self._most = most
-        self.is_preparing = False  # the replica's loop is at work on it, and not yet the engine
-        self.stopped_among = 0  # requests that a lost replica prepared; 0: this was none of them
+        self.is_preparing = False  # the replica prepares the request, and the engine has not got it
+        # If the replica was lost while it prepared this request, the number of requests that it
+        # prepared then; else 0.
+        self.stopped_among = 0
         self._chunks: list[Chunk] = []
-        self._waiting = 0
-        self._end: Exception | None = None  # after these chunks
+        self._waiting = 0  # weight of _chunks
+        self._end: Exception | None = None  # the stream's end, after _chunks
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Chunk | None:
-        """All that has come as one chunk; None after the last one. LostError,
-        EngineDeadError: another replica can go on. RefusedError, before the first chunk: another
-        one may have room. ValueError: the request can never run. FailedError."""
+        """Wait for chunks; return all that have arrived as one, or None after the last one.
+
+        Raises:
+            LostError, EngineDeadError: another replica can continue the request.
+            RefusedError: another replica may accept the request. Only before the first chunk.
+            ValueError: the request can never run.
+            FailedError: the replica failed to run the request.
+        """
         while not self._chunks:
             if self._end is not None:
                 if isinstance(self._end, _Done):
@@ -93,7 +103,7 @@ class Stream:
         return joined(chunks)
 
     def cancel(self) -> None:
-        """Ends the request at the replica, unless it has ended."""
+        """End the request at the replica, unless it has ended."""
         if self._end is None:
             self._end = _Done()
             self._link.cancel(self._number)
@@ -108,7 +118,7 @@ class Stream:
             self.end(
                 SlowReaderError(
                     f"the client has not read {self._waiting} tokens; read faster, "
-                    "or ask for fewer choices or logprobs"
+                    "or request fewer choices or logprobs"
                 )
             )
         self._wake()
@@ -128,13 +138,16 @@ class _Done(Exception):  # noqa: N818  # the end of a stream, not an error
 
 
 class Link(Connection):
-    """The connection to one replica. `ready` is done when both ends have proven themselves, and
-    has a LostError if they never do."""
+    """The connection to one replica.
 
-    def __init__(self, replica_id: str, secret: bytes, told: Told = nothing) -> None:
+    The future `ready` is done when both ends have proven that they know the secret. It has a
+    LostError if the connection ends before that.
+    """
+
+    def __init__(self, replica_id: str, secret: bytes, told: OnPending = nothing) -> None:
         super().__init__()
         self.replica_id = replica_id
-        self._told = told
+        self._on_pending = told
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.closed: asyncio.Future[None] = self.loop.create_future()
@@ -159,18 +172,21 @@ class Link(Connection):
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests. A transport that closes takes none, although connection_lost
-        comes only in the loop's next round."""
+        """Return whether requests can be sent.
+
+        A transport that is closing accepts none, although `connection_lost` is only called in the
+        event loop's next iteration.
+        """
         is_lost = self.closed.done() or self.transport is None
         return not is_lost and not self.transport.is_closing()  # type: ignore[union-attr]
 
     @property
     def streams(self) -> int:
-        """How many are open."""
+        """Return the number of open streams and calls."""
         return len(self._streams) + len(self._calls)
 
     def open(self, request: GenerateRequest, *, most_waiting: int) -> Stream:
-        """Sends the request. Raises LostError, or RefusedError when the replica does not read."""
+        """Send a request. Raises LostError, or RefusedError if the replica does not read."""
         stream = Stream(self, next(self._numbers), most_waiting)
         begin = structs.begin_of(stream._number, request)
         self._send(Kind.BEGIN, encode(begin))
@@ -179,11 +195,11 @@ class Link(Connection):
 
     @property
     def owed(self) -> int:
-        """Answers that have not come."""
+        """Return the number of calls without an answer."""
         return len(self._calls)
 
     async def call(self, method: str, body: bytes = b"", rank: int = 0) -> bytes:
-        """The answer of a rank of the replica to one question. Raises what Stream.next does."""
+        """Call a method of one rank, and return the answer. Raises the errors of Stream.next."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = self.loop.create_future()
         self._send(Kind.CALL, encode(structs.Call(number, method, body, rank)))
@@ -200,7 +216,7 @@ class Link(Connection):
             self.send(Kind.CANCEL, encode(structs.Cancel(number)))
 
     def lose(self, error: Exception) -> None:
-        """Ends the connection and everything on it, with this error."""
+        """End the connection, and all its streams and calls with this error."""
         preparing = [stream for stream in self._streams.values() if stream.is_preparing]
         for stream in preparing:
             stream.stopped_among = len(preparing)
@@ -214,7 +230,7 @@ class Link(Connection):
         self._calls.clear()
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # whoever waits for it gets it; nobody has to
+            self.ready.exception()  # mark it as retrieved, since there may be no waiter
         if self.transport is not None:
             self.transport.abort()
         if not self.closed.done():
@@ -229,15 +245,17 @@ class Link(Connection):
 
     def _send(self, kind: Kind, payload: bytes) -> None:
         if self.transport is None or not self.is_open:
-            raise LostError("there is no connection")
+            raise LostError("the connection is closed")
         if self.transport.get_write_buffer_size() > MOST_UNSENT:
-            raise RefusedError("the replica does not read")
+            raise RefusedError(f"the replica has not read {MOST_UNSENT} bytes")
         self.send(kind, payload)
 
     def _prove(self, payload: bytes) -> None:
         challenge = structs.decode_challenge(payload)
         if challenge.version != VERSION:
-            self.lose(LostError(f"it speaks version {challenge.version}, this router {VERSION}"))
+            self.lose(
+                LostError(f"its protocol version is {challenge.version}; this router has {VERSION}")
+            )
             return
         own = proof(self._secret, b"router", challenge.nonce)
         self.send(Kind.PROOF, encode(structs.Proof(VERSION, own, self._nonce)))
@@ -245,7 +263,7 @@ class Link(Connection):
     def _welcome(self, payload: bytes) -> None:
         given = structs.decode_welcome(payload).proof
         if not is_proof(given, self._secret, b"replica", self._nonce):
-            self.lose(LostError("whoever listens there does not know the secret"))
+            self.lose(LostError("the process at this address does not know the replica's secret"))
         elif not self.ready.done():
             self.ready.set_result(None)
 
@@ -258,8 +276,11 @@ class Link(Connection):
             self._deliver()
 
     def _deliver(self) -> None:
-        """Each chunk wakes its request. A frame can have those of hundreds, whose first tokens take
-        a millisecond each: then others get a turn between them."""
+        """Deliver chunks to their requests, at most SLICE in one iteration of the event loop.
+
+        A frame can have the first tokens of hundreds of requests, and each of these takes a
+        millisecond. Between the slices, the loop runs other tasks.
+        """
         streams, undelivered = self._streams, self._undelivered
         for _ in range(SLICE):
             if not undelivered:
@@ -280,7 +301,7 @@ class Link(Connection):
             answer.set_exception(error)
 
     def _pending(self, payload: bytes) -> None:
-        self._told(structs.decode_pending(payload).tokens)
+        self._on_pending(structs.decode_pending(payload).tokens)
 
     def _taken(self, payload: bytes) -> None:
         if stream := self._streams.get(structs.decode_preparing(payload).stream):
@@ -303,18 +324,30 @@ async def connect(
     secret: bytes,
     *,
     within_s: float,
-    told: Told = nothing,
+    told: OnPending = nothing,
 ) -> Link:
-    """A link that is ready. told: called with what the replica says to be pending. LostError."""
+    """Connect to a replica, and return the link once both ends have proven themselves.
+
+    Args:
+        replica_id: the replica's id.
+        host: the replica's address.
+        port: the port on which it listens for routers.
+        secret: the replica's secret.
+        within_s: timeout in seconds.
+        told: called with the prompt tokens that each rank has to compute, when the replica reports.
+
+    Raises:
+        LostError: there is no connection within `within_s`.
+    """
     link = Link(replica_id, secret, told)
     try:
         async with asyncio.timeout(within_s):
             await link.loop.create_connection(lambda: link, host, port)
             await link.ready
     except (OSError, TimeoutError) as error:
-        why = str(error) or f"silence for {within_s:g} s"
-        link.lose(LostError(why))
-        raise LostError(f"{host}:{port}: {why}") from error
+        reason = str(error) or f"no answer within {within_s:g} s"
+        link.lose(LostError(reason))
+        raise LostError(f"{host}:{port}: {reason}") from error
     return link
 
 

@@ -1,4 +1,4 @@
-"""A replica's end: runs what routers begin, and sends each of them one frame for an engine step."""
+"""The replica's end: runs the routers' requests, and sends each router a frame per engine step."""
 
 import asyncio
 import logging
@@ -17,15 +17,15 @@ from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, Outcome, encode
 
 log = logging.getLogger("kvroute.wire")
 
-HOST = "KVROUTE_REPLICA_HOST"  # an environment variable: where replicas listen for routers
+HOST = "KVROUTE_REPLICA_HOST"  # environment variable: address on which replicas listen for routers
 
-PROOF_S = 5.0  # the longest wait for a router's proof
-LARGEST_UNPROVEN = 1024  # bytes of a message from somebody who has proven nothing
-TOLD_NOTHING = 4  # times; then routers know it
-MOST_UNPROVEN = 256  # connections of such
-MOST_UNSENT = 4_000_000  # tokens and alternatives for a router that does not read
+PROOF_S = 5.0  # most seconds to wait for a router's proof
+LARGEST_UNPROVEN = 1024  # most bytes in a message of a peer without a proof
+MOST_UNPROVEN = 256  # most connections of peers without a proof
+IDLE_REPORTS = 4  # reports without pending tokens in a row, after which no more are sent
+MOST_UNSENT = 4_000_000  # most weight of chunks for a router that does not read
 
-Method = Callable[[bytes, int], Awaitable[bytes]]  # the body, and which rank is asked
+Method = Callable[[bytes, int], Awaitable[bytes]]  # called with the body and the rank's number
 
 
 class PortsTakenError(OSError):
@@ -35,7 +35,10 @@ class PortsTakenError(OSError):
 class Server:
     """Serves one replica's engine to routers that know the secret.
 
-    most: requests at a time; further ones are refused.
+    Args:
+        generate: runs a request on the engine.
+        methods: the methods that routers can call, by name.
+        most: most requests at a time; further ones are refused.
     """
 
     def __init__(self, generate: Generate, methods: Mapping[str, Method], *, most: int) -> None:
@@ -43,19 +46,19 @@ class Server:
         self.generate = generate
         self.methods = methods
         self.port = 0
-        self.running = 0  # requests
-        self.refusals = 0  # since the start
+        self.running = 0  # number of running requests
+        self.refusals = 0  # number of refused requests since the start
         self.peers = set["Peer"]()
         self._most = most
-        self._quiet = 0  # times that nothing was pending
-        self.told: list[int] = []  # what routers were told to be pending
+        self._idle_reports = 0  # number of latest reports in a row without pending tokens
+        self.told: list[int] = []  # pending prompt tokens of each rank in the latest report
         self._is_stopping = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, ports: Sequence[int] = (0,)) -> None:
-        """Listens on the first free port. Raises PortsTakenError."""
+        """Listen on the first free port. Raises PortsTakenError."""
         loop = asyncio.get_running_loop()
         for port in ports:
             try:
@@ -66,35 +69,43 @@ class Server:
             self.port = self._server.sockets[0].getsockname()[1]
             return
         raise PortsTakenError(
-            f"no port of {ports[0]}-{ports[-1]} is free on {host}: {taken}; give a wider range"
+            f"no port of {ports[0]}-{ports[-1]} is free on {host} ({taken}); set a wider range "
+            "with --replica-ports"
         )
 
     def refusal(self) -> str:
-        """Why a request cannot begin now; empty: it can."""
+        """Return why a request cannot begin now; empty: it can."""
         if self._is_stopping:
-            return "the replica is to stop"
-        return f"the replica has {self.running} requests" if self.running >= self._most else ""
+            return "the replica is stopping"
+        if self.running >= self._most:
+            return f"the replica runs {self.running} requests, as many as it may"
+        return ""
 
     def tell(self, pending_tokens: Sequence[int]) -> None:
-        """Tells all routers what each rank has to compute; a few times, when that is nothing."""
-        self._quiet = 0 if any(pending_tokens) else self._quiet + 1
-        if self._quiet > TOLD_NOTHING:
+        """Report the prompt tokens that each rank has to compute to all routers.
+
+        After IDLE_REPORTS reports without pending tokens, no more of them are sent.
+        """
+        self._idle_reports = 0 if any(pending_tokens) else self._idle_reports + 1
+        if self._idle_reports > IDLE_REPORTS:
             return
         self.told = [*pending_tokens]
         for peer in self.peers:
             peer.tell(self.told)
 
     def stop(self) -> None:
-        """From now on all requests are refused; those that run go on. A dead engine stops it too:
-        what comes now did not cause that."""
+        """Refuse all requests from now on; running requests continue.
+
+        This is also called when the engine has died, so that later requests are not blamed for it.
+        """
         self._is_stopping = True
 
     async def idle(self) -> None:
-        """Returns when no request runs."""
+        """Wait until no request runs."""
         await self._is_idle.wait()
 
     async def close(self) -> None:
-        """Ends everything."""
+        """Stop listening, and end all requests and connections."""
         if self._server is not None:
             self._server.close()
         tasks = [task for peer in self.peers for task in peer.close()]
@@ -119,12 +130,12 @@ class Peer(Connection):
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._is_proven = False
         self._reader.largest = LARGEST_UNPROVEN
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by stream
-        self._chunks: list[tuple[int, Chunk]] = []  # to be sent
-        self._ended: list[Ended] = []
-        self._unsent = 0  # tokens and alternatives in _chunks
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # running requests and calls, by stream
+        self._chunks: list[tuple[int, Chunk]] = []  # chunks to send
+        self._ended: list[Ended] = []  # ends of streams to send after _chunks
+        self._unsent = 0  # weight of _chunks
         self._is_flush_due = False
-        self._is_paused = False  # more waits to be sent than the transport should hold
+        self._is_paused = False  # the transport's write buffer is above HIGH_WATER
         self._loop = asyncio.get_running_loop()
 
     def __str__(self) -> str:
@@ -135,7 +146,7 @@ class Peer(Connection):
         super().connection_made(transport)
         self._server.peers.add(self)
         if sum(not peer._is_proven for peer in self._server.peers) > MOST_UNPROVEN:
-            self._send_away(f"{MOST_UNPROVEN} others have proven nothing")
+            self._send_away(f"{MOST_UNPROVEN} other connections wait for a proof")
             return
         self.send(Kind.CHALLENGE, encode(structs.Challenge(VERSION, self._nonce)))
         self._loop.call_later(PROOF_S, self._expect_proof)
@@ -145,7 +156,7 @@ class Peer(Connection):
         self.close()
 
     def close(self) -> list[asyncio.Task[None]]:
-        """Ends all that it runs; returns what is still about to end."""
+        """Cancel the peer's tasks and close the connection; return the tasks, to be awaited."""
         tasks = [*self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -167,7 +178,7 @@ class Peer(Connection):
                 self._run(call.stream, self._answer(call))
 
     def tell(self, pending_tokens: Sequence[int]) -> None:
-        """A router that does not read is not told."""
+        """Report pending tokens to the router, unless it does not read."""
         if self._is_proven and not self._is_paused:
             self.send(Kind.PENDING, encode(structs.Pending([*pending_tokens])))
 
@@ -179,7 +190,7 @@ class Peer(Connection):
         self._flush()
 
     def _send_away(self, reason: str) -> None:
-        """Somebody who has proven nothing; anybody may come here, so it is no warning."""
+        """Close a connection without a proof; this is no warning, since anybody can connect."""
         self.abort(reason, level=logging.INFO)
 
     def _expect_proof(self) -> None:
@@ -190,7 +201,7 @@ class Peer(Connection):
         secret = self._server.secret
         given = structs.decode_proof(payload) if kind == Kind.PROOF else None
         if given is None or not is_proof(given.proof, secret, b"router", self._nonce):
-            self._send_away("it does not know the secret")
+            self._send_away("the peer does not know the secret")
             return
         self._is_proven = True
         self._reader.largest = LARGEST_MESSAGE
@@ -199,17 +210,17 @@ class Peer(Connection):
 
     def _begin(self, payload: bytes) -> None:
         begin = structs.decode_begin(payload)
-        if why := self._server.refusal():
+        if reason := self._server.refusal():
             self._server.refusals += 1
-            self._end(begin.stream, "refused", why)
+            self._end(begin.stream, "refused", reason)
             return
         self._run(begin.stream, self._stream(begin))
 
     def _run(self, stream: int, work: Coroutine[None, None, None]) -> None:
-        """Runs it as the stream's task, which can be cancelled."""
+        """Start the stream's task, which a router can cancel."""
         if stream in self._tasks:
             work.close()
-            raise ValueError(f"stream {stream} runs already")
+            raise ValueError(f"stream {stream} is already open")
         task = self._tasks[stream] = self._loop.create_task(work)
         self._server.began()
         task.add_done_callback(lambda _: self._forget(stream))
@@ -229,7 +240,7 @@ class Peer(Connection):
             self.send(Kind.TAKEN, encode(structs.Preparing(stream)))
             on_prepared(lambda: self.send(Kind.PREPARED, encode(structs.Preparing(stream))))
             await self._server.generate(request, partial(self._push, stream))
-        except Exception as error:  # any of the engine's
+        except Exception as error:  # any error of the engine
             self._fail(stream, error)
         else:
             self._end(stream, "done")
@@ -237,15 +248,15 @@ class Peer(Connection):
     async def _answer(self, call: structs.Call) -> None:
         try:
             if (method := self._server.methods.get(call.method)) is None:
-                raise ValueError(f"this replica knows no {call.method!r}")
+                raise ValueError(f"this replica has no method {call.method!r}")
             body = await method(call.body, call.rank)
-        except Exception as error:  # any of the method's
+        except Exception as error:  # any error of the method
             self._fail(call.stream, error)
         else:
             self.send(Kind.REPLY, encode(structs.Reply(call.stream, body)))
 
     def _push(self, stream: int, chunk: Chunk) -> None:
-        """The chunk goes out with all others of this engine step."""
+        """Send the chunk in one frame with all other chunks of this engine step."""
         self._chunks.append((stream, chunk))
         self._unsent += weight(chunk)
         self._flush_soon()
@@ -260,7 +271,7 @@ class Peer(Connection):
         self._end(stream, *_outcome(error))
 
     def _flush_soon(self) -> None:
-        """In the loop's next round: first, all streams of the step get their chunks."""
+        """Flush in the event loop's next iteration, when all streams of the step have chunks."""
         if not self._is_flush_due:
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
@@ -270,8 +281,8 @@ class Peer(Connection):
         if self._is_paused:
             if self._unsent > MOST_UNSENT:
                 self._chunks, self._unsent = [], 0
-                self.abort(f"the router does not read; more than {MOST_UNSENT} tokens wait")
-            return  # what waits goes out when the router has read
+                self.abort(f"the router has not read more than {MOST_UNSENT} tokens")
+            return  # resume_writing calls this again
         if self._chunks or self._ended:
             self.send(Kind.DELTAS, encode(structs.Deltas(self._chunks, self._ended)))
             self._chunks, self._ended, self._unsent = [], [], 0

@@ -1,4 +1,4 @@
-"""What a router and a replica say to each other, as typed values in msgpack.
+"""The messages between a router and a replica, as typed values in msgpack.
 
 A new field needs a default and leaves VERSION unchanged. VERSION rises when an older process would
 misunderstand a message.
@@ -18,10 +18,10 @@ from kvroute.contract.records import Count
 
 VERSION = 2
 NONCE_BYTES = 16
-MOST_ORDER_S = 1e6  # either way; longer than any request waits
+MOST_ORDER_S = 1e6  # limit of times in both directions, in seconds: longer than any request waits
 
-# How a request ends. refused: the replica has no room, or is to stop. invalid: it can never run.
-# dead: the engine has died. failed: anything else.
+# How a request ends. refused: the replica runs as many requests as it may, or is stopping. invalid:
+# the request can never run. dead: the engine has died. failed: any other error.
 Outcome = Literal["done", "refused", "invalid", "dead", "failed"]
 
 
@@ -33,7 +33,7 @@ class Challenge(Struct, array_like=True):
 
 
 class Proof(Struct, array_like=True):
-    """The router knows the secret; now the replica has to prove the same."""
+    """The router's proof that it knows the secret, and its challenge to the replica."""
 
     version: int
     proof: bytes
@@ -41,15 +41,17 @@ class Proof(Struct, array_like=True):
 
 
 class Welcome(Struct, array_like=True):
+    """The replica's proof that it knows the secret."""
+
     proof: bytes
 
 
 class Begin(Struct, array_like=True):
     """Starts a stream of chunks. The fields are those of GenerateRequest."""
 
-    stream: int  # its number on this connection
+    stream: int  # the stream's number on this connection
     request_id: str
-    token_ids: bytes  # 4 each, little endian
+    token_ids: bytes  # 4 bytes each, little endian
     namespace: str = ""
     answered: int = 0
     trace: dict[str, str] | None = None
@@ -69,18 +71,18 @@ class Cancel(Struct, array_like=True):
 
 
 class Preparing(Struct, array_like=True):
-    """The replica's loop prepares the request of this stream (TAKEN), or has done so (PREPARED)."""
+    """The replica begins (TAKEN) or has finished (PREPARED) the preparation of a request."""
 
     stream: int
 
 
 class Call(Struct, array_like=True):
-    """A question with one answer: Reply, or Ended."""
+    """A call of a method of the replica; the answer is Reply, or Ended after an error."""
 
     stream: int
     method: str
     body: bytes
-    rank: int = 0  # that is asked
+    rank: int = 0  # the rank whose method is called
 
 
 class Reply(Struct, array_like=True):
@@ -95,16 +97,16 @@ class Ended(Struct, array_like=True, gc=False):
 
 
 class Pending(Struct, array_like=True):
-    """What a replica has to compute, for routers that do not hear of each other."""
+    """A replica's report of its backlog, for routers that do not get each other's messages."""
 
-    tokens: list[Count]  # of each rank: uncached prompt tokens of requests without a first token
+    tokens: list[Count]  # for each rank, uncached prompt tokens of requests without a first token
 
 
 class Deltas(Struct, array_like=True):
-    """What an engine's step has brought for all streams of one connection."""
+    """The output of one engine step for all streams of a connection."""
 
-    chunks: list[tuple[int, Chunk]]  # stream, its next chunk
-    ended: list[Ended]  # after these chunks
+    chunks: list[tuple[int, Chunk]]  # number of a stream, and its next chunk
+    ended: list[Ended]  # streams that end after these chunks
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -143,12 +145,12 @@ def begin_of(stream: int, request: GenerateRequest) -> Begin:
 
 
 def request_in(packed: bytes) -> GenerateRequest:
-    """Of an encoded Begin. ValueError when it cannot be read."""
+    """Decode an encoded Begin. Raises ValueError if it cannot be read."""
     return request_of(decode_begin(packed))
 
 
 def request_of(begin: Begin) -> GenerateRequest:
-    """Raises ValueError for token ids that are none."""
+    """Return the request of a Begin. Raises ValueError for invalid token ids."""
     return GenerateRequest(
         begin.request_id,
         token_ids_of(begin.token_ids),
@@ -168,7 +170,7 @@ def request_of(begin: Begin) -> GenerateRequest:
 
 
 def bounded(given_s: float) -> float:
-    """A time that a replica can count with; 0 for what is no number of seconds."""
+    """Limit a time to MOST_ORDER_S in both directions; 0 for infinity and NaN."""
     if not math.isfinite(given_s):
         return 0.0
     return max(-MOST_ORDER_S, min(MOST_ORDER_S, given_s))

@@ -220,7 +220,7 @@ def test_a_message_of_another_version_says_so() -> None:
     newer = messages.encode([VERSION + 1, "r", [["?", 1]]])
     PeerSubscriber(known_fleet(), own="own").receive_packed(newer, index)
     assert index.unreadable.last["message"].reason == (
-        f"it is of version {VERSION + 1}, and this process reads {VERSION}"
+        f"its version is {VERSION + 1}; this process reads version {VERSION}"
     )
 
 
@@ -365,7 +365,8 @@ async def test_replicas_of_other_versions_are_degraded_and_all_others_are_not(
         await described(redis, "stranger", newer)
         async with following(redis, ["newer", "older", "ours"]) as fleet:
             assert fleet.replicas.degraded == {
-                "newer": "its record cannot be read: it is of version 2, and this process reads 1",
+                "newer": "its record cannot be read: "
+                "its version is 2; this process reads version 1",
                 "older": "its record cannot be read: Object missing required field `version`",
             }
             placement = fleet.place(np.arange(9, dtype=np.uint32), ["newer", "ours"], 0.0)

@@ -70,7 +70,7 @@ async def test_replicas_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyP
         wired.servers["a"].methods = {}
         replicas.hang = True
         found = await end_session(wired.links, 5)
-    assert "knows no 'end_session'" in found["a"]
+    assert "has no method 'end_session'" in found["a"]
     assert "has not answered within 0.05 s" in found["b"]
 
 

@@ -85,9 +85,9 @@ def test_no_two_tenants_have_an_equal_salt(one: tuple[str, str], other: tuple[st
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "no file of keys"),
-        (b"\xff\xfe", "no file of keys"),
-        (b"[]", "no file of keys"),
+        (b"", "not a file of API keys"),
+        (b"\xff\xfe", "not a file of API keys"),
+        (b"[]", "not a file of API keys"),
         (b'{"secret": "YQ=="}', "secret"),
         (b'{"secret": "%s", "version": 2}' % (b"A" * 43 + b"="), "version 2"),
     ],
@@ -223,7 +223,7 @@ def test_limits_that_would_limit_nothing_are_refused(tmp_path: Path, tenants: ob
     _, file = made("acme")
     fields = msgspec.to_builtins(file) | {"tenants": tenants}
     (tmp_path / "keys.json").write_bytes(msgspec.json.encode(fields))
-    with pytest.raises(KeyFileError, match="no file of keys"):
+    with pytest.raises(KeyFileError, match="not a file of API keys"):
         read(tmp_path / "keys.json")
 
 

@@ -78,7 +78,8 @@ def test_a_full_range_is_a_warning_with_the_count_and_the_remedy(
     with serving(ports=ports), serving(ports=ports), caplog.at_level(logging.WARNING):
         assert exposed(LOOPBACK, CollectorRegistry(), ports=ports, token_file=None) is None
     (line,) = caplog.messages
-    assert "this process has no metrics: none of 2 ports of metrics_port_range" in line
+    assert "this process serves no metrics: cannot listen on" in line
+    assert "on any of the 2 ports of metrics_port_range" in line
     assert "give a wider range" in line
 
 
@@ -87,8 +88,8 @@ def test_an_address_that_is_not_this_computers_is_a_warning_too(
 ) -> None:
     assert exposed("192.0.2.1", CollectorRegistry(), ports=(0,), token_file=None) is None
     (line,) = caplog.messages
-    assert "no port can be had on 192.0.2.1" in line
-    assert "see KVROUTE_METRICS_HOST" in line
+    assert "cannot listen on 192.0.2.1" in line
+    assert "set KVROUTE_METRICS_HOST" in line
 
 
 def test_without_a_range_the_system_picks_a_port() -> None:
@@ -143,11 +144,11 @@ def test_a_file_without_a_token_never_means_that_none_is_asked_for(
     file = tmp_path / "token"
     file.write_bytes(content)
     assert exposed(LOOPBACK, CollectorRegistry(), ports=(0,), token_file=file) is None
-    with pytest.raises(StartError, match="has no token; expected one word"):
+    with pytest.raises(StartError, match="has no token; write one word"):
         refuse_bad_token(file)
 
 
 def test_a_file_that_is_not_there_is_said_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(NoMetricsError, match=r"cannot be read .*; every node needs it"):
+    with pytest.raises(NoMetricsError, match=r"cannot be read .*; copy the file to every node"):
         read_token(tmp_path / "token")
     refuse_bad_token(None)
