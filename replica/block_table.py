@@ -1,4 +1,4 @@
-"""KV cache events are converted to changes of the replica's set of fingerprints."""
+"""Converts KV cache events to changes of the replica's set of fingerprints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from kvroute.replica.engine.kv_events import (
     Transfers,
 )
 
-NOTHING: Mapping[BlockHash, int] = {}
+NO_BLOCKS: Mapping[BlockHash, int] = {}
 
 
 @dataclass(slots=True)
 class Changes:
-    """A change of a replica's set of fingerprints; `cleared` applies first."""
+    """Changes of a replica's set of fingerprints; the set is cleared before blocks are added."""
 
     cleared: bool = False
     added: set[Fingerprint] = field(default_factory=set)
@@ -48,13 +48,18 @@ class Changes:
 
 
 class _Group:
-    """One of the engine's groups, as a part of an entry of its layout."""
+    """The blocks of one of the engine's KV cache groups.
+
+    The engine's groups with the same kind of attention form one entry of the published layout.
+    """
 
     def __init__(self, entry: int, announced: dict[BlockHash, Fingerprint]) -> None:
-        self.entry = entry
-        self.announced = announced  # what all groups of the entry hold; they share it
-        self.others: list[_Group] = []  # of the entry
-        # vLLM does not deduplicate blocks: a hash can have several, each removed separately.
+        self.entry = entry  # number of the layout's entry
+        # Published blocks of the entry: all its groups hold them. The groups share this object.
+        self.announced = announced
+        self.others: list[_Group] = []  # the other groups of the entry
+        # Number of cached blocks under each hash. vLLM does not deduplicate blocks: several blocks
+        # can have one hash, and each is removed by an event of its own.
         self.copies: dict[BlockHash, int] = {}
 
     def store(self, event: BlockStored, changes: Changes) -> None:
@@ -67,7 +72,7 @@ class _Group:
                 changes.add(announced)
 
     def _is_last(self, block_hash: BlockHash) -> bool:
-        """The entry's other groups hold the block already."""
+        """Return whether the entry's other groups hold the block already."""
         return not self.others or all(block_hash in other.copies for other in self.others)
 
     def remove(self, event: BlockRemoved, changes: Changes) -> None:
@@ -80,12 +85,17 @@ class _Group:
                 self._withdraw(block_hash, changes)
 
     def reconcile(self, held: Mapping[BlockHash, int], changes: Changes) -> Comparison:
-        """Removes blocks that the engine no longer holds. Unknown blocks that it holds stay
-        unknown: their fingerprints cannot be derived from a hash."""
+        """Remove blocks that the engine no longer holds, and return how many differed.
+
+        Blocks that the engine holds and this table does not have are not added, because their
+        fingerprints cannot be derived from a hash.
+        """
         comparison = Comparison.of(self.copies.keys(), held.keys())
         for block_hash in self.copies.keys() - held.keys():
             self._withdraw(block_hash, changes)
-        self.copies = {known: held[known] for known in self.copies if known in held}
+        self.copies = {
+            block_hash: held[block_hash] for block_hash in self.copies if block_hash in held
+        }
         return comparison
 
     def _withdraw(self, block_hash: BlockHash, changes: Changes) -> None:
@@ -97,29 +107,39 @@ class _Group:
 class BlockTable:
     """The fingerprints of the blocks that a replica holds, updated by the engine's events.
 
-    members: for each of the engine's groups, the number of its entry in the layout; None: it takes
-    no part in prefix caching. A block counts where all groups of its entry hold it.
+    A block counts as held if all groups of its entry in the layout hold it.
     """
 
     def __init__(self, members: Sequence[int | None] = (0,)) -> None:
+        """Create an empty table.
+
+        Args:
+            members: For each of the engine's groups, the number of its entry in the layout, or
+                None if the group takes no part in prefix caching.
+        """
         entries: dict[int, list[_Group]] = {}
         self._groups = [None if entry is None else _grouped(entry, entries) for entry in members]
         self._has_host = any(entry >= HOST_GROUPS for entry in entries)
         self._announced = [groups[0].announced for groups in entries.values()]
-        # What host memory has of the layout's first entry, which is full attention if there is any.
+        # Blocks of the layout's first entry that are in host memory. The first entry is full
+        # attention if the model has any.
         self.in_host = entries[HOST_GROUPS][0].announced if HOST_GROUPS in entries else {}
-        # What the last BlocksHeld event said of host memory alone; None: there is none.
+        # How the blocks in host memory differed at the last BlocksHeld event; None: no host tier.
         self.compared_in_host: Comparison | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._announced))
 
     def held(self) -> list[Fingerprint]:
-        return [fingerprint for each in self._announced for fingerprint in each.values()]
+        """Return all fingerprints to publish."""
+        return [fingerprint for announced in self._announced for fingerprint in announced.values()]
 
     def apply(self, events: Iterable[KVEvent], changes: Changes) -> Comparison | None:
-        """Applies the events and adds their effect to `changes`. After a BlocksHeld event it
-        returns how the table differed from it."""
+        """Apply the events and add their effect to `changes`.
+
+        Returns:
+            How the table differed from the last BlocksHeld event; None if there was none.
+        """
         comparison = None
         for event in events:
             match event:
@@ -134,16 +154,19 @@ class BlockTable:
                 case BlocksHeld():
                     comparison = self._reconcile(event, changes)
                 case Evictions() | Transfers():
-                    pass  # stores and removals tell of the blocks
+                    pass  # BlockStored and BlockRemoved report the same blocks
                 case EventsLost():
                     pass  # the reader of the events requests BlocksHeld
         return comparison
 
     def _reconcile(self, event: BlocksHeld, changes: Changes) -> Comparison:
-        """Counts a block once in each group; a group that the event leaves out holds none."""
+        """Compare all groups with the event; a block counts once in each group.
+
+        A group that the event leaves out holds no blocks.
+        """
         own, in_host = Comparison(0), Comparison(0)
-        told = chain(event.copies, repeat(NOTHING))
-        for group, held in zip(self._groups, told, strict=False):
+        held_by_group = chain(event.copies, repeat(NO_BLOCKS))
+        for group, held in zip(self._groups, held_by_group, strict=False):
             if group and group.entry < HOST_GROUPS:
                 own += group.reconcile(held, changes)
             elif group:
@@ -160,7 +183,7 @@ class BlockTable:
 
 
 def _grouped(entry: int, entries: dict[int, list[_Group]]) -> _Group:
-    """A new group of the entry, known to its other groups."""
+    """Return a new group of the entry, linked with the entry's other groups."""
     others = entries.setdefault(entry, [])
     group = _Group(entry, others[0].announced if others else {})
     for other in others:

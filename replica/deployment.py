@@ -1,4 +1,4 @@
-"""A replica runs an engine behind Ray Serve and keeps the index up to date, rank by rank."""
+"""The Ray Serve deployment of a replica: runs the engine's ranks and publishes their blocks."""
 
 import asyncio
 import contextlib
@@ -38,10 +38,10 @@ from kvroute.wire.structs import request_in
 
 log = logging.getLogger("kvroute.replica")
 
-CHECK_INTERVAL_S = 0.5  # between checks of the engine
-TELL_INTERVAL_S = 0.25  # between two messages about what is pending
-AUDIT_S = 10.0  # the timeout of an audit; it waits for the engine's step and for Redis
-MOST_REQUESTS = 1024  # running and waiting here before further ones are refused
+CHECK_INTERVAL_S = 0.5  # seconds between two checks of the engine
+REPORT_INTERVAL_S = 0.25  # seconds between two reports of pending tokens to routers
+AUDIT_S = 10.0  # timeout of an audit in seconds; it waits for the engine's step and for Redis
+MAX_REQUESTS = 1024  # running and waiting requests of a rank; further requests are rejected
 
 
 @serve.deployment
@@ -71,7 +71,7 @@ class Replica:
         ]
         warmers = [rank.warmer for rank in self._ranks]
         await asyncio.gather(*(warmer.start(self._settings.declared) for warmer in warmers))
-        self._tasks += [asyncio.create_task(each.run(), name="warmer") for each in warmers]
+        self._tasks += [asyncio.create_task(warmer.run(), name="warmer") for warmer in warmers]
         methods = {
             "audit": self._audit,
             "canary": self._canary,
@@ -79,15 +79,15 @@ class Replica:
             "http": self._http,
             "end_session": self._end_session,
         }
-        most = MOST_REQUESTS * len(self._ranks)
+        most = MAX_REQUESTS * len(self._ranks)
         self._server = Server(self._generate, methods, most=most)
-        self._refusals = 0  # at the last report
+        self._refusals = 0  # value of the server's counter at the last report for autoscaling
         self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
         await self._server.start(self._host, self._settings.ports)
-        self._tasks.append(asyncio.create_task(self._tell_pending(), name="tell-pending"))
+        self._tasks.append(asyncio.create_task(self._report_pending(), name="report-pending"))
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Routers ask for it, through Serve's process: where their connections go."""
+        """Return the address for routers' connections; Serve passes it on to routers."""
         server = self._server
         return Address(self._host, server.port, server.secret, len(self._ranks)).as_stats()
 
@@ -95,17 +95,17 @@ class Replica:
         await self._ranks[request.rank].generate(request, emit)
 
     async def _canary(self, begin: bytes, rank: int) -> bytes:
-        """Runs the request without counting it in metrics: no client sent it."""
+        """Run the request without counting it in metrics, because no client sent it."""
         request = replace(request_in(begin), rank=rank)
         await self._ranks[rank].engine.generate(request, lambda _: None)
         return b""
 
     async def _render(self, call: bytes, rank: int) -> bytes:
-        """The prompt of an HTTP request, which the router cannot render itself."""
+        """Return the prompt of an HTTP request that the router cannot render itself."""
         return encode_rendered(await self._ranks[rank].engine.render(call_in(call)))
 
     async def _http(self, call: bytes, rank: int) -> bytes:
-        """The whole response to an HTTP request for which the engine does not generate."""
+        """Return the whole response to an HTTP request that generates no tokens."""
         http = call_in(call)
         request = GenerateRequest(
             f"{http.request_id}-0", NO_TOKENS, http.namespace, call=http, rank=rank
@@ -115,33 +115,41 @@ class Replica:
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:
-        """session: its number, 8 bytes little endian; a ValueError if it is not 8 bytes."""
+        """End a session, given its number as 8 bytes, little endian. Raises ValueError."""
         if len(session) != 8:
             raise ValueError(f"a session's number has 8 bytes, not {len(session)}")
         await self._ranks[rank].engine.end_session(int.from_bytes(session, "little"))
         return b""
 
     async def _audit(self, _: bytes, rank: int) -> bytes:
-        """Compares the engine's blocks with the rank's table and with the index: an encoded
-        ReplicaAudit. Raises TimeoutError when the engine or Redis does not respond."""
+        """Compare the engine's blocks with the rank's table and with the index.
+
+        Returns an encoded ReplicaAudit. Raises TimeoutError if engine or Redis do not respond.
+        """
         async with asyncio.timeout(AUDIT_S):
-            audited = self._ranks[rank]
-            return encode_audit(await audited.publisher.audit(audited.engine))
+            publisher, engine = self._ranks[rank].publisher, self._ranks[rank].engine
+            return encode_audit(await publisher.audit(engine))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The input of kvroute/autoscaling.py; Serve reads it when autoscaling is on."""
+        """Return the input of kvroute/autoscaling.py; Serve reads it when autoscaling is on."""
         refused, self._refusals = self._server.refusals - self._refusals, self._server.refusals
         return autoscaling_stats(self._ranks, time.monotonic()) | {"refusing": float(refused > 0)}
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises."""
+        """Raise an error if the engine or a background task has failed.
+
+        Serve then replaces the replica.
+        """
         await self._check_engines()
         for task in self._tasks:
             if task.done():
                 task.result()  # without this task the index would stay wrong
 
     async def __del__(self) -> None:
-        """Serve's shutdown hook; it waits until all requests have finished, or Serve kills it."""
+        """Shut the replica down after all its requests have finished; this is a hook of Serve.
+
+        Serve kills the process if that takes too long.
+        """
         self._server.stop()
         await self._server.idle()
         await self._server.close()
@@ -192,7 +200,7 @@ class Replica:
         return Whereabouts(ray.util.get_node_ip_address(), os.getpid(), metrics)
 
     async def _keep_index(self) -> None:
-        """Keeps the replica in the index until it drains; then it gets no new requests."""
+        """Keep the replica in the index until it drains; then it gets no new requests."""
         async with asyncio.TaskGroup() as tasks:
             publishing = [tasks.create_task(rank.publisher.run()) for rank in self._ranks]
             await draining()
@@ -208,22 +216,29 @@ class Replica:
         for rank in self._ranks:
             await rank.engine.check()
 
-    async def _tell_pending(self) -> None:
-        """Routers that hear of each other know it already; the others need it."""
+    async def _report_pending(self) -> None:
+        """Report to all routers the prompt tokens that are still to be computed.
+
+        Routers that receive each other's messages through Redis know this number already. The
+        others need the report.
+        """
         while True:
             self._server.tell([rank.backlog.pending_tokens for rank in self._ranks])
-            await asyncio.sleep(TELL_INTERVAL_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _die_with_engine(self) -> None:
-        """Ends this process when the engine dies. Callers get an error at once, and Serve starts a
-        new replica at once; failing health checks would take many seconds."""
+        """Exit this process when the engine dies.
+
+        Callers then get an error immediately, and Serve starts a new replica immediately. With
+        failing health checks, that would take many seconds.
+        """
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:
                 await self._check_engines()
             except EngineDeadError as error:
-                log.error("the replica ends with its engine: %s", error)
-                _kill_children()  # a stopped (SIGSTOP) one would survive
+                log.error("the engine died, so this replica exits and is replaced: %s", error)
+                _kill_children()  # a child that is stopped by SIGSTOP would survive
                 os._exit(1)
 
 

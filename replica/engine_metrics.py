@@ -1,4 +1,4 @@
-"""A replica's own Prometheus metrics; vLLM's are in the same registry."""
+"""A replica's own Prometheus metrics; vLLM's metrics are in the same registry."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -20,7 +20,7 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.ghosts import SIZES, Ghosts
 from kvroute.replica.publisher import Publisher
 
-WAYS = ("in", "out")
+DIRECTIONS = ("in", "out")  # of copies: from host memory to the engine, and back
 
 
 class ReplicaMetrics:
@@ -34,42 +34,50 @@ class ReplicaMetrics:
         self._requests = counter("requests", "Requests that got a first token.")
         self._prompt_tokens = counter(
             "prompt_tokens",
-            "Prompt tokens of those requests, once for each request. vllm:prompt_tokens_total has "
-            "them once for each of its n choices.",
+            "Prompt tokens of those requests, counted once for each request. "
+            "vllm:prompt_tokens_total counts them once for each of a request's n choices.",
         )
         self._cached_tokens = counter(
-            "cached_tokens", "Those prompt tokens that came from the KV cache."
+            "cached_tokens", "Prompt tokens of those requests that came from the KV cache."
         )
-        self._output_tokens = counter("output_tokens", "Tokens of answers.")
-        self._stored = counter("stored_blocks", "Blocks that the KV cache took in.")
-        self._evicted = counter("evicted_blocks", "Blocks that it reused for other tokens.")
+        self._output_tokens = counter("output_tokens", "Generated tokens.")
+        self._stored = counter("stored_blocks", "Blocks that were added to the KV cache.")
+        self._evicted = counter(
+            "evicted_blocks",
+            "Blocks that were evicted from the KV cache and used for other tokens.",
+        )
         evictions = counter(
             "evictions",
-            "Those of them that had KV, by why they went: ended (their session has), unlikely "
-            "(their kind seldom comes back), usual (the next in turn), promised (before the time "
-            "that somebody had asked for was over).",
+            "Evicted blocks that held KV, by the reason: ended (their session has ended), unlikely "
+            "(blocks of their kind are seldom requested again), usual (the least recently used "
+            "blocks), promised (they were evicted before the time for which a client had asked to "
+            "retain them).",
             "why",
         )
         # Every label value starts at 0: a rate needs the 0 before the first event.
-        self._evictions = {why.name: evictions.labels(why.name) for why in fields(Evictions)}
+        self._evictions = {
+            reason.name: evictions.labels(reason.name) for reason in fields(Evictions)
+        }
         self._reloaded_tokens = counter(
             "reloaded_tokens", "Prompt tokens that came from the KV cache in host memory."
         )
-        moved = counter(
+        copied_bytes = counter(
             "host_bytes",
-            "KV copied from host memory to the engine (in) or back (out).",
+            "Bytes of KV that were copied from host memory to the engine (in) or back (out).",
             "direction",
         )
-        moving = counter("host_seconds", "Time that those copies took.", "direction")
-        self._host_bytes = {way: moved.labels(way) for way in WAYS}
-        self._host_seconds = {way: moving.labels(way) for way in WAYS}
-        self._clears = counter("cache_clears", "Times that it was emptied.")
+        copy_seconds = counter("host_seconds", "Seconds that those copies took.", "direction")
+        self._host_bytes = {way: copied_bytes.labels(way) for way in DIRECTIONS}
+        self._host_seconds = {way: copy_seconds.labels(way) for way in DIRECTIONS}
+        self._clears = counter("cache_clears", "Number of times that the KV cache was cleared.")
         self._losses = counter(
-            "event_losses", "Times that its events were lost, and the index began anew."
+            "event_losses",
+            "Number of times that KV cache events were lost, and the replica's blocks in the index "
+            "were corrected.",
         )
 
     def received(self, request: GenerateRequest, chunk: Chunk, *, is_first: bool) -> None:
-        """Counts one chunk from the engine."""
+        """Count one chunk from the engine."""
         if is_first:
             self._requests.inc()
             self._prompt_tokens.inc(len(request.token_ids))
@@ -77,8 +85,13 @@ class ReplicaMetrics:
         self._output_tokens.inc(len(chunk.token_ids))
 
     def happened(self, events: Iterable[KVEvent], groups: int | None = None) -> None:
-        """Counts changes of the engine's cache. groups: how many the engine's own memory has; what
-        events tell of further ones is about host memory."""
+        """Count changes of the engine's cache.
+
+        Args:
+            events: The changes, in order.
+            groups: The number of KV cache groups in the engine's own memory. Events of groups with
+                higher numbers are about host memory.
+        """
         for event in events:
             match event:
                 case BlockStored() if groups is None or event.group < groups:
@@ -97,8 +110,8 @@ class ReplicaMetrics:
                     pass
 
     def _count_evictions(self, evictions: Evictions) -> None:
-        for why, blocks in asdict(evictions).items():
-            self._evictions[why].inc(blocks)
+        for reason, blocks in asdict(evictions).items():
+            self._evictions[reason].inc(blocks)
 
     def _count_transfers(self, transfers: Transfers) -> None:
         self._reloaded_tokens.inc(transfers.reloaded_tokens)
@@ -110,7 +123,7 @@ class ReplicaMetrics:
     def export(
         self, engines: Sequence[Engine], publishers: Sequence[Publisher], ghosts: Sequence[Ghosts]
     ) -> None:
-        """Adds the numbers of engines, publishers and ghost lists, one of each for every rank."""
+        """Export the numbers of engines, publishers and ghost lists; each list has all ranks."""
         facts = [engine.facts for engine in engines]
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
@@ -120,7 +133,7 @@ class ReplicaMetrics:
         )
         gauge(
             "kvroute_engine_waiting_requests",
-            "Requests that wait in the engine for room in the batch.",
+            "Requests that wait in the engine until there is room in the batch.",
             lambda: sum(engine.load().waiting for engine in engines),
         )
         gauge(
@@ -130,60 +143,64 @@ class ReplicaMetrics:
         )
         counter(
             "kvroute_engine_rendering_differences",
-            "Prompts that a router has rendered in another way than vLLM; 1 in 100 is checked.",
+            "Prompts that a router rendered to other tokens than vLLM did; 1 prompt in 100 is "
+            "checked.",
             lambda: sum(engine.load().rendering_differences for engine in engines),
         )
         gauge(
             "kvroute_engine_capacity_blocks",
-            "KV blocks in all.",
-            lambda: sum(each.capacity_blocks for each in facts),
+            "KV blocks that the engine's memory has room for.",
+            lambda: sum(rank.capacity_blocks for rank in facts),
         )
         gauge(
             "kvroute_engine_host_blocks",
-            "KV blocks in host memory.",
+            "KV blocks that are cached in host memory.",
             lambda: sum(publisher.host_blocks for publisher in publishers),
         )
         gauge(
             "kvroute_engine_pinned_blocks",
-            "KV blocks that named prefixes hold; what two of them share counts twice.",
+            "KV blocks that named prefixes hold; a block that two of them share counts twice.",
             lambda: sum(sum(engine.pins.values()) for engine in engines),
         )
         gauge(
             "kvroute_engine_pin_capacity_blocks",
             "KV blocks that named prefixes may hold.",
-            lambda: sum(each.pin_blocks for each in facts),
+            lambda: sum(rank.pin_blocks for rank in facts),
         )
         gauge("kvroute_engine_block_tokens", "Tokens in one KV block.", lambda: facts[0].block_size)
         self._readings.counter_of(
             "cache",
             "kvroute_engine_ghost_hit_tokens",
-            "Prompt tokens that a cache of 1.25, 1.5 or 2 times the size would have found besides; "
-            "an estimate from what is stored again soon after it was evicted.",
+            "Additional prompt tokens that a cache of 1.25, 1.5 or 2 times the size would have "
+            "had; an estimate from blocks that were stored again soon after their eviction.",
             lambda: ghost_hit_tokens(ghosts),
         )
         gauge(
             "kvroute_publisher_blocks",
-            "Blocks of different content that the index should have of the replica.",
+            "Blocks of the replica that the index should list; blocks with equal content count "
+            "once.",
             lambda: sum(publisher.blocks for publisher in publishers),
         )
         gauge(
             "kvroute_publisher_lag_seconds",
-            "Age of the oldest change of the cache that the index does not have; 0: it has all.",
+            "Age of the oldest change of the cache that is not in the index; 0 if there is none.",
             lambda: max(publisher.lag_s for publisher in publishers),
         )
         gauge(
             "kvroute_publisher_lease_age_seconds",
-            "Since the index last took anything from the replica; beyond its lease it is gone.",
+            "Seconds since the last write that the index accepted. If this is more than the lease, "
+            "the replica is no longer in the index.",
             lambda: max(publisher.lease_age_s for publisher in publishers),
         )
         counter(
             "kvroute_publisher_registrations",
-            "Times that the replica was announced to the index: more than 1 after each trouble.",
+            "Number of times that the replica has registered with the index: 1 for its start, and "
+            "1 for each loss of its state in Redis.",
             lambda: max(publisher.registrations for publisher in publishers),
         )
 
 
 def ghost_hit_tokens(ghosts: Sequence[Ghosts]) -> dict[str, float]:
-    """Of all ranks, by the size of the cache."""
-    each = [every.hit_tokens for every in ghosts]
-    return {size: sum(tokens[size] for tokens in each) for size in SIZES}
+    """Return the hit tokens of all ranks' ghost lists, by the size of the cache."""
+    hits = [ghost_list.hit_tokens for ghost_list in ghosts]
+    return {size: sum(tokens[size] for tokens in hits) for size in SIZES}

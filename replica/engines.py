@@ -1,4 +1,7 @@
-"""A replica starts the engine that its settings name, with all ranks; only that one is imported."""
+"""Starts the engine that the replica's settings name, with all its ranks.
+
+Only the module of that engine is imported.
+"""
 
 import asyncio
 import json
@@ -16,12 +19,12 @@ from kvroute.replica.vllm_engine.process import fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 
-UNKNOWN_CONTEXT = 131_072  # tokens
-SIMULATED_TOKEN_BYTES = 131_072  # keys and values, as of an 8B model
+DEFAULT_CONTEXT_TOKENS = 131_072  # context of a model whose configuration does not name one
+SIMULATED_TOKEN_BYTES = 131_072  # bytes of keys and values of one token, as in an 8B model
 
 
 async def start_engines(settings: ReplicaSettings) -> Sequence[Engine]:
-    """The engine that the settings name, ready to generate: each of its data parallel ranks."""
+    """Start the engine that the settings name, and return one object for each of its ranks."""
     folder = await asyncio.to_thread(resolve, settings.model)
     if settings.engine == "simulated":
         return [_start_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
@@ -59,7 +62,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
 
 
 def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> HostTier | None:
-    """Host memory of one rank."""
+    """Return the host tier of one rank, or None if it has none."""
     block_bytes = settings.block_size * SIMULATED_TOKEN_BYTES
     blocks = settings.host_cache_bytes(memory_bytes()) // block_bytes
     if not blocks or not settings.prefix_caching:
@@ -74,22 +77,30 @@ def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> HostTier |
 
 
 def prepare_vllm(folder: str, threads: int) -> None:
-    """Before vLLM is imported: sets the environment variables that it reads then, and begins the
-    fork server on CPUs. threads: that each engine computes with there."""
+    """Prepare this process for the import of vLLM.
+
+    Sets the environment variables that vLLM reads when it is imported. With a build of vLLM for
+    CPUs, it also starts the fork server.
+
+    Args:
+        folder: The model's folder or its name on the Hugging Face Hub.
+        threads: The number of threads that each engine computes with on CPUs.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if Path(folder).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not vllm_build.is_for_gpus():
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first logprobs compile 14 s
+        # Without this, the first request for logprobs waits 14 s for a compilation.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         fork_server.begin(threads)
 
 
 def _context_tokens(folder: str) -> int:
-    """The model's maximum context, from its configuration if that exists."""
+    """Return the model's maximum context, from its configuration if there is one."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
     except OSError:
-        return UNKNOWN_CONTEXT
-    return int(config.get("max_position_embeddings", UNKNOWN_CONTEXT))
+        return DEFAULT_CONTEXT_TOKENS
+    return int(config.get("max_position_embeddings", DEFAULT_CONTEXT_TOKENS))

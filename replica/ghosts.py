@@ -1,12 +1,13 @@
-"""What a larger cache would have found besides, by the events of the one that there is.
+"""Estimates the additional hits of a larger cache, from the events of the real cache.
 
-A ghost list has the blocks that were evicted last, as many as the cache holds. A block that is
-stored again while it is a ghost was evicted too early. How many ghosts are younger says how much
-larger the cache had to be (Mattson et al., Evaluation techniques for storage hierarchies, 1970).
+A ghost list has the hashes of the blocks that were evicted last, as many as the cache holds. If a
+block is stored again while it is in the list, it was evicted too early. The number of blocks that
+were evicted after it shows how much larger the cache would have to be (Mattson et al., Evaluation
+techniques for storage hierarchies, 1970).
 
-It is an estimate, and rather low. Evictions by an earlier chunk of the same prompt make ghosts
-older than they were when the prompt came, and what another replica computes again is not seen. An
-answer that is generated again, word by word, counts like a prompt.
+The estimate is rather low, for two reasons. Evictions by an earlier chunk of a prompt make ghosts
+older than they were when the prompt arrived. Blocks that another replica computes again are not
+seen. On the other hand, the blocks of an answer that is generated again, word by word, count too.
 """
 
 from collections import Counter, OrderedDict
@@ -24,16 +25,15 @@ from kvroute.replica.engine.kv_events import (
 )
 from kvroute.replica.engine.protocol import Engine
 
-SIZES = {"1.25": 1.25, "1.5": 1.5, "2": 2.0}  # of caches, over the one that there is; by name
+SIZES = {"1.25": 1.25, "1.5": 1.5, "2": 2.0}  # name -> size as a multiple of the real cache's
 
 
 class Ghosts:
-    """The ghost list of one engine, in parts: the first has those that a cache the first size would
-    still have, the next those that only one of the second would, and so on.
+    """The ghost list of one engine.
 
-    group: the one that is followed, of the engine's KV cache groups. capacity_blocks: what it has
-    room for. block_tokens: in one of its blocks. in_host: the blocks that host memory has; they
-    are copied, not computed.
+    The list has one part for each size. The first part has the blocks that a cache of the first
+    size would still have, the next part has the further blocks that a cache of the second size
+    would still have, and so on.
     """
 
     def __init__(
@@ -43,30 +43,42 @@ class Ghosts:
         group: int | None = 0,
         in_host: Container[BlockHash] = (),
     ) -> None:
+        """Create an empty list.
+
+        Args:
+            capacity_blocks: The number of blocks that the real cache has room for.
+            block_tokens: The number of tokens in a block.
+            group: The number of the KV cache group whose events count.
+            in_host: The blocks in host memory. They are copied to the engine, not computed.
+        """
         self._in_host = in_host
         self._block_tokens = block_tokens
         self._group = group
-        self._parts = [OrderedDict[BlockHash, None]() for _ in SIZES]  # each: the oldest first
+        # The parts; in each part, the block that was evicted first comes first.
+        self._parts = [OrderedDict[BlockHash, None]() for _ in SIZES]
         self._limits = [
             round(capacity_blocks * (b - a)) for a, b in pairwise((1.0, *SIZES.values()))
         ]
-        self._most = 2 * capacity_blocks  # ghosts, until the oldest go though nothing was stored
-        self._copies = Counter[BlockHash]()  # blocks of the cache under each hash
-        self._found = [0] * (len(SIZES) + 1)  # blocks, by the first size that would have had them
+        # Limit of the first part between two stores, which move its oldest blocks to other parts.
+        self._most = 2 * capacity_blocks
+        self._copies = Counter[BlockHash]()  # number of cached blocks under each hash
+        # Number of stored blocks, by the smallest size that would have had them. The last number
+        # counts the blocks that no size would have had.
+        self._found = [0] * (len(SIZES) + 1)
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
     @property
     def hit_tokens(self) -> Mapping[str, int]:
-        """Tokens that a cache of each size would have found, and the real one did not."""
-        found = accumulate(self._found[:-1])
+        """Return the tokens that a cache of each size would have had and the real one had not."""
+        totals = accumulate(self._found[:-1])
         return {
-            size: blocks * self._block_tokens for size, blocks in zip(SIZES, found, strict=True)
+            size: blocks * self._block_tokens for size, blocks in zip(SIZES, totals, strict=True)
         }
 
     def happened(self, events: Iterable[KVEvent]) -> None:
-        """Takes in changes of the engine's cache, in order."""
+        """Record changes of the engine's cache, in order."""
         for event in events:
             match event:
                 case BlockRemoved() if event.group == self._group:
@@ -80,7 +92,7 @@ class Ghosts:
                     pass
 
     def _evict(self, block_hashes: Sequence[BlockHash]) -> None:
-        """A block that has another copy is not missed."""
+        """Add evicted blocks to the list, except those that have another copy in the cache."""
         youngest = self._parts[0]
         for block_hash in block_hashes:
             if self._copies[block_hash] > 1:
@@ -93,8 +105,11 @@ class Ghosts:
                 self._age()
 
     def _store(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Counts the leading ghosts: what lies behind a miss no cache could have delivered. What
-        was evicted for these very blocks has not yet made the others older."""
+        """Count stored blocks that a larger cache would have had, and remove them from the list.
+
+        A hit needs all blocks before it, so a block counts for the largest size that any block
+        before it needs. Blocks that were evicted to make room for these do not count as younger.
+        """
         reached = 0
         for block_hash in block_hashes:
             reached = max(reached, self._take(block_hash))
@@ -103,7 +118,7 @@ class Ghosts:
             self._copies[block_hash] += 1
 
     def _take(self, block_hash: BlockHash) -> int:
-        """The part that had the block, which is a ghost no longer."""
+        """Remove a block from the list; return the number of the part that had it."""
         for number, part in enumerate(self._parts):
             if block_hash in part:
                 del part[block_hash]
@@ -111,7 +126,10 @@ class Ghosts:
         return len(self._parts)
 
     def _age(self) -> None:
-        """The oldest of each part that is too long go on to the next, and from the last away."""
+        """Move the oldest blocks of each part that is too long to the next part.
+
+        The last part drops them.
+        """
         for part, older, limit in zip(
             self._parts, (*self._parts[1:], None), self._limits, strict=True
         ):
@@ -127,8 +145,11 @@ class Ghosts:
 
 
 def ghosts_of(engine: Engine, table: BlockTable) -> Ghosts:
-    """Of the first entry of the engine's layout, which is full attention if it has any; the other
-    groups' blocks are as many or fewer, and are evicted with these."""
+    """Return a ghost list for the first entry of the engine's layout.
+
+    That entry is full attention if the model has any. The other groups have as many blocks or
+    fewer, and their blocks are evicted together with these.
+    """
     facts, members = engine.facts, list(engine.members)
     tokens = facts.layout.groups[0].block_tokens if facts.layout else facts.block_size
     capacity_blocks = facts.capacity_blocks * facts.block_size // tokens

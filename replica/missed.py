@@ -1,27 +1,28 @@
-"""How much of what an engine computes a larger cache would have had, of late."""
+"""The share of recently computed tokens that a larger cache would have had."""
 
 from kvroute.replica.ghosts import Ghosts
 
-SIZE = "1.25"  # of the larger cache, as ghosts.py names it
-HALF_LIFE_S = 300.0  # of what was seen
+SIZE = "1.25"  # name of the larger cache's size in ghosts.py
+HALF_LIFE_S = 300.0  # seconds after which earlier tokens count half
 
 
 class Missed:
-    """One engine's; the caller passes the time, in seconds of any monotonic clock."""
+    """Measures one engine; the caller passes the time, in seconds of any monotonic clock."""
 
     def __init__(self, ghosts: Ghosts) -> None:
         self._ghosts = ghosts
-        self._computed_tokens = 0  # of prompts, since the last sample
-        self._counted_tokens = 0  # that the ghost list had found by then
-        self._recent_computed = self._recent_missed = 0.0  # with decay
-        self._sampled_s: float | None = None
+        self._computed_tokens = 0  # computed prompt tokens since the last sample
+        self._counted_tokens = 0  # the ghost list's hit tokens at the last sample
+        # Decayed sums of computed tokens, and of those that a larger cache would have had.
+        self._recent_computed = self._recent_missed = 0.0
+        self._sampled_s: float | None = None  # time of the last sample
 
     def computed(self, tokens: int) -> None:
-        """The engine computes so many tokens of a prompt."""
+        """Record that the engine computes this many tokens of a prompt."""
         self._computed_tokens += tokens
 
     def share(self, now_s: float) -> float:
-        """Of the tokens that were computed, 0 to 1."""
+        """Take a sample; return the share of computed tokens that a larger cache would have had."""
         missed_tokens = self._ghosts.hit_tokens[SIZE]
         keep = 0.5 ** ((now_s - (self._sampled_s or now_s)) / HALF_LIFE_S)
         self._recent_computed = keep * self._recent_computed + self._computed_tokens

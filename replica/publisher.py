@@ -1,8 +1,9 @@
-"""The index receives the engine's cached blocks and the replica's heartbeat.
+"""Publishes a replica's cached blocks and its heartbeat to the index in Redis.
 
-A write detects lost or wrong state in Redis; writes come at least every third of the lease. RETRY_S
-later the replica registers again with all its blocks. While another writer has its id, it waits
-until that one leaves or its lease ends.
+Every write checks the state in Redis, and there is a write at least every third of the lease. If
+the state is lost or wrong, the replica registers again with all its blocks after RETRY_S. While
+another process holds the replica's id, the replica waits until that process leaves or until that
+process's lease expires.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.publisher")
 
-BATCH_S = 0.005  # changes are collected this long before they are written
-RETRY_S = 0.5  # before the replica registers again
+BATCH_S = 0.005  # changes are collected for this many seconds before they are written
+RETRY_S = 0.5  # seconds between a failed write and the next registration
 
 
 class Publisher:
@@ -55,45 +56,46 @@ class Publisher:
         self._lease_s = lease_s
         self._changes = Changes()
         self._changed = asyncio.Event()
-        self._writer_state = WriterState(
-            replica_id, ""
-        )  # of the last registration, or attempt at one
-        self._was_registered = False  # at any time
+        # The state after the last write of the latest registration, or of the latest attempt.
+        self._writer_state = WriterState(replica_id, "")
+        self._was_registered = False  # True once a registration has succeeded
         self._is_registered = False
-        self._outage = Outage(log, f"replica {replica_id} will be announced again")
-        self._renewal_s = 0.0  # on the event loop's clock
+        self._outage = Outage(log, f"replica {replica_id} will register again")
+        self._renewal_s = 0.0  # time of the next renewal, on the event loop's clock
         self.registrations = 0
-        self._waiting_since_s: float | None = None  # on the monotonic clock; None: nothing waits
+        # Monotonic time of the oldest change that is not written yet; None: all are written.
+        self._waiting_since_s: float | None = None
         self._written_s = time.monotonic()  # time of the last write that Redis accepted
-        self._known: Comparison | None = None  # with the engine, for the running audit
+        # How the block table differed from the engine's blocks, for the running audit.
+        self._known: Comparison | None = None
         self._audit: asyncio.Future[ReplicaAudit] | None = None
         self._one_audit = asyncio.Lock()
 
     @property
     def blocks(self) -> int:
-        """How many blocks of the replica the index should have."""
+        """Return the number of this replica's blocks that the index should list."""
         return len(self._table)
 
     @property
     def host_blocks(self) -> int:
-        """How many blocks the replica has in host memory, copies of others included."""
+        """Return the number of blocks in host memory, including copies of blocks in the engine."""
         return len(self._table.in_host)
 
     @property
     def lag_s(self) -> float:
-        """Age of the oldest change that is not in the index; 0 when all are."""
+        """Return the age of the oldest change that is not in the index, or 0 if there is none."""
         since_s = self._waiting_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     @property
     def lease_age_s(self) -> float:
-        """Time since the last write that the index accepted."""
+        """Return the seconds since the last write that the index accepted."""
         return time.monotonic() - self._written_s
 
     def publish(self, events: list[KVEvent]) -> None:
-        """Queues events, in the engine's order; returns at once.
+        """Queue events for the index in the engine's order, without waiting for Redis.
 
-        The queue is never longer than twice the engine's blocks, or one batch.
+        The queue is never longer than twice the number of the engine's blocks, or than one batch.
         """
         self._known = self._table.apply(events, self._changes) or self._known
         if self._changes and self._waiting_since_s is None:
@@ -106,17 +108,17 @@ class Publisher:
             self._changed.set()
 
     def renew_soon(self) -> None:
-        """Load and pins reach the record within milliseconds; returns at once."""
+        """Write load and pins to the record within milliseconds, without waiting for Redis."""
         self._renewal_s = 0.0
         self._changed.set()
 
     async def receive_events(
         self, engine: Engine, observer: Callable[[Sequence[KVEvent]], None] = lambda events: None
     ) -> None:
-        """Publishes the engine's events until cancelled, and passes them to the observer.
+        """Pass the engine's events to the observer and publish them, until cancelled.
 
-        After a loss of events, the engine lists the blocks that it holds. Other blocks are removed
-        from the index; blocks whose events were lost stay unknown.
+        After a loss of events, the engine lists the blocks that it holds. All other blocks are
+        removed from the index. Blocks whose events were lost stay missing from the index.
         """
         async for events in engine.events():
             observer(events)
@@ -125,8 +127,10 @@ class Publisher:
                 await self._request_held(engine)
 
     async def audit(self, engine: Engine) -> ReplicaAudit:
-        """Compares engine, table and index as of one moment, also under load, and repairs any
-        difference. During an outage of Redis it waits."""
+        """Compare engine, table and index as of one moment, and repair any difference.
+
+        This works under load, too. During an outage of Redis it waits.
+        """
         async with self._one_audit:
             self._known, self._audit = None, asyncio.get_running_loop().create_future()
             try:
@@ -142,26 +146,30 @@ class Publisher:
             self.publish([BlocksHeld([])])
 
     async def run(self) -> None:
-        """Registers the replica, writes its changes and renews its lease until cancelled."""
+        """Register the replica, write its changes and renew its lease, until cancelled."""
         while True:
             try:
                 await self._register()
                 await self._follow()
-            except FencedError as fenced:
-                log.warning("replica %s will be announced again: %s", self._replica_id, fenced)
-            except (RedisError, OSError) as away:
-                self._outage.begin(away)
+            except FencedError as error:
+                log.warning("replica %s registers again: %s", self._replica_id, error)
+            except (RedisError, OSError) as error:
+                self._outage.begin(error)
             finally:
                 self._is_registered = False
             await asyncio.sleep(RETRY_S)
 
     async def leave(self) -> None:
-        """Removes the replica from the index; if Redis is away, its lease expires soon after."""
+        """Remove the replica from the index; if Redis is away, its lease expires soon after."""
         with contextlib.suppress(RedisError, OSError):
             await self._index.leave(self._replica_id, self._writer_state.incarnation)
 
     async def _register(self) -> None:
-        """The first registration replaces any holder of the id; later ones keep a newer holder."""
+        """Register with all blocks.
+
+        The first registration replaces any holder of the id. A later one fails if a newer process
+        holds the id.
+        """
         if self._was_registered:
             await self._index.leave(self._replica_id, self._writer_state.incarnation)
         self._writer_state = WriterState(self._replica_id, uuid.uuid4().hex[:12])
@@ -197,11 +205,13 @@ class Publisher:
             await self._write(changes)
             self._waiting_since_s = began_s if self._changes else None
             if audit:
-                await self._answer(audit, held)
+                await self._complete(audit, held)
             await self._renew_if_due()
 
-    async def _answer(self, audit: "asyncio.Future[ReplicaAudit]", held: set[Fingerprint]) -> None:
-        """Completes an audit. Nothing is written meanwhile, so the index should equal `held`."""
+    async def _complete(
+        self, audit: "asyncio.Future[ReplicaAudit]", held: set[Fingerprint]
+    ) -> None:
+        """Complete an audit. Nothing is written meanwhile, so the index should equal `held`."""
         writer_state, known = self._writer_state, self._known
         record = await self._index.record(self._replica_id)
         if known is None or record is None or record.incarnation != writer_state.incarnation:
@@ -219,7 +229,9 @@ class Publisher:
                 )
             )
         if index.drift:
-            raise FencedError(f"Redis has {index.drift} blocks other than {writer_state} announced")
+            raise FencedError(
+                f"the set in Redis differs by {index.drift} blocks from what {writer_state} wrote"
+            )
 
     async def _renew_if_due(self) -> None:
         if asyncio.get_running_loop().time() < self._renewal_s:
@@ -231,7 +243,10 @@ class Publisher:
         self._written_s = time.monotonic()
 
     def _plan_renewal(self) -> None:
-        """Before the write: a call of `renew_soon` during the write plans another one."""
+        """Set the time of the next renewal.
+
+        This is called before the write, so that `renew_soon` during the write causes another one.
+        """
         self._renewal_s = asyncio.get_running_loop().time() + self._lease_s / 3
 
     async def _write(self, changes: Changes) -> None:

@@ -1,4 +1,4 @@
-"""A data parallel rank of a replica: an engine, and all that is done for its cache."""
+"""A data parallel rank of a replica: an engine with its publisher, warmer and statistics."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger("kvroute.replica")
 
 
 class Rank:
-    """Runs requests on its engine."""
+    """Runs requests on one engine and publishes the engine's blocks."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Rank:
         )
 
     def follow_events(self) -> "asyncio.Task[None]":
-        """Its changes reach the publisher, until the task is cancelled."""
-        events = self.publisher.receive_events(self.engine, self._happened)
+        """Start the task that publishes the engine's events until it is cancelled."""
+        events = self.publisher.receive_events(self.engine, self._record_events)
         return asyncio.create_task(events, name="events")
 
-    def _happened(self, events: Sequence[KVEvent]) -> None:
+    def _record_events(self, events: Sequence[KVEvent]) -> None:
         self._metrics.happened(events, self._groups)
         self.ghosts.happened(events)
         if any(isinstance(event, BlockRemoved) and event.group < self._groups for event in events):
@@ -88,7 +88,7 @@ class Rank:
         return structs.replace(load, host_bytes_per_s=speed)
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
-        """Emits the engine's chunks. Cancelling it aborts the request."""
+        """Run a request and emit its chunks. Cancelling this call aborts the request."""
         is_first, tokens, began_s = True, 0, time.monotonic()
         new_tokens = len(request.token_ids) - request.expected_tokens
         self.backlog.arrived(request.request_id, new_tokens, began_s, request.waited_s)
@@ -97,7 +97,7 @@ class Rank:
             nonlocal is_first, tokens
             if chunk.token_ids:
                 if is_first:
-                    self._begun(request)
+                    self._record_first_token(request)
                     self.missed.computed(len(request.token_ids) - chunk.cached_tokens)
                 self._metrics.received(request, chunk, is_first=is_first)
                 is_first = False
@@ -110,20 +110,22 @@ class Rank:
             now_s = time.monotonic()
             self.backlog.gone(request.request_id, now_s)
             log.info(
-                *("generated %d tokens in %.1f ms", tokens, 1e3 * (now_s - began_s)),
+                "generated %d tokens in %.1f ms",
+                tokens,
+                1e3 * (now_s - began_s),
                 extra={"request_id": client_id(request.request_id)},
             )
 
-    def _begun(self, request: GenerateRequest) -> None:
-        """The request has its first token."""
+    def _record_first_token(self, request: GenerateRequest) -> None:
         self.backlog.first_token(request.request_id, time.monotonic())
         if request.lora:
             self.publisher.renew_soon()  # the list of loaded adapters may have changed
 
     def occupancy(self, now_s: float) -> float:
-        """Of its scarcest resource, 0 to 1."""
+        """Return the use of the rank's scarcest resource, from 0 to 1."""
         facts, load = self.engine.facts, self.engine.load()
-        pinned_blocks = sum(self.engine.pins.values())  # ignored: every replica needs its own
+        # Pinned blocks do not count: another replica would have to hold the same pins.
+        pinned_blocks = sum(self.engine.pins.values())
         return occupancy(
             busy_share=self.backlog.busy_share(now_s),
             running=load.running,
@@ -134,8 +136,10 @@ class Rank:
 
 
 def autoscaling_stats(ranks: Sequence[Rank], now_s: float) -> dict[str, float]:
-    """A replica's part of the input of kvroute/autoscaling.py. As there, a new request is one that
-    goes to the emptier quarter."""
+    """Return a replica's part of the input of kvroute/autoscaling.py.
+
+    As in that module, the wait is the lower quartile: new requests go to the less busy ranks.
+    """
     waits_s = sorted(rank.backlog.wait_s(now_s) for rank in ranks)
     return {
         "wait_s": waits_s[(len(waits_s) - 1) // 4],

@@ -1,9 +1,10 @@
-"""A replica's share of the named prefixes is warm before it serves, and stays warm.
+"""Keeps the named prefixes that are assigned to this replica in its KV cache.
 
-A start computes pinned prefixes only, for a bounded time; others follow while the replica serves.
-Each replica computes its share from Redis: the declarations and the records of live replicas. It
-releases a prefix only when the prefix is dropped, or when all replicas that are now assigned to it
-have it. During an outage of Redis nothing changes.
+Before the replica serves, it computes pinned prefixes only, for a bounded time. It computes the
+other prefixes while it serves. Which prefixes are assigned to a replica follows from Redis: from
+the declarations and from the records of live replicas. A replica releases a prefix only when the
+prefix is deleted, or when every replica that is now assigned to it has computed it. During an
+outage of Redis nothing changes.
 """
 
 import asyncio
@@ -26,26 +27,27 @@ from kvroute.store.prefixes import Prefix, Prefixes, assigned, shared_tokens
 
 log = logging.getLogger("kvroute.warmer")
 
-POLL_S = 0.5  # between two reads of Redis
-FIRST_SLICE_TOKENS = 64  # computed at once while the replica serves ...
-LONGEST_SLICE_TOKENS = 256
-SLICE_S = 0.2  # ... and the longest time for it, so that streams continue
-START_S = 60.0  # the longest that prefixes delay a start, but for the last one that it computes
-LONGEST_PROMISE_S = 86_400.0
-BRING_BACK_S = 5.0  # between two times that prefixes are brought back from host memory ...
-BRING_BACK_SHARE = 0.125  # ... into this share of the engine's own, at most
-DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
+POLL_S = 0.5  # seconds between two reads of Redis
+# While the replica serves, it computes a prefix in slices, so that running streams continue:
+FIRST_SLICE_TOKENS = 64  # length of the first slice, and the minimum
+LONGEST_SLICE_TOKENS = 256  # maximum length of a slice
+SLICE_S = 0.2  # maximum seconds for a slice; the length is adapted to this
+START_S = 60.0  # a start computes prefixes for this many seconds, plus the time of the last one
+LONGEST_RETENTION_S = 86_400.0  # maximum seconds for which unpinned prefixes are retained
+RELOAD_INTERVAL_S = 5.0  # seconds between two reloads of prefixes from host memory
+RELOAD_SHARE = 0.125  # maximum share of the engine's KV cache that one reload fills
+DECLARED_S = 60.0  # seconds that a start waits until the prefixes in its settings are declared
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     prefix: Prefix
     warm: Warm
-    shared_tokens: int  # of its first blocks, which all namespaces share
+    shared_tokens: int  # length of the first part, whose blocks all namespaces share
 
 
 class Warmer:
-    """Computes, pins and releases named prefixes. on_change: called when `kept` has changed."""
+    """Computes, pins and releases named prefixes; calls `on_change` when `kept` has changed."""
 
     def __init__(
         self,
@@ -67,40 +69,47 @@ class Warmer:
         self._kept: dict[str, _Kept] = {}
         self._impossible: set[str] = set()  # names that the engine rejected
         self._is_serving = False
-        self.has_evicted = False  # the engine, from its own memory, since the last bringing back
-        self._brought_back_s = -math.inf
+        self.has_evicted = False  # True if the engine has evicted blocks since the last reload
+        self._reloaded_s = -math.inf  # time of the last reload from host memory
         self._slice_blocks = self._blocks_in(FIRST_SLICE_TOKENS)
 
     def kept(self) -> Mapping[str, Warm]:
-        """The prefixes that are completely warm here, by Prefix.name."""
+        """Return the prefixes whose full blocks are all cached here, by Prefix.name."""
         return {name: kept.warm for name, kept in self._kept.items()}
 
     async def start(self, declared: Sequence[str]) -> None:
-        """Warms this replica's share, after waiting up to a minute for the ids in `declared`."""
+        """Compute the assigned pinned prefixes, after waiting for the ids in `declared`.
+
+        The wait ends after DECLARED_S, the computation after START_S.
+        """
         await self._read()
         ends_at_s = time.monotonic() + DECLARED_S
         while missing := set(declared) - {prefix.id for prefix in self._declared}:
             if time.monotonic() >= ends_at_s:
-                log.warning("starts without %s, which are not declared in Redis", sorted(missing))
+                log.warning(
+                    "starting without the prefixes %s: they are not declared in Redis",
+                    sorted(missing),
+                )
                 break
             await asyncio.sleep(POLL_S)
             await self._read()
-        await self._warm([prefix for prefix in self._share() if prefix.is_pinned], within_s=START_S)
+        pinned = [prefix for prefix in self._assigned() if prefix.is_pinned]
+        await self._warm(pinned, within_s=START_S)
         self._is_serving = True
 
     async def run(self) -> None:
-        """Follows the declarations until cancelled."""
+        """Compute and release prefixes as declarations change, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             await self._read()
             await self._release()
-            await self._warm(self._share())
-            await self._bring_back()
+            await self._warm(self._assigned())
+            await self._reload()
 
     async def _read(self) -> None:
         try:
             revision = await self._prefixes.revision()
-            if revision not in (0, self._revision):  # 0: Redis lost all; a router restores it
+            if revision not in (0, self._revision):  # 0: Redis lost its data; a router restores it
                 self._declared = await self._prefixes.all()
                 self._revision = revision
             if any(prefix.replicas is not None for prefix in self._declared):
@@ -108,8 +117,8 @@ class Warmer:
         except (RedisError, OSError):
             return  # the publisher logs it
 
-    def _share(self) -> list[Prefix]:
-        """The prefixes assigned to this replica, oldest first, which is the order to warm them."""
+    def _assigned(self) -> list[Prefix]:
+        """Return the prefixes assigned to this replica, the oldest first."""
         ids = {record.id for record in self._records} | {self._replica_id}
         now_s = time.time()
         return [
@@ -120,19 +129,22 @@ class Warmer:
 
     async def _release(self) -> None:
         declared = {prefix.name: prefix for prefix in self._declared}
-        share = {prefix.name for prefix in self._share()}
+        assigned_names = {prefix.name for prefix in self._assigned()}
         self._impossible &= declared.keys()
         for name, kept in list(self._kept.items()):
             prefix = declared.get(name)
             if prefix is None or not self._still_has(prefix, kept):
                 await self._drop(name)
                 continue
-            if name not in share and not self._is_missing_elsewhere(prefix):
+            if name not in assigned_names and not self._is_missing_elsewhere(prefix):
                 await self._drop(name)
 
     def _still_has(self, prefix: Prefix, kept: _Kept) -> bool:
-        """False when the cache was cleared, when Redis lost all data and the name is new, or when
-        requests share another part of it than they did."""
+        """Return whether `kept` still is this prefix, completely cached.
+
+        It is not if the cache was cleared, if the name was declared anew with other tokens after a
+        loss of all data in Redis, or if the length of the shared part has changed.
+        """
         is_same = np.array_equal(prefix.token_ids, kept.prefix.token_ids)
         if self._shared_tokens(prefix) != kept.shared_tokens:
             return False
@@ -140,18 +152,18 @@ class Warmer:
         return is_same and (prefix.name in pins or not kept.warm.is_pinned)
 
     def _is_missing_elsewhere(self, prefix: Prefix) -> bool:
-        """Whether another assigned replica has not warmed it yet."""
+        """Return whether another replica is assigned to the prefix and has not computed it yet."""
         if prefix.is_expired(time.time()):
             return False
         records = {record.id: record for record in self._records}
         return any(prefix.name not in records[id_].pins for id_ in assigned(prefix, records))
 
-    async def _warm(self, share: Sequence[Prefix], *, within_s: float = math.inf) -> None:
-        """Begins none after that time."""
+    async def _warm(self, prefixes: Sequence[Prefix], *, within_s: float = math.inf) -> None:
+        """Compute the prefixes in order; start none after `within_s` seconds."""
         if not self._engine.facts.prefix_caching:
             return
         ends_at_s = time.monotonic() + within_s
-        for prefix in share:
+        for prefix in prefixes:
             is_done = prefix.name in self._impossible or self._is_done(prefix)
             if not is_done and time.monotonic() < ends_at_s:
                 await self._warm_one(prefix)
@@ -170,32 +182,41 @@ class Warmer:
         return prefix.full_blocks(self._engine.facts.block_size) <= room
 
     async def _warm_one(self, prefix: Prefix) -> None:
-        """The prefix is kept, unpinned where pins have no room for it; or known as impossible."""
+        """Compute a prefix and pin it if it is to be pinned and there is room for it.
+
+        A prefix that the engine rejects is noted and not tried again.
+        """
         is_pinned = prefix.is_pinned and self._has_room(prefix)
         try:
             await self._compute(prefix, pin=prefix.name if is_pinned else "")
         except ValueError as error:
-            log.warning("named prefix %s cannot be warmed: %s", prefix.name, error)
+            log.warning("the engine rejects the named prefix %s: %s", prefix.name, error)
             self._impossible.add(prefix.name)
             await self._drop(prefix.name)
             return
         if prefix.is_pinned and not is_pinned:
-            log.warning("named prefix %s is not pinned: pins have no room for it", prefix.name)
+            log.warning(
+                "named prefix %s is cached but not pinned: the pinned blocks have reached their "
+                "limit; delete a prefix or raise --pin-share",
+                prefix.name,
+            )
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         warm = Warm(full_blocks, is_pinned, is_pinned and prefix.is_in_host)
         self._kept[prefix.name] = _Kept(prefix, warm, self._shared_tokens(prefix))
         self._on_change()
 
-    async def _bring_back(self) -> None:
-        """An engine with nothing else to do has what is pinned in host memory in its own, too,
-        before it is asked for. What host memory has lost it computes."""
+    async def _reload(self) -> None:
+        """Copy prefixes that are pinned in host memory to an idle engine before requests need them.
+
+        The engine computes blocks that host memory has lost.
+        """
         now_s = time.monotonic()
-        if not self.has_evicted or now_s < self._brought_back_s + BRING_BACK_S:
+        if not self.has_evicted or now_s < self._reloaded_s + RELOAD_INTERVAL_S:
             return
-        self.has_evicted, self._brought_back_s = False, now_s
-        room = int(BRING_BACK_SHARE * self._engine.facts.capacity_blocks)
-        for kept in [each for each in self._kept.values() if each.warm.is_in_host]:
-            if kept.warm.blocks > room:
+        self.has_evicted, self._reloaded_s = False, now_s
+        room = int(RELOAD_SHARE * self._engine.facts.capacity_blocks)
+        for kept in list(self._kept.values()):
+            if not kept.warm.is_in_host or kept.warm.blocks > room:
                 continue
             room -= kept.warm.blocks
             if not await self._compute(kept.prefix, only_if_idle=True):
@@ -203,9 +224,14 @@ class Warmer:
                 return
 
     async def _compute(self, prefix: Prefix, *, pin: str = "", only_if_idle: bool = False) -> bool:
-        """Brings all full blocks into the cache. While the replica serves, it computes them in
-        slices; after each slice, running requests get the same amount of time. False: it stopped,
-        as there are such requests, and only_if_idle."""
+        """Bring all full blocks of the prefix into the cache.
+
+        While the replica serves, the blocks are computed in slices; after each slice, running
+        requests get the same amount of time.
+
+        Returns:
+            False if it stopped early, because requests are running and `only_if_idle` is set.
+        """
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         if not self._is_serving or not full_blocks:
             await self._compute_first(full_blocks, prefix, pin)
@@ -227,7 +253,8 @@ class Warmer:
 
     def _adapt_slices(self, took_s: float) -> None:
         fitting = int(self._slice_blocks * SLICE_S / max(took_s, 1e-6))
-        shortest = self._blocks_in(FIRST_SLICE_TOKENS)  # took_s may be mostly time in a queue
+        # There is a minimum because took_s may be mostly time in the engine's queue.
+        shortest = self._blocks_in(FIRST_SLICE_TOKENS)
         longest = self._blocks_in(LONGEST_SLICE_TOKENS)
         self._slice_blocks = max(shortest, min(fitting, 2 * self._slice_blocks, longest))
 
@@ -235,10 +262,11 @@ class Warmer:
         return max(1, tokens // self._engine.facts.block_size)
 
     async def _compute_first(self, blocks: int, prefix: Prefix, pin: str) -> float:
-        """Brings the first blocks into the cache; returns the seconds that it took."""
+        """Bring the first `blocks` blocks into the cache, and return the seconds that it took."""
         began_s = time.monotonic()
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
-        # With one more token, any one, all blocks can come from the cache.
+        # An engine always computes a prompt's last token. With one more token, whichever it is,
+        # all blocks can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
         is_pinned = pin or prefix.name in self._engine.host_pins
         request = GenerateRequest(
@@ -248,7 +276,7 @@ class Warmer:
             pin=pin,
             is_host_pin=prefix.is_in_host,
             shared_tokens=self._shared_tokens(prefix),
-            keep=None if is_pinned else _promise(prefix, time.time()),
+            keep=None if is_pinned else _retention(prefix, time.time()),
         )
         await self._engine.generate(request, lambda _: None)
         return time.monotonic() - began_s
@@ -256,7 +284,7 @@ class Warmer:
     def _shared_tokens(self, prefix: Prefix) -> int:
         if not prefix.namespace:
             return 0
-        shared = [each for each in self._declared if each.is_shared]
+        shared = [declared for declared in self._declared if declared.is_shared]
         return shared_tokens(prefix.token_ids, shared, self._engine.facts.block_size)
 
     async def _drop(self, name: str) -> None:
@@ -265,9 +293,9 @@ class Warmer:
             self._on_change()
 
 
-def _promise(prefix: Prefix, now_s: float) -> Keep | None:
-    """What is warm without a pin is kept until it expires, as far as promises have room."""
+def _retention(prefix: Prefix, now_s: float) -> Keep | None:
+    """Return the request to retain an unpinned prefix until it expires."""
     if prefix.expires_at_s is None:
         return None
-    still_s = min(LONGEST_PROMISE_S, max(0.0, prefix.expires_at_s - now_s))
+    still_s = min(LONGEST_RETENTION_S, max(0.0, prefix.expires_at_s - now_s))
     return Keep(still_s=still_s, tenant=tenant_number(prefix.tenant or prefix.namespace))

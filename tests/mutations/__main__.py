@@ -83,7 +83,7 @@ MUTATIONS = {
     "prefixes": Mutation(
         "a named prefix is cached before its first request",
         "replica/warmer.py",
-        "        await self._warm([prefix for prefix in self._share() if prefix.is_pinned], ",
+        "        await self._warm(pinned, ",
         "        await self._warm([], ",
     ),
     "ledger": Mutation(

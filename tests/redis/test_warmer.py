@@ -180,7 +180,7 @@ def with_host(**changes: Any) -> SimulatedConfig:
 async def test_what_is_pinned_in_host_memory_comes_back_before_it_is_asked_for(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.BRING_BACK_S", 0.0)
+    monkeypatch.setattr("kvroute.replica.warmer.RELOAD_INTERVAL_S", 0.0)
     prefix = await declare(prefixes, "x", is_in_host=True)
     async with Replica(prefixes._redis, config=with_host()).running("x") as replica:
         await until_told(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
@@ -199,7 +199,7 @@ async def test_what_is_pinned_in_host_memory_comes_back_before_it_is_asked_for(
 async def test_who_brings_back_leaves_clients_the_engine(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.BRING_BACK_S", 0.0)
+    monkeypatch.setattr("kvroute.replica.warmer.RELOAD_INTERVAL_S", 0.0)
     await declare(prefixes, "large", blocks=30, is_in_host=True)
     prefix = await declare(prefixes, "x", is_in_host=True, expires_at_s=time.time() + 1000.0)
     config = with_host(decode_step_s=0.005)  # the client's answer takes 7 s
