@@ -176,3 +176,9 @@ def test_the_sums_are_those_of_the_requests_that_are_there(steps: list[tuple[str
     assert load.waiting_s == pytest.approx(sum(each.prefill_s for each in load.waiting.values()))
     assert load.pending_tokens == sum(each.new_tokens for each in load.waiting.values())
     assert load.decoding_tokens == sum(load.decoding.values())
+
+
+def test_a_clock_that_shows_no_time_makes_no_replica_infinitely_fast() -> None:
+    loads = [ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0)) for _ in range(3)]
+    assert all(min(pair) > 0.0 for pair in learned_slowness(loads))
+    assert slow_replicas({str(number): load for number, load in enumerate(loads)}) == {}
