@@ -346,4 +346,4 @@ async def test_what_cannot_be_read_is_counted(empty_redis: Redis) -> None:
     await empty_redis.hset(KEY, key("a", ""), bytes(16) + zlib.compress(b'{"version":2}'))
     assert await said(responses, "a") == []
     assert unreadable.counts["response"] == 1
-    assert "version 2" in unreadable.last["response"].reason
+    assert "version is 2" in unreadable.last["response"].reason
