@@ -34,7 +34,7 @@ from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
 from kvroute.wire.address import Address
 from kvroute.wire.server import HOST, Server
-from kvroute.wire.structs import request_in
+from kvroute.wire.structs import decode_begin
 
 log = logging.getLogger("kvroute.replica")
 
@@ -96,8 +96,8 @@ class Replica:
 
     async def _canary(self, begin: bytes, rank: int) -> bytes:
         """Run the request without counting it in metrics, because no client sent it."""
-        request = replace(request_in(begin), rank=rank)
-        await self._ranks[rank].engine.generate(request, lambda _: None)
+        _, request = decode_begin(begin)
+        await self._ranks[rank].engine.generate(replace(request, rank=rank), lambda _: None)
         return b""
 
     async def _render(self, call: bytes, rank: int) -> bytes:

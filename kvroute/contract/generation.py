@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvroute.blocks.chain import Scope
-from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
 from kvroute.contract.keep import Keep
 
@@ -20,8 +19,8 @@ NO_TOKENS: TokenIds = np.array([], np.uint32)
 BYTES_A_TOKEN = 64  # bytes of an HTTP response that count as one token in `weight`
 
 
-class GenerateRequest(Struct, frozen=True):
-    """One prompt that a replica's engine runs."""
+class GenerateRequest(Struct, frozen=True, array_like=True):
+    """One prompt that an engine runs. Routers send the fields before `pin`, in this order."""
 
     request_id: str
     token_ids: TokenIds  # shape (n,): the prompt, then the tokens that another engine generated
@@ -29,19 +28,18 @@ class GenerateRequest(Struct, frozen=True):
     answered: int = 0  # how many trailing token_ids belong to the response
     trace: TraceContext | None = None  # the parent span; None: not traced
     lora: str = ""  # name of the LoRA adapter; empty: the base model
-    pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
-    is_host_pin: bool = False  # True: the pin keeps them in host memory, not in the engine's own
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
     call: HttpCall | None = None  # the HTTP request to answer; None: no client reads the tokens
     max_tokens: int = 1  # tokens to generate if there is no call
     rank: int = 0  # the data parallel rank of the replica that runs the request
-    features: tuple[Feature, ...] = ()  # for placement only; the replica reads the call's media
     shared_tokens: int = 0  # tokens of the first blocks, which all namespaces share
     # Position in the engine's queue: the lowest is first. It is relative to the arrival at the
     # engine, since hosts' clocks differ. Negative: the request has waited elsewhere.
     order_s: float = 0.0
     waited_s: float = 0.0  # seconds in the router's queue because no replica had capacity
     keep: Keep | None = None  # how long the blocks stay in the KV cache; None: by age only
+    pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
+    is_host_pin: bool = False  # True: the pin keeps them in host memory, not in the engine's own
 
     @property
     def scope(self) -> Scope:

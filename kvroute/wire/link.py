@@ -188,8 +188,7 @@ class Link(Connection):
     def open(self, request: GenerateRequest, *, most_waiting: int) -> Stream:
         """Send a request. Raises LostError, or RefusedError if the replica does not read."""
         stream = Stream(self, next(self._numbers), most_waiting)
-        begin = structs.begin_of(stream._number, request)
-        self._send(Kind.BEGIN, encode(begin))
+        self._send(Kind.BEGIN, structs.encode_begin(stream._number, request))
         self._streams[stream._number] = stream
         return stream
 

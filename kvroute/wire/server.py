@@ -8,7 +8,13 @@ from functools import partial
 
 import msgspec
 
-from kvroute.contract.generation import Chunk, EngineDeadError, Generate, weight
+from kvroute.contract.generation import (
+    Chunk,
+    EngineDeadError,
+    Generate,
+    GenerateRequest,
+    weight,
+)
 from kvroute.contract.preparation import on_prepared
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
@@ -209,12 +215,12 @@ class Peer(Connection):
         self.tell(self._server.told)
 
     def _begin(self, payload: bytes) -> None:
-        begin = structs.decode_begin(payload)
+        stream, request = structs.decode_begin(payload)
         if reason := self._server.refusal():
             self._server.refusals += 1
-            self._end(begin.stream, "refused", reason)
+            self._end(stream, "refused", reason)
             return
-        self._run(begin.stream, self._stream(begin))
+        self._run(stream, self._stream(stream, request))
 
     def _run(self, stream: int, work: Coroutine[None, None, None]) -> None:
         """Start the stream's task, which a router can cancel."""
@@ -233,10 +239,8 @@ class Peer(Connection):
         if task := self._tasks.get(stream):
             task.cancel()
 
-    async def _stream(self, begin: structs.Begin) -> None:
-        stream = begin.stream
+    async def _stream(self, stream: int, request: GenerateRequest) -> None:
         try:
-            request = structs.request_of(begin)
             self.send(Kind.TAKEN, encode(structs.Preparing(stream)))
             on_prepared(lambda: self.send(Kind.PREPARED, encode(structs.Preparing(stream))))
             await self._server.generate(request, partial(self._push, stream))

@@ -5,15 +5,14 @@ misunderstand a message.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import astuple, replace
 
 from kvroute.contract.generation import Chunk, GenerateRequest, TokenIds
-from kvroute.contract.http_call import HttpCall
-from kvroute.contract.keep import Keep
 from kvroute.contract.records import Count
 
 VERSION = 2
@@ -44,26 +43,6 @@ class Welcome(Struct, array_like=True):
     """The replica's proof that it knows the secret."""
 
     proof: bytes
-
-
-class Begin(Struct, array_like=True):
-    """Starts a stream of chunks. The fields are those of GenerateRequest."""
-
-    stream: int  # the stream's number on this connection
-    request_id: str
-    token_ids: bytes  # 4 bytes each, little endian
-    namespace: str = ""
-    answered: int = 0
-    trace: dict[str, str] | None = None
-    lora: str = ""
-    expected_tokens: int = 0
-    call: HttpCall | None = None
-    max_tokens: int = 1
-    rank: int = 0
-    shared_tokens: int = 0
-    order_s: float = 0.0
-    waited_s: float = 0.0
-    keep: Keep | None = None
 
 
 class Cancel(Struct, array_like=True):
@@ -113,7 +92,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_challenge = msgspec.msgpack.Decoder(Challenge).decode
 decode_proof = msgspec.msgpack.Decoder(Proof).decode
 decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
-decode_begin = msgspec.msgpack.Decoder(Begin).decode
+_decode_begin = msgspec.msgpack.Decoder(tuple[Any, ...]).decode
 decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
 decode_preparing = msgspec.msgpack.Decoder(Preparing).decode
 decode_call = msgspec.msgpack.Decoder(Call).decode
@@ -122,50 +101,28 @@ decode_pending = msgspec.msgpack.Decoder(Pending).decode
 decode_deltas = msgspec.msgpack.Decoder(Deltas).decode
 
 TOKEN_ID = np.dtype("<u4")
+SENT_FIELDS = GenerateRequest.__struct_fields__.index("pin")
 
 
-def begin_of(stream: int, request: GenerateRequest) -> Begin:
-    return Begin(
-        stream,
-        request.request_id,
-        np.ascontiguousarray(request.token_ids, TOKEN_ID).tobytes(),
-        request.namespace,
-        request.answered,
-        None if request.trace is None else dict(request.trace),
-        request.lora,
-        request.expected_tokens,
-        request.call,
-        request.max_tokens,
-        request.rank,
-        request.shared_tokens,
-        request.order_s,
-        request.waited_s,
-        request.keep,
-    )
+def encode_begin(stream: int, request: GenerateRequest) -> bytes:
+    """Encode the message that starts a stream: its number on the connection, then the request."""
+    token_ids = np.ascontiguousarray(request.token_ids, TOKEN_ID).tobytes()
+    request_id, _, *others = astuple(request)[:SENT_FIELDS]
+    return encode((stream, request_id, token_ids, *others))
 
 
-def request_in(packed: bytes) -> GenerateRequest:
-    """Decode an encoded Begin. Raises ValueError if it cannot be read."""
-    return request_of(decode_begin(packed))
+def decode_begin(packed: bytes) -> tuple[int, GenerateRequest]:
+    """Decode what `encode_begin` returns.
 
-
-def request_of(begin: Begin) -> GenerateRequest:
-    """Return the request of a Begin. Raises ValueError for invalid token ids."""
-    return GenerateRequest(
-        begin.request_id,
-        token_ids_of(begin.token_ids),
-        begin.namespace,
-        begin.answered,
-        begin.trace,
-        begin.lora,
-        expected_tokens=begin.expected_tokens,
-        call=begin.call,
-        max_tokens=begin.max_tokens,
-        rank=begin.rank,
-        shared_tokens=begin.shared_tokens,
-        order_s=bounded(begin.order_s),
-        waited_s=max(0.0, bounded(begin.waited_s)),
-        keep=begin.keep,
+    Raises:
+        ValueError: it cannot be read.
+    """
+    stream, *fields = _decode_begin(packed)
+    request = msgspec.convert(fields[:SENT_FIELDS], GenerateRequest, dec_hook=_token_ids)
+    return stream, replace(
+        request,
+        order_s=bounded(request.order_s),
+        waited_s=max(0.0, bounded(request.waited_s)),
     )
 
 
@@ -178,3 +135,7 @@ def bounded(given_s: float) -> float:
 
 def token_ids_of(packed: bytes) -> TokenIds:
     return np.frombuffer(packed, TOKEN_ID).astype(np.uint32, copy=False)
+
+
+def _token_ids(_: type, packed: bytes) -> TokenIds:
+    return token_ids_of(packed)

@@ -89,7 +89,7 @@ class Generation:
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # as the engine knows it
         self.token_ids = request.token_ids
-        self.features = request.features
+        self.features = context.features
         self._dispatcher = dispatcher
         self._request = request
         self._call = call
@@ -229,7 +229,6 @@ class Dispatcher:
             context.namespace,
             lora=context.lora,
             call=call,
-            features=context.features,
             shared_tokens=self.shared_tokens(token_ids, context.namespace, context.features),
         )
         losses = Losses()
@@ -316,7 +315,7 @@ class Dispatcher:
                 running = [id_ for id_ in running if id_ in turn.among] or running
             now_s = time.monotonic()
             placement = self._fleet.place(
-                *(request.token_ids, running, now_s, request.scope, request.features),
+                *(request.token_ids, running, now_s, request.scope, context.features),
                 session=context.said.session,
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)

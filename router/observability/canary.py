@@ -20,7 +20,7 @@ from kvroute.contract.records import ReplicaRecord
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.index import Index
-from kvroute.wire.structs import begin_of, encode
+from kvroute.wire.structs import encode_begin
 
 CALL_S = 15.0  # the longest wait for a response, which includes the engine's queue
 SEEN_S = 5.0  # the longest wait for its blocks after that
@@ -146,7 +146,7 @@ def canary_sender(links: Links) -> Send:
     """A function that sends to one particular replica; it raises UnansweredError."""
 
     async def send(replica_id: str, request: GenerateRequest) -> None:
-        await links.call(replica_id, "canary", encode(begin_of(0, request)), within_s=CALL_S)
+        await links.call(replica_id, "canary", encode_begin(0, request), within_s=CALL_S)
 
     return send
 

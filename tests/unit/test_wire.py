@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, Emit, EngineDeadError, GenerateRequest
-from kvroute.contract.http_call import HttpPart
+from kvroute.contract.http_call import HttpCall, HttpPart
+from kvroute.contract.keep import KEEP
 from kvroute.wire import server as replicas_end
 from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, Kind, Reader, frames
 from kvroute.wire.link import (
@@ -32,14 +33,13 @@ from kvroute.wire.server import IDLE_REPORTS, PortsTakenError, Server
 from kvroute.wire.structs import (
     MOST_ORDER_S,
     VERSION,
-    Begin,
     Challenge,
     Deltas,
     Ended,
     Welcome,
-    begin_of,
+    decode_begin,
     encode,
-    request_in,
+    encode_begin,
 )
 from tests.support.waiting import until
 
@@ -162,9 +162,29 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_there() -> None:
         list(Reader().feed(HEADER.pack(LARGEST_FRAME + 1, Kind.BEGIN)))
 
 
+def crossed(request: GenerateRequest) -> GenerateRequest:
+    """Return the request as the replica decodes it."""
+    return decode_begin(encode_begin(0, request))[1]
+
+
+def test_the_bytes_of_a_request_are_those_of_version_2() -> None:
+    """Routers and replicas of two releases work together, so these bytes never change."""
+    call = HttpCall("/v1/completions", b"{}", 1.5)
+    told = request(2, namespace="n", trace={"traceparent": "x"}, call=call, keep=KEEP, pin="local")
+    assert encode_begin(7, told).hex() == BEGIN
+
+
+BEGIN = (
+    "9f07a172c4080000000001000000a16e0081ab7472616365706172656e74a178a0009caf2f76312f"
+    "636f6d706c6574696f6e73c4027b7dcb3ff8000000000000c3c2900000a0a0a0c2050000cb000000"
+    "0000000000cb000000000000000097cb3ff0000000000000cb00000000000000000000cb3ff00000"
+    "00000000cb0000000000000000c3"
+)
+
+
 def test_a_request_is_the_same_on_the_other_side() -> None:
     sent = request(1000, answered=3, trace={"traceparent": "x"}, lora="l", expected_tokens=64)
-    got = request_in(encode(begin_of(0, sent)))
+    got = crossed(sent)
     assert got.token_ids.tolist() == sent.token_ids.tolist()
     assert [getattr(got, name) for name in SAME] == [getattr(sent, name) for name in SAME]
 
@@ -174,20 +194,20 @@ SAME = ("request_id", "max_tokens", "namespace", "answered", "trace", "lora", "e
 
 @given(st.floats())
 def test_an_order_crosses_as_it_is_or_as_one_that_an_engine_can_count_with(order_s: float) -> None:
-    got = request_in(encode(begin_of(0, request(order_s=order_s)))).order_s
+    got = crossed(request(order_s=order_s)).order_s
     if math.isfinite(order_s):
         assert got == min(max(order_s, -MOST_ORDER_S), MOST_ORDER_S)
     else:
         assert got == 0
 
 
-ORDER = Begin.__struct_fields__.index("order_s")
+ORDER = 1 + GenerateRequest.__struct_fields__.index("order_s")
 
 
 def test_a_router_that_knows_no_order_sends_requests_in_theirs() -> None:
     told = request(order_s=5.0, waited_s=5.0)
-    fields = msgspec.msgpack.decode(encode(begin_of(0, told)))[:ORDER]
-    got = request_in(msgspec.msgpack.encode(fields))
+    fields = msgspec.msgpack.decode(encode_begin(0, told))[:ORDER]
+    _, got = decode_begin(msgspec.msgpack.encode(fields))
     assert (got.order_s, got.waited_s) == (0, 0)
 
 
@@ -195,7 +215,7 @@ def test_a_router_that_knows_no_order_sends_requests_in_theirs() -> None:
     ("given_s", "got_s"), [(2.5, 2.5), (-1.0, 0.0), (math.inf, 0.0), (1e300, MOST_ORDER_S)]
 )
 def test_a_wait_crosses_if_a_replica_can_count_with_it(given_s: float, got_s: float) -> None:
-    assert request_in(encode(begin_of(0, request(waited_s=given_s)))).waited_s == got_s
+    assert crossed(request(waited_s=given_s)).waited_s == got_s
 
 
 # Answers.
