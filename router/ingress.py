@@ -69,7 +69,7 @@ class Router:
         drain_s = self._models.settings.drain_timeout_s
         self._ending = asyncio.create_task(_end_in_time(self._answers, drain_s))
         log_to_serve(self._models.only)
-        await asyncio.gather(*(model.start() for model in self._all))
+        await asyncio.gather(*(model.lifecycle.start() for model in self._all))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application; Serve calls this after the constructor."""
@@ -91,7 +91,7 @@ class Router:
     async def check_health(self) -> None:
         """Serve replaces the router when this raises."""
         for model in self._all:
-            model.check()
+            model.lifecycle.check()
         if self._watching and self._watching.done():
             self._watching.result()
 
@@ -100,7 +100,9 @@ class Router:
         self._ending.cancel()
         if self._watching:
             self._watching.cancel()
-        await asyncio.gather(self._bodies.close(), *(model.close() for model in self._all))
+        await asyncio.gather(
+            self._bodies.close(), *(model.lifecycle.close() for model in self._all)
+        )
         await asyncio.to_thread(request_spans.close)
 
 
@@ -146,16 +148,17 @@ def application(
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits
+    refused = models.first.telemetry.refused  # counts a refusal before the model is known
     http.add_middleware(request_spans.Requests)
-    http.add_middleware(Admission, limit=models.settings.max_requests, refused=models.first.refused)
-    http.add_middleware(LastAnswers, answers=answers, refused=models.first.refused)
+    http.add_middleware(Admission, limit=models.settings.max_requests, refused=refused)
+    http.add_middleware(LastAnswers, answers=answers, refused=refused)
     if keys is not None:
-        http.add_middleware(Access, keys=keys.keyring, refused=models.first.refused)
+        http.add_middleware(Access, keys=keys.keyring, refused=refused)
     guard(
         http,
         allowed=models.settings.allow_origin,
         local_only=models.settings.local_only,
-        refused=models.first.refused,
+        refused=refused,
     )
     conversations = (openai_routes, response_routes, session_routes)
     for kind in (*conversations, prefix_routes, cluster_routes, ui_routes):

@@ -91,6 +91,7 @@ TOKENIZERS = (
 ANTHROPICS = frozenset({"system", "stop_sequences"})
 ANTHROPICS_PARTS = frozenset({"tool_use", "tool_result"})
 
+PREFIX = "x-kvroute-prefix"  # header with the name of a declared prefix
 PREFIX_NAME = "the name of a declared prefix: a number, or up to 128 characters without ␟"
 _PREFIX_ID = TypeAdapter[str](PrefixId)
 
@@ -104,6 +105,8 @@ class Call(Struct, frozen=True):
     input_values: int = 0  # JSON values in the items of a list `input`
     caller: Caller | None = None  # None where no keys are needed
     is_stored: bool = False  # its response will be stored
+    prefix_name: str = ""  # of the header PREFIX; empty: there is none
+    wants_receipts: bool = False  # in the response
 
     @property
     def model(self) -> str | None:
@@ -170,7 +173,7 @@ class Call(Struct, frozen=True):
         return len(embeds) + len(prompts)
 
     def prefix(self) -> tuple[str, str] | None:
-        """The field that names a prefix, and the prefix's name. ApiError."""
+        """Return the field or header that names a prefix, and the prefix's name. ApiError."""
         given = {
             name: self.body[name]
             for name in ("task_id", "prefix_id")
@@ -184,7 +187,7 @@ class Call(Struct, frozen=True):
             )
         for field, value in given.items():
             return field, _prefix_id(field, value)
-        return None
+        return (PREFIX, self.prefix_name) if self.prefix_name else None
 
     @property
     def needs_prompt_text(self) -> bool:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -37,6 +38,7 @@ from kvroute.router.dispatch.losses import Losses, lost
 from kvroute.router.dispatch.seating import Seating
 from kvroute.router.placement.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.receipts import receipt
 from kvroute.wire.link import FailedError, LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")
@@ -108,6 +110,23 @@ class Generation:
     def expected_tokens(self) -> int:
         """Prompt tokens that the router expected in the first replica's cache."""
         return self.placement.expected_tokens(self.replica_id)
+
+    def receipt(self, policy: str) -> dict[str, Any]:
+        """Return why the prompt went to its first replica, and what came of it."""
+        return receipt(
+            self.placement,
+            policy=policy,
+            broken=self._context.broken,
+            retention=self.retention,
+        ) | {
+            "request_id": self.request_id,
+            "replica": self.replica_id,
+            "expected_tokens": self.expected_tokens,
+            "cached_tokens": self.cached_tokens,
+            "queued_s": round(self.wait.waited_s, 3),
+            "queued_for": self.wait.reason,
+            "seat_s": round(self.wait.seat_s, 3),
+        }
 
     async def next(self) -> Chunk | None:
         """What has come since the last call, from whichever replica; None after the last chunk.

@@ -29,7 +29,7 @@ async def health(request: Request, models: Served) -> Response:
     would cut off the other models too. Requests are served without Redis and with degraded replicas
     too, but their placement is worse.
     """
-    found = {model.name: model.health() for model in models.all}
+    found = {model.name: model.status.health() for model in models.all}
     ready = sum(each.ready for each in found.values())
     is_stopping = request.app.state.answers.is_stopping
     problem = "stopping" if is_stopping else "" if ready else "no replica is ready"
@@ -61,14 +61,14 @@ async def version() -> Response:
 async def cluster(models: Served) -> Response:
     """The replicas in the index, or those last seen there while Redis is away or slow; and what
     waits in this router and, as far as it knows, in all; and how many sessions have seats."""
-    replicas = await asyncio.gather(*(model.replicas() for model in models.all))
+    replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
     return JSONResponse(
         {
             "model": models.only,
             "ray_address": ray.get_runtime_context().gcs_address,
             "replicas": together(models.all, replicas),
-            "queues": [model.queue() for model in models.all],
-            "seats": [*chain.from_iterable(model.seats() for model in models.all)],
+            "queues": [model.status.queue() for model in models.all],
+            "seats": [*chain.from_iterable(model.status.seats() for model in models.all)],
         }
     )
 
@@ -77,7 +77,7 @@ async def cluster(models: Served) -> Response:
 async def audit(models: Served) -> Response:
     """This router's mirror, Redis, the replicas and their engines, compared."""
     with needing_redis():
-        audits = await asyncio.gather(*(model.audit() for model in models.all))
+        audits = await asyncio.gather(*(model.audit.run() for model in models.all))
     replicas = together(models.all, audits)
     return JSONResponse({"router": models.router_id, "replicas": replicas})
 
@@ -85,7 +85,7 @@ async def audit(models: Served) -> Response:
 @routes.post("/v1/cluster/canary")
 async def canary(models: Served) -> Response:
     """Sends a tiny request to every replica, and reports whether its blocks appeared."""
-    found = await asyncio.gather(*(model.canary() for model in models.all))
+    found = await asyncio.gather(*(model.canaries.run() for model in models.all))
     replicas = together(models.all, found)
     return JSONResponse({"router": models.router_id, "replicas": replicas})
 
@@ -116,7 +116,7 @@ async def tenants(
     days = days_between(since, until, today=today, most=KEPT_DAYS)
     selected = models.all if model is None else [models.named(model)]
     with needing_redis():
-        accounts = await asyncio.gather(*(each.tenants(days) for each in selected))
+        accounts = await asyncio.gather(*(each.status.tenants(days) for each in selected))
     found = together(selected, accounts)
     found.sort(key=lambda account: -sum(account["gpu_seconds"].values()))
     period = {"since": days[0].isoformat(), "until": days[-1].isoformat()}
@@ -127,7 +127,7 @@ async def tenants(
 async def metrics_targets(models: Served) -> Response:
     """All processes of the cluster; 503 without Redis, so Prometheus keeps its last list."""
     with needing_redis():
-        found = await asyncio.gather(*(model.metrics_targets() for model in models.all))
+        found = await asyncio.gather(*(model.status.metrics_targets() for model in models.all))
     return JSONResponse(list(chain.from_iterable(found)))
 
 

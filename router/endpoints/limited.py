@@ -67,11 +67,11 @@ def counting_refusals(request: Request, models: Models) -> Iterator[None]:
         yield
     except OverLimitError as over:
         model = getattr(request.state, "model", models.first)
-        model.over_limit(over.tenant, over.limit)
+        model.telemetry.over_limit(over.tenant, over.limit)
         limits: Limits = request.app.state.limits
         error = over_limit(over, limits.room(over.tenant, time.monotonic()))
-        model.refused(error)
+        model.telemetry.refused(error)
         raise error from None
     except Exception as error:
-        getattr(request.state, "model", models.first).refused(error)
+        getattr(request.state, "model", models.first).telemetry.refused(error)
         raise

@@ -6,9 +6,11 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from msgspec.json import decode, encode
+from msgspec.structs import replace
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
@@ -17,6 +19,7 @@ from kvroute.router.api.calls import (
     INVOCATIONS,
     MESSAGES,
     PASSED_ON,
+    PREFIX,
     RESPONSES,
     Call,
     parse_any,
@@ -28,7 +31,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import FORM, REPORTING, report_headers
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import said_of
-from kvroute.router.api.urgency import urgency_of
+from kvroute.router.api.urgency import sharer_of, urgency_of
 from kvroute.router.dispatch.chat_batch import answered_together
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.endpoints.limited import (
@@ -41,11 +44,11 @@ from kvroute.router.endpoints.limited import (
 from kvroute.router.endpoints.seat_notices import SeatNotices
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.middleware.request_id import request_id
-from kvroute.router.serving.calls import RefusedCallError
+from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models, Served
+from kvroute.router.serving.rendering import RefusedCallError
 
 RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
-PREFIX = "x-kvroute-prefix"  # header with the name of a declared prefix
 
 routes = APIRouter()
 
@@ -89,11 +92,14 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
     """Where the prompts of this body would go now, and why; nothing runs."""
     entry = entered(request)
     with leaving(entry):
-        call = (await bodies.read(parse_any, request)).asked_by(caller_of(request))
+        call = _with_headers(await bodies.read(parse_any, request), request)
         try:
             said = said_of(request.headers, call)
             model = models.named(call.model, limits_of(request))
-            receipts = await model.explain(call, said, prefix_name=_prefix_name(request))
+            context = RequestContext(
+                namespace=call.cache_salt, lora=model.adapter(call.model) or "", said=said
+            )
+            receipts = await model.requests.explain(call, context)
         except RefusedCallError as error:
             return whole_response(error.refusal, path=call.path)
     found = {"object": "route", "router": models.router_id, "receipts": receipts}
@@ -118,10 +124,19 @@ async def get_model(name: str, request: Request, models: Served) -> Response:
     return JSONResponse(card)
 
 
-def _prefix_name(request: Request) -> str | None:
-    """Return the prefix that the header names, in UTF-8 as clients send it."""
-    name = request.headers.get(PREFIX)  # decoded as Latin-1
-    if name is None or name.isascii():
+def _with_headers(call: Call, request: Request) -> Call:
+    """Return the call with its caller, and with what its headers say of it. ApiError."""
+    return replace(
+        call.asked_by(caller_of(request)),
+        prefix_name=_prefix_name(request),
+        wants_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
+    )
+
+
+def _prefix_name(request: Request) -> str:
+    """Return the prefix that the header names, in UTF-8 as clients send it; empty: none."""
+    name = request.headers.get(PREFIX, "")  # decoded as Latin-1
+    if name.isascii():
         return name
     with suppress(UnicodeDecodeError):
         return name.encode("latin-1").decode()
@@ -156,7 +171,7 @@ async def _score(request: Request, entry: Entry | None) -> Response:
     models: Models = request.app.state.models
     scoring, raw, name = await request.app.state.bodies.read(parse_scoring, request)
     request.state.model = model = models.named(name, limits_of(request))
-    call, id_ = await model.scoring(scoring, raw), request_id(request)
+    call, id_ = await model.requests.scoring(scoring, raw), request_id(request)
     response = await _answer(call, request, entry, id_=id_)
     if response.status_code != 200:
         return response
@@ -182,21 +197,24 @@ async def _answer(
         notices: tell the client of a stream that it waits for a seat; None: it is not told.
     """
     models: Models = request.app.state.models
-    call = call.asked_by(caller_of(request))
+    call = _with_headers(call, request)
     request.state.model = model = models.named(call.model, limits_of(request))
     most_s = model.settings.max_wait_s
     urgency = urgency_of(request.headers, call.body, call.caller, most_s=most_s)
-    response = await model.answer(
-        call,
+    context = RequestContext(
         request_id=id_,
-        with_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
-        prefix_name=_prefix_name(request),
+        choices=call.n,
+        namespace=call.cache_salt,
+        tenant=tenant_of(call.caller),
         entry=entry,
+        lora=model.adapter(call.model) or "",
         urgency=urgency if is_first else urgency.without_bound(),
+        sharer=sharer_of(call.caller, call.body.get("user")),
         said=said_of(request.headers, call),
         still_waiting=notices.of(call) if notices else None,
     )
+    response = await model.requests.answer(call, context)
     is_whole = response.status_code == 200 and not isinstance(response, StreamingResponse)
     if is_whole and call.path in REPORTING and (form := request.headers.get(FORM)):
-        response.headers.update(report_headers(form, model.load()))
+        response.headers.update(report_headers(form, model.status.load()))
     return response

@@ -19,10 +19,7 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
     declaration = await bodies.parsed(PrefixDeclaration, request)
     model = models.named(declaration.model)
     prefix, is_new = await model.prefixes.declare(
-        declaration,
-        caller_of(request),
-        max_model_len=model.max_model_len,
-        limits=limits_of(request),
+        declaration, caller_of(request), limits_of(request)
     )
     return JSONResponse({**prefix, "model": model.name}, 201 if is_new else 200)
 

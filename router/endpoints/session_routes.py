@@ -26,7 +26,7 @@ async def end_session(
     selected = models.all if model is None else [models.named(model)]
     number = session_number(salted(caller_of(request), salt), session_id)
     with leaving(entered(request)):
-        found = await asyncio.gather(*(each.end_session(number) for each in selected))
+        found = await asyncio.gather(*(each.requests.end_session(number) for each in selected))
     unanswered = {replica_id: why for each in found for replica_id, why in each.items()}
     ended = {"id": session_id, "object": "session", "deleted": True, "unanswered": unanswered}
     return JSONResponse(ended)

@@ -93,7 +93,7 @@ class Placement(Struct, frozen=True):
 class RequestContext(Struct, frozen=True):
     """What a client's call asks for; the same for each of its prompts."""
 
-    at_s: float  # when its prompts were ready to be dispatched, on the clock of the attempts
+    at_s: float = 0.0  # when its prompts were ready to be dispatched, on the attempts' clock
     request_id: str = ""  # as the client knows it; a dispatch's id is longer
     choices: int = 1  # for each prompt
     prompts: int = 1  # of the call

@@ -22,6 +22,7 @@ from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, u
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
 from kvroute.router.placement.receipts import RECEIPTS
 from kvroute.store.outage import Outage
+from kvroute.store.prefixes import Prefix
 from kvroute.store.responses import MOST_LINKS, Responses, TooLongError, Turn, joined
 
 log = logging.getLogger("kvroute.conversations")
@@ -42,22 +43,30 @@ class Input:
 NO_INPUT = Input(b"[]")
 
 
-class Asked(Struct, frozen=True):
-    """A call, and what is to become of its response."""
+class Expanded(Struct, frozen=True):
+    """A call with all that its prompts are made of."""
 
-    call: Call  # with all of the conversation
-    previous_id: str | None = None  # of the response before it
-    store: Callable[[Members], Awaitable[None]] | None = None  # stores the response
+    call: Call  # with the whole conversation
+    previous_id: str | None = None  # the response that it goes on with; None: it begins a new one
+    store: Callable[[Members], Awaitable[None]] | None = None  # stores its response; None: do not
+    prefix: Prefix | None = None  # the named prefix before its prompts
 
 
-async def asked(call: Call, conversations: "Conversations | None") -> Asked:
-    """The call with what was said before it. conversations: None: none are stored. ApiError."""
+async def continued(call: Call, conversations: "Conversations | None") -> Expanded:
+    """Return the call with the conversation before it.
+
+    Args:
+        conversations: None: none are stored.
+
+    Raises:
+        ApiError: there is no such conversation, or the whole is too long.
+    """
     if call.path != RESPONSES:
-        return Asked(call)
+        return Expanded(call)
     if conversations is not None:
-        return await conversations.asked(call)
+        return await conversations.continued(call)
     if (previous_id := call.body.get(PREVIOUS)) is None:
-        return Asked(call)
+        return Expanded(call)
     raise unsupported(
         PREVIOUS,
         f"{PREVIOUS} is {shown(previous_id)}, and this server stores no responses; start it with "
@@ -74,14 +83,14 @@ class Conversations:
         self._most_bytes = most_bytes
         self._outage = Outage(log, "responses are not stored")
 
-    async def asked(self, call: Call) -> Asked:
-        """The same for a call of the Responses API."""
+    async def continued(self, call: Call) -> Expanded:
+        """Return a call of the Responses API with the conversation before it."""
         previous_id, own, salt = _previous_id(call.body), _input(call), call.owner
         is_stored = call.body.get("store", True) in (True, None)
         if previous_id is not None:
             call = self._continued(call, own, await self._before(previous_id, salt))
         store = partial(self._put, own, previous_id, salt) if is_stored else None
-        return Asked(replace(call, is_stored=is_stored), previous_id, store)
+        return Expanded(replace(call, is_stored=is_stored), previous_id, store)
 
     async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
         """The response as its client got it; None if it is not stored here. ApiError."""

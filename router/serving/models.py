@@ -35,7 +35,9 @@ class Models:
         self.all = models
         self.first = models[0]
         self.settings = self.first.settings  # only those that all models share are used
-        self.diagnosis = Diagnosis(connect(self.settings.redis_url), models)
+        self.diagnosis = Diagnosis(
+            connect(self.settings.redis_url), [model.status for model in models]
+        )
         self._started = int(time.time())
 
     @property
@@ -76,7 +78,7 @@ class Models:
             "owned_by": "kvroute",
             "root": model.settings.model,
             "parent": None,
-            "max_model_len": model.known_max_model_len,
+            "max_model_len": model.status.max_model_len,
             "permission": [PERMISSION | {"created": self._started}],
         }
         adapters = [each for each in model.settings.adapters if _may_name(each.name, limits)]

@@ -1,7 +1,7 @@
 """One model's prefixes in one router: named prefixes, hot prefixes, and prompts that use them."""
 
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvroute.keys.keyring import Caller
@@ -32,7 +32,10 @@ class PrefixService:
         index: Index,
         fleet: Fleet,
         tokenizer: Prompts,
+        *,
+        max_model_len: Callable[[], int],
     ) -> None:
+        self._max_model_len = max_model_len
         block_size = settings.block_size
         self._block_size = block_size
         self._tasks_to_declare = settings.tasks
@@ -88,13 +91,11 @@ class PrefixService:
         self,
         declaration: PrefixDeclaration,
         caller: Caller | None,
-        *,
-        max_model_len: int,
         limits: TenantLimits | None,
     ) -> tuple[dict[str, Any], bool]:
         """The prefix as GET returns it, and whether this call made a new version of it."""
         return await self._declarations.declare(
-            declaration, caller, max_model_len=max_model_len, limits=limits
+            declaration, caller, max_model_len=self._max_model_len(), limits=limits
         )
 
     async def all(self, caller: Caller | None) -> list[dict[str, Any]]:

@@ -12,41 +12,41 @@ from kvroute.router.api.response_object import (
     members,
     with_previous,
 )
-from kvroute.router.serving.conversations import Asked
+from kvroute.router.serving.conversations import Expanded
 
 
-async def stored(asked: Asked, response: Response) -> Response:
-    """The response with the id of the one before it. It is stored before its client has its end."""
-    if asked.previous_id is None and asked.store is None:
+async def stored(expanded: Expanded, response: Response) -> Response:
+    """Return the response with the id of the one before it; it is stored before its end is sent."""
+    if expanded.previous_id is None and expanded.store is None:
         return response
     if isinstance(response, StreamingResponse):
-        return _Events(asked, response)
+        return _Events(expanded, response)
     if response.status_code == 200:
-        response.body = await _whole(asked, bytes(response.body))
+        response.body = await _whole(expanded, bytes(response.body))
         response.headers["content-length"] = str(len(response.body))
     return response
 
 
-async def _whole(asked: Asked, body: bytes) -> bytes:
+async def _whole(expanded: Expanded, body: bytes) -> bytes:
     try:
         response = members(body)
     except DECODE_ERRORS:  # what the client then gets is the replica's own
         return body
-    if asked.previous_id is not None:
-        response = with_previous(response, asked.previous_id)
+    if expanded.previous_id is not None:
+        response = with_previous(response, expanded.previous_id)
         body = encode(response)
-    if asked.store is not None:
-        await asked.store(response)
+    if expanded.store is not None:
+        await expanded.store(response)
     return body
 
 
 class _Events(Response):
     """A stream. Its events come whole, as a replica sends them."""
 
-    def __init__(self, asked: Asked, stream: StreamingResponse) -> None:
+    def __init__(self, expanded: Expanded, stream: StreamingResponse) -> None:
         super().__init__(status_code=stream.status_code)
         self.raw_headers = stream.raw_headers  # what is added here is sent
-        self._asked = asked
+        self._expanded = expanded
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,11 +59,11 @@ class _Events(Response):
 
     async def _edited(self, data: bytes) -> bytes:
         try:
-            if self._asked.previous_id is not None:
-                data = events_with_previous(data, self._asked.previous_id)
-            response = None if self._asked.store is None else last_response(data)
+            if self._expanded.previous_id is not None:
+                data = events_with_previous(data, self._expanded.previous_id)
+            response = None if self._expanded.store is None else last_response(data)
         except (*DECODE_ERRORS, LookupError):
             return data
-        if response is not None and self._asked.store is not None:
-            await self._asked.store(response)
+        if response is not None and self._expanded.store is not None:
+            await self._expanded.store(response)
         return data

@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from kvroute.router.api.calls import CHATS, MAX_VALUES, MOST_ITEMS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.serving.conversations import Asked, Conversations, asked
+from kvroute.router.serving.conversations import Conversations, Expanded, continued
 from kvroute.router.serving.stored_response import stored
 from kvroute.store.connection import connect
 from kvroute.store.responses import Responses
@@ -37,8 +37,8 @@ def conversations(empty_redis: Redis) -> Conversations:
     return Conversations(responses(empty_redis), most_bytes=MB)
 
 
-async def ask(conversations: Conversations | None, path: str = RESPONSES, **body: Any) -> Asked:
-    return await asked(parse_call(path, json.dumps(body).encode()), conversations)
+async def ask(conversations: Conversations | None, path: str = RESPONSES, **body: Any) -> Expanded:
+    return await continued(parse_call(path, json.dumps(body).encode()), conversations)
 
 
 async def refused(conversations: Conversations | None, **body: Any) -> ApiError:
@@ -47,11 +47,11 @@ async def refused(conversations: Conversations | None, **body: Any) -> ApiError:
     return error.value
 
 
-def body_of(turn: Asked) -> Any:
+def body_of(turn: Expanded) -> Any:
     return json.loads(turn.call.raw)
 
 
-async def answer(turn: Asked, id_: str, *output: dict[str, Any], **more: Any) -> Any:
+async def answer(turn: Expanded, id_: str, *output: dict[str, Any], **more: Any) -> Any:
     """The whole response that the client gets."""
     given = {"id": id_, "output": output, "previous_response_id": None, **more}
     response = await stored(turn, Response(json.dumps(given), media_type="application/json"))
@@ -76,7 +76,7 @@ async def test_a_replica_gets_all_that_was_said(conversations: Conversations) ->
 async def test_numbers_and_texts_come_as_they_were_sent(conversations: Conversations) -> None:
     item = '{"role": "user", "content": "\\u00e9é", "n": 12345678901234567890123, "x": 1.50}'
     raw = f'{{"input": [{item}]}}'.encode()
-    await answer(await asked(parse_call(RESPONSES, raw), conversations), "resp_1")
+    await answer(await continued(parse_call(RESPONSES, raw), conversations), "resp_1")
     second = await ask(conversations, input="a", previous_response_id="resp_1")
     assert item.encode() in second.call.raw
 
@@ -127,7 +127,7 @@ async def test_without_a_store_the_option_is_named() -> None:
 
 async def test_other_routes_have_no_conversations(conversations: Conversations) -> None:
     turn = await ask(conversations, CHATS, messages=[], previous_response_id="a", store=True)
-    assert turn == Asked(turn.call)
+    assert turn == Expanded(turn.call)
 
 
 async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis: Redis) -> None:

@@ -32,7 +32,7 @@ from kvroute.router.api.calls import (
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.serving.calls import Prompted, placed_by
+from kvroute.router.serving.rendering import RenderedCall
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -244,11 +244,11 @@ def test_an_engine_that_reads_no_cache_is_expected_to_find_nothing(
     path: str, body: dict[str, Any], reads_cache: bool
 ) -> None:
     """Two such requests do not even expect each other's blocks."""
-    call, prompted = called(path, **body), Prompted([np.arange(64, dtype=np.uint32)])
-    assert call.reads_cache == reads_cache
+    rendered = RenderedCall(called(path, **body), [np.arange(64, dtype=np.uint32)])
+    assert rendered.call.reads_cache == reads_cache
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     plain, *chains = [
-        tuple(fleet.caches.chain(prompted.token_ids[0], EVERYBODY, features))
-        for features in ((), placed_by(call, prompted), placed_by(call, prompted))
+        tuple(fleet.caches.chain(rendered.token_ids[0], EVERYBODY, features))
+        for features in ((), rendered.placed_features(), rendered.placed_features())
     ]
     assert len({chain[0] for chain in (plain, *chains)}) == (1 if reads_cache else 3)

@@ -155,8 +155,8 @@ class Application:
             name=name,
             adapter=lambda given: "" if given == name else None,
             settings=SimpleNamespace(adapters=(), model="m"),
-            known_max_model_len=None,
-            end_session=end,
+            status=SimpleNamespace(max_model_len=None),
+            requests=SimpleNamespace(end_session=end),
         )
 
 

@@ -18,13 +18,14 @@ class Model:
     def __init__(self) -> None:
         self.name = "m"
         self.settings = SimpleNamespace(adapters=[])
-        self.asked: list[tuple[str, str | None]] = []
+        self.asked: list[tuple[str, str]] = []
+        self.requests = self
 
     def adapter(self, name: str | None) -> str | None:
         return ""
 
-    async def explain(self, call: Call, _: Any, *, prefix_name: str | None) -> list[Any]:
-        self.asked.append((call.path, prefix_name))
+    async def explain(self, call: Call, _: Any) -> list[Any]:
+        self.asked.append((call.path, call.prefix_name))
         return []
 
 

@@ -16,7 +16,8 @@ from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngin
 from kvroute.router.api.calls import MESSAGES, parse_call
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.serving.calls import Calls
+from kvroute.router.prompts.image_homes import ImageHomes
+from kvroute.router.serving.rendering import Renderer
 from tests.support.wired import Wired, dispatcher_of
 
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
@@ -34,8 +35,11 @@ class Router:
         for id_, server in self.wired.servers.items():
             server.methods = {"render": partial(self._render, id_)}
         fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
-        prefixes: Any = None  # routers do not render this route's bodies
-        self.calls = Calls(dispatcher_of(self.wired, fleet), fleet, prefixes, lambda: 1000)
+        composer: Any = None  # routers do not render this route's bodies
+        self.dispatcher, self.homes = dispatcher_of(self.wired, fleet), ImageHomes()
+        self.renderer = Renderer(
+            self.dispatcher, fleet, composer, self.homes, max_model_len=lambda: 1000
+        )
 
     async def _render(self, id_: str, packed: bytes, rank: int) -> bytes:
         self.rendered.append(id_)
@@ -49,13 +53,15 @@ class Router:
         messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
         body = json.dumps({"model": "m", "max_tokens": 4, "messages": messages}).encode()
         call = parse_call(MESSAGES, body)
-        prompted = await self.calls.prompts(call, None)
-        assert [feature.identifier for feature in prompted.features] == [image]
-        context = RequestContext(time.monotonic(), features=prompted.features)
-        response = await self.calls.respond(
-            call, prompted, context, begun=lambda _: None, receipt=None
-        )
-        return self.rendered[-1], response.headers["x-kvroute-replica"]
+        rendered = await self.renderer.render(call, None)
+        assert [feature.identifier for feature in rendered.features] == [image]
+        assert rendered.image is not None
+        context = RequestContext(time.monotonic(), features=rendered.features)
+        ((prompt, http),) = rendered.prompts()
+        generation = await self.dispatcher.begin(prompt, http, context)
+        generation.close()
+        self.homes.answered(rendered.image, generation.replica_id)
+        return self.rendered[-1], generation.replica_id
 
 
 @pytest.fixture

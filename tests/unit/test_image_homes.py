@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.serving import image_homes
-from kvroute.router.serving.image_homes import FIELDS, ImageHomes, first_image
+from kvroute.router.prompts import image_homes
+from kvroute.router.prompts.image_homes import FIELDS, ImageHomes, first_image
 
 REPLICAS = ["a", "b", "c", "d"]
 TEXT = {"type": "text", "text": "What is it?"}

@@ -17,13 +17,14 @@ from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.keys.limits import OTHER, TenantLimits
 from kvroute.router.accounting.accounts import NAMED
-from kvroute.router.admission.limits import Entry, Limits
+from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
 from kvroute.router.endpoints.limit_headers import duration
 from kvroute.router.middleware.access import Access
 from kvroute.router.observability.metrics import OverLimit
+from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
 from tests.support.waiting import until
 
@@ -37,7 +38,8 @@ class Model:
     def __init__(self) -> None:
         self.name = "m"
         self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0, model="m")
-        self.known_max_model_len = 100
+        self.status = SimpleNamespace(max_model_len=100)
+        self.requests = self.telemetry = self
         self.tokens, self.new = 100, 100
         self.then: Any = self.done
         self.held = asyncio.Event()
@@ -47,8 +49,8 @@ class Model:
     def adapter(self, name: str | None) -> str | None:
         return "" if name in (None, "m") else name if name in ("x", "y") else None
 
-    async def answer(self, call: Any, *, entry: Entry | None, **_: Any) -> Response:
-        if entry is not None:
+    async def answer(self, call: Any, context: RequestContext) -> Response:
+        if (entry := context.entry) is not None:
             entry.take(self.tokens)
             entry.admit("p", self.tokens, self.new, time.monotonic())
         found: Response = await self.then()

@@ -1,6 +1,5 @@
 """A stream that waits for a seat shows that it lives, and ends as its API has it."""
 
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
+from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
 
 CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -46,17 +46,16 @@ class Model:
         self.name = "m"
         self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0)
         self.errors: list[Exception] = []
+        self.requests = self.telemetry = self
         self._notices, self._result = notices, result
 
     def adapter(self, name: str | None) -> str | None:
         return "" if name in (None, "m") else None
 
-    async def answer(
-        self, call: Any, *, still_waiting: Callable[[], Awaitable[None]] | None, **_: Any
-    ) -> Response:
-        if still_waiting is not None:
+    async def answer(self, call: Any, context: RequestContext) -> Response:
+        if context.still_waiting is not None:
             for _notice in range(self._notices):
-                await still_waiting()
+                await context.still_waiting()
         if isinstance(self._result, ApiError):
             raise self._result
         return self._result

@@ -1,0 +1,52 @@
+"""Calls that any replica's HTTP application answers, without its engine's KV cache."""
+
+import msgspec
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from kvroute.contract.http_call import encode_call, part_in
+from kvroute.router.api.calls import COUNT_TOKENS, Call
+from kvroute.router.api.errors import invalid
+from kvroute.router.dispatch.relay import whole_response
+from kvroute.router.serving.assembly import Parts
+from kvroute.router.serving.expansion import named_prefix
+from kvroute.router.serving.rendering import Renderer, http_call
+from kvroute.store.prefixes import Prefix
+
+WHOLE_S = 600.0  # for a replica to answer a call as a whole; it may have many texts to embed
+
+
+async def passed_on(call: Call, request_id: str, parts: Parts, renderer: Renderer) -> Response:
+    """Return a replica's response, or the count of a prompt behind a named prefix.
+
+    Raises:
+        ApiError: no replica answers, or there is no such prefix.
+        RefusedCallError: a replica refuses the body.
+    """
+    call = await parts.tokenizer.escaped(call)
+    generating = call.as_generating()
+    if generating is not None and (prefix := await named_prefix(call, parts.prefixes.catalogue)):
+        return await _counted(call, generating, prefix, parts, renderer)
+    http = msgspec.structs.replace(
+        http_call(call, call.raw), request_id=request_id, namespace=call.cache_salt
+    )
+    answer = await parts.dispatcher.ask("http", encode_call(http), within_s=WHOLE_S)
+    return whole_response(part_in(answer), path=call.path)
+
+
+async def _counted(
+    call: Call, generating: Call, prefix: Prefix, parts: Parts, renderer: Renderer
+) -> Response:
+    """Return the tokens of the prompt that a generating call would have behind a prefix."""
+    prompts = (await renderer.render(generating, prefix)).token_ids
+    if len(prompts) != 1:
+        raise invalid("prompt", f"prompt has {len(prompts)} texts; expected one")
+    (ids,) = prompts
+    if call.path == COUNT_TOKENS:
+        context = {"original_input_tokens": len(ids)}
+        return JSONResponse({"input_tokens": len(ids), "context_management": context})
+    found = {"count": len(ids), "max_model_len": parts.max_model_len(), "tokens": ids.tolist()}
+    texts = None
+    if call.body.get("return_token_strs") is True:
+        texts = parts.tokenizer.token_strings(ids)
+    return JSONResponse({**found, "token_strs": texts})

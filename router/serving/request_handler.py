@@ -1,0 +1,229 @@
+"""The way of a request: one function calls its stages one after the other.
+
+stage      module                     what it does
+parse      endpoints/openai_routes    makes a Call of the body, a RequestContext of the headers
+expand     serving/expansion          adds the conversation before it, and its named prefix
+render     serving/rendering          makes the token ids of its prompts
+place      placement/fleet            ranks the replicas for a prompt
+admit      dispatch/admission         limits, seats and the queue: the prompt may go now
+dispatch   dispatch/dispatcher        sends it, retries, and goes on elsewhere after a loss
+respond    serving/responding         writes the response to the client
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
+from typing import Any
+
+from fastapi import Response
+from msgspec.structs import replace
+
+from kvroute.blocks.chain import EVERYBODY, Scope
+from kvroute.keys.keyring import salted
+from kvroute.router.api.calls import PASSED_ON, Call
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.scoring import Scoring, completion
+from kvroute.router.dispatch.dispatcher import Generation
+from kvroute.router.dispatch.ended_sessions import end_session
+from kvroute.router.dispatch.relay import whole_response
+from kvroute.router.dispatch.start import begin_all
+from kvroute.router.observability import request_spans
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.placement.receipts import receipt
+from kvroute.router.prefixes.hot import Owner
+from kvroute.router.prompts.conversation import conversation
+from kvroute.router.prompts.image_homes import ImageHomes
+from kvroute.router.prompts.scored import scored_prompts
+from kvroute.router.serving.assembly import Parts
+from kvroute.router.serving.conversations import Expanded
+from kvroute.router.serving.expansion import expand
+from kvroute.router.serving.passed_on import passed_on
+from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer
+from kvroute.router.serving.responding import respond
+from kvroute.router.sessions.breaks import Break, told_apart
+from kvroute.router.sessions.chats import Chats
+from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MOST_TOKENS, kind_of
+
+
+class RequestHandler:
+    """Answers the requests for one model in one router."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._policy = parts.settings.policy
+        self._chats = Chats()
+        self._homes = ImageHomes()
+        self._renderer = Renderer(
+            parts.dispatcher,
+            parts.fleet,
+            parts.prefixes.composer,
+            self._homes,
+            max_model_len=parts.max_model_len,
+        )
+
+    async def answer(self, call: Call, context: RequestContext) -> Response:
+        """Return the response to a call that a replica's HTTP application answers.
+
+        Raises:
+            ApiError: there is no response.
+            OverLimitError: the tenant's limits have no room for it.
+        """
+        try:
+            if call.path in PASSED_ON:
+                response = await passed_on(call, context.request_id, self._parts, self._renderer)
+            else:
+                response = await self._generate(call, context)
+        except RefusedCallError as error:
+            response = whole_response(error.refusal, path=call.path)
+        if response.status_code >= 400:
+            if context.entry is not None:
+                context.entry.give_back(time.monotonic())
+            refusal = ApiError(response.status_code, "", code="refused_by_engine")
+            self._parts.telemetry.refused(refusal)
+        return response
+
+    async def _generate(self, call: Call, context: RequestContext) -> Response:
+        """Call the stages one after the other."""
+        parts = self._parts
+        parts.holding.check(context.urgency, context.sharer)
+        expanded = await self._expand(call)
+        with request_spans.step("tokenise"):
+            rendered = await self._renderer.render(expanded.call, expanded.prefix)
+        if context.entry is not None:
+            context.entry.take(rendered.tokens)
+        context = self._described(context, expanded, rendered)
+        generations = await begin_all(parts.dispatcher, [*rendered.prompts()], context)
+        self._count(generations, context, expanded, rendered)
+        return await respond(expanded, generations, policy=self._policy)
+
+    async def explain(self, call: Call, context: RequestContext) -> list[dict[str, Any]]:
+        """Return where each prompt of a call would go now, and why; nothing is generated.
+
+        Raises:
+            ApiError: it would be refused.
+            RefusedCallError: a replica refuses the body.
+        """
+        expanded = await self._expand(call)
+        call = expanded.call
+        rendered = await self._renderer.render(call, expanded.prefix)
+        broken = self._broken(expanded, rendered, context.lora, self._chats.look)
+        features = rendered.placed_features()
+        receipts = []
+        for prompt in rendered.token_ids:
+            running, now_s = self._parts.liveness.trusted(), time.monotonic()
+            shared_tokens = self._parts.dispatcher.shared_tokens(
+                prompt, context.namespace, features
+            )
+            scope = Scope(context.lora, context.namespace, shared_tokens)
+            placement = self._parts.fleet.place(
+                prompt, running, now_s, scope, features, session=context.said.session
+            )
+            retention = self._parts.fleet.retention(placement, now_s, context.said)
+            receipts.append(
+                receipt(placement, policy=self._policy, broken=broken, retention=retention)
+            )
+            await asyncio.sleep(0)  # other requests come first
+        return receipts
+
+    async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
+        """Return the completion that answers a request for scores; raw: its body. ApiError."""
+        length = self._parts.max_model_len()
+        prompts = await scored_prompts(scoring, self._parts.tokenizer, max_model_len=length)
+        return completion(scoring, raw, prompts)
+
+    async def end_session(self, session: int) -> dict[str, str]:
+        """Record that no further turn of a session will come, as its client says.
+
+        Returns:
+            The ranks that do not know it, and why.
+        """
+        self._parts.fleet.end_session(session)
+        self._parts.seat_wake.ring()
+        self._parts.publisher.session_ended(session)
+        if not self._parts.fleet.returns.believes_ends:
+            return {}
+        return await end_session(self._parts.links, session)
+
+    async def _expand(self, call: Call) -> Expanded:
+        return await expand(
+            call,
+            conversations=self._parts.conversations,
+            tokenizer=self._parts.tokenizer,
+            catalogue=self._parts.prefixes.catalogue,
+        )
+
+    def _described(
+        self, context: RequestContext, expanded: Expanded, rendered: RenderedCall
+    ) -> RequestContext:
+        """Return the context with what is known now that the prompts are rendered."""
+        named_tokens = 0
+        if expanded.call.reads_cache:
+            named_tokens = self._parts.prefixes.named_tokens(expanded.prefix, context.namespace)
+        return replace(
+            context,
+            at_s=time.monotonic(),
+            prompts=len(rendered.token_ids),
+            named_tokens=named_tokens,
+            broken=self._broken(expanded, rendered, context.lora, self._chats.see),
+            features=rendered.placed_features(),
+        )
+
+    def _broken(
+        self,
+        expanded: Expanded,
+        rendered: RenderedCall,
+        lora: str,
+        compare: Callable[..., Break | None],
+    ) -> Break | None:
+        """What broke the prompt's prefix since the chat's earlier turn; None if it is no chat."""
+        call, prefix = expanded.call, expanded.prefix
+        messages = conversation(call.path, call.body)
+        if messages is None:
+            return None
+        scope = f"{lora}|{prefix.id if prefix else ''}|{call.cache_salt}"
+        ids = told_apart(rendered.token_ids[0], rendered.features)
+        found = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
+        if found and found.difference.after.tokens <= MOST_TOKENS:
+            around = found.difference.around(CONTEXT_TOKENS)
+            text = self._parts.tokenizer.decode(rendered.token_ids[0][around])
+            found = replaced(found, kind=kind_of(text))
+        return found
+
+    def _count(
+        self,
+        generations: Sequence[Generation],
+        context: RequestContext,
+        expanded: Expanded,
+        rendered: RenderedCall,
+    ) -> None:
+        """Record the first token of each prompt."""
+        owner = _owner(expanded.call, context)
+        for generation in generations:
+            if generation.is_refused:
+                continue
+            self._parts.prefixes.count(generation, expanded.prefix, owner)
+            if self._parts.hands_over and rendered.is_rendered:
+                self._remember(context, generation)
+            if context.entry is not None:
+                new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
+                context.entry.computed(generation.request_id, new_tokens, time.monotonic())
+        if rendered.image is not None:
+            self._homes.answered(rendered.image, generations[0].replica_id)
+
+    def _remember(self, context: RequestContext, generation: Generation) -> None:
+        """Should its replica leave, another one computes it."""
+        if generation.retention is None or generation.features:
+            return
+        lora, namespace = context.lora, context.namespace
+        shared_tokens = generation.placement.shared_tokens
+        scope = Scope(lora, namespace, shared_tokens) if lora or namespace else EVERYBODY
+        turn = generation.retention.turn
+        self._parts.handover.remember(turn, generation.token_ids, scope)
+
+
+def _owner(call: Call, context: RequestContext) -> Owner | None:
+    """Whose hot prefixes a prompt counts for. None: it has a salt of its own, or an adapter."""
+    salt = salted(call.caller, "")
+    is_isolated = context.lora or context.namespace != salt
+    return None if is_isolated else Owner(context.tenant, salt)

@@ -1,0 +1,69 @@
+"""Respond: what replicas generate for a call becomes the response to the client."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import Response
+
+from kvroute.router.api.calls import MESSAGES, RESPONSES
+from kvroute.router.api.errors import DONE, event, refusal_of_replica
+from kvroute.router.dispatch.batch import batched
+from kvroute.router.dispatch.dispatcher import Generation
+from kvroute.router.dispatch.relay import relayed
+from kvroute.router.dispatch.start import placement_headers
+from kvroute.router.placement.receipts import RECEIPTS
+from kvroute.router.serving.conversations import Expanded
+from kvroute.router.serving.stored_response import stored
+
+NAMED_EVENTS = (RESPONSES, MESSAGES)  # routes whose streams have events with a name and a type
+
+encode = msgspec.json.encode
+
+
+async def respond(
+    expanded: Expanded, generations: Sequence[Generation], *, policy: str
+) -> Response:
+    """Return the response to a call, as its replicas write it.
+
+    Args:
+        generations: one for each of its prompts, which have their first chunks.
+        policy: of the placement, for the receipts.
+
+    Raises:
+        ApiError: no replica can go on.
+    """
+    call = expanded.call
+    ending = _unchanged
+    if call.wants_receipts:
+        ending = partial(_with_receipts, call.path, generations, policy)
+    headers, failed = placement_headers(generations), partial(event, path=call.path)
+    if len(generations) == 1:
+        refused = partial(refusal_of_replica, path=call.path)
+        response = await relayed(
+            generations[0], headers, ending=ending, failed=failed, refused=refused
+        )
+    else:
+        response = await batched(generations, headers, n=call.n, ending=ending, failed=failed)
+    return await stored(expanded, response)
+
+
+def _unchanged(data: bytes) -> bytes:
+    return data
+
+
+def _with_receipts(path: str, generations: Sequence[Generation], policy: str, data: bytes) -> bytes:
+    """A response's last bytes with the receipts: as a member of a whole body, or as an event."""
+    receipts = {RECEIPTS: [generation.receipt(policy) for generation in generations]}
+    if data.startswith(b"{"):
+        body: dict[str, Any] = msgspec.json.decode(data)
+        return encode({**body, **receipts})
+    if path in NAMED_EVENTS:
+        event = b"event: kvroute.receipts\ndata: " + encode(
+            {"type": "kvroute.receipts", **receipts}
+        )
+    else:
+        event = b"data: " + encode({"object": "kvroute.receipts", "choices": [], **receipts})
+    end = DONE if data.endswith(DONE) else b""
+    return b"".join((data.removesuffix(DONE), event, b"\n\n", end))

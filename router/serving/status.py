@@ -1,0 +1,180 @@
+"""What operators see of one model in one router."""
+
+import asyncio
+import datetime
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from kvroute.contract.ranks import replicas_of
+from kvroute.contract.records import ReplicaRecord
+from kvroute.router.accounting.accounts import as_json
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.load_report import load_of
+from kvroute.router.observability.targets import Target, targets
+from kvroute.router.page import seats_now, waiting
+from kvroute.router.page.recent import Sums
+from kvroute.router.serving.assembly import Parts
+
+STATUS_S = 1.0  # the longest that a client waits for the replicas' status
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHealth:
+    """Whether a router can answer requests for the model, and how well it places them."""
+
+    ready: int  # replicas that take requests
+    index_is_reachable: bool
+    index_is_writable: bool  # a Redis without memory can be read only
+    index_age_s: float  # since the router's mirror was last equal to the index
+    degraded: dict[str, str]  # replica id -> why
+    unconnected: dict[str, str]  # replica id -> why the router has no connection to it
+
+
+class Status:
+    """Reads the state of the parts; changes nothing."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._model = parts.settings.served_model_name
+
+    # Of the cluster's routes.
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of the ranks that can get a request now."""
+        return self._parts.liveness.running()
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The most tokens of prompt and response together; None until a replica has reported it."""
+        return self._parts.fleet.replicas.max_model_len
+
+    def health(self) -> ModelHealth:
+        """Return what load balancers and people need to know first."""
+        feed, degraded = self._parts.feed.state, self._parts.fleet.replicas.degraded
+        return ModelHealth(
+            len(replicas_of(self.running)),
+            index_is_reachable=feed.is_reachable,
+            index_is_writable=self._parts.neighbours.can_write,
+            index_age_s=feed.age_s,
+            degraded=dict(degraded),
+            unconnected=self._parts.links.unconnected(),
+        )
+
+    async def replicas(self) -> list[dict[str, Any]]:
+        """Return every replica in the index; those last seen there while Redis is away or slow."""
+        try:
+            async with asyncio.timeout(STATUS_S):
+                records, counts = await self._parts.index.replica_status()
+        except (RedisError, OSError):
+            records, counts = self._parts.fleet.replicas.records, {}
+        return [self._replica(record, counts.get(record.id)) for record in records]
+
+    async def metrics_targets(self) -> list[Target]:
+        """Return the addresses of its processes' metrics. RedisError or OSError without Redis."""
+        return await targets(self._parts.index, self._model)
+
+    async def tenants(self, days: Iterable[datetime.date]) -> list[dict[str, Any]]:
+        """Return what each tenant used on these days.
+
+        Raises:
+            ApiError: there are no API keys.
+            RedisError, OSError: Redis is away.
+        """
+        if self._parts.accounts is None:
+            raise ApiError(
+                404,
+                "there are accounts of tenants only where API keys are needed: kvroute serve "
+                "--api-keys FILE",
+            )
+        found = await self._parts.accounts.of_days(days)
+        return [as_json(tenant, account) for tenant, account in found.items()]
+
+    def queue(self) -> dict[str, Any]:
+        """Return what waits in this router and, as far as it knows, in all; and recent waits."""
+        now = waiting.as_json(self._parts.queue, time.monotonic())
+        recent = self._parts.telemetry.recent_waits.as_json()
+        return {"model": self._model, **now, "recent": recent}
+
+    def seats(self) -> list[dict[str, Any]]:
+        """Return the state of the sessions' seats; nothing where sessions need none."""
+        if self._parts.seats is None:
+            return []
+        return [{"model": self._model, **seats_now.as_json(self._parts.seats, time.monotonic())}]
+
+    def load(self) -> dict[str, float]:
+        """Return the load of all replicas and of this router's queue, under vLLM's names."""
+        queued = sum(state.requests for state in self._parts.holding.states().values())
+        return load_of(self._parts.fleet.replicas.records, queued=queued)
+
+    # Of the diagnosis.
+
+    async def leases_s(self) -> dict[str, float]:
+        """Return the rest of each replica's lease. RedisError or OSError without Redis."""
+        return await self._parts.index.leases_s()
+
+    async def clusters(self) -> dict[str, Any]:
+        """Return this cluster and others that serve the model through this Redis.
+
+        Raises:
+            RedisError, OSError: Redis is away.
+        """
+        return await self._parts.neighbours.report()
+
+    def unreadable(self) -> list[dict[str, Any]]:
+        """Return the records that could not be read and were skipped, an entry for each kind."""
+        return [
+            {"model": self._model, "kind": kind, **summary}
+            for kind, summary in self._parts.unreadable.report().items()
+        ]
+
+    def rendering_differences(self) -> dict[str, int]:
+        """Return how many prompts routers have rendered in another way than vLLM, by replica."""
+        records = self._parts.fleet.replicas.own_records
+        return {each.id: each.load.rendering_differences for each in records}
+
+    def backlogs_s(self) -> dict[str, float]:
+        """Return the prefill queued or running on each replica."""
+        running = self.running
+        backlogs_s = self._parts.fleet.loads.backlogs_s(running, time.monotonic())
+        return dict(zip(running, backlogs_s, strict=True))
+
+    def slow_replicas(self) -> dict[str, float]:
+        """Return the replicas that are far slower than the others, and how many times."""
+        return self._parts.fleet.loads.slow_replicas(self.running)
+
+    def blamed(self) -> list[dict[str, Any]]:
+        """Return the requests that stopped a replica and are refused for some minutes."""
+        return [{"model": self._model, **each} for each in self._parts.blamed.as_json()]
+
+    def recent_sums(self) -> list[Sums]:
+        """Return the sums over the prompts of the last minutes, for each replica."""
+        return list(self._parts.telemetry.recent.window.sums().values())
+
+    def broken_places(self) -> list[dict[str, Any]]:
+        """Return where chats changed in the same time, the costliest first."""
+        places = self._parts.telemetry.places.worst()
+        return [{**place, "model": self._model} for place in places]
+
+    def _replica(self, record: ReplicaRecord, blocks: int | None) -> dict[str, Any]:
+        found = {
+            "id": record.id,
+            "pid": record.whereabouts.pid,
+            "incarnation": record.incarnation,
+            "node": record.whereabouts.node,
+            "block_size": record.facts.block_size,
+            "blocks": blocks,
+            "capacity_blocks": record.facts.capacity_blocks,
+            "running": record.load.running,
+            "waiting": record.load.waiting,
+            "loras": record.load.loras,
+            "degraded": self._parts.fleet.replicas.degraded.get(record.id),
+            "tool_parser": record.facts.tool_parser,
+            "reasoning_parser": record.facts.reasoning_parser,
+        }
+        tier = self._parts.fleet.replicas.host_tier(record.id)
+        return {**found, "host": tier} if tier else found
