@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvroute.router.api.errors import DONE, EVENTS, ApiError
-from kvroute.router.dispatch.dispatcher import Generation
+from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.merge import Merged
 from kvroute.router.dispatch.relay import Answer, Ending, Failed
 

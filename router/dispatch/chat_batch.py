@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Response
 
 from kvroute.router.dispatch.batch import one_body
-from kvroute.router.dispatch.start import SHOWN_REPLICAS
+from kvroute.router.dispatch.relay import SHOWN_REPLICAS
 from kvroute.router.placement.receipts import RECEIPTS
 
 

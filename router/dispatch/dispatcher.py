@@ -1,237 +1,96 @@
-"""A prompt goes to a replica and its chunks come back; if the replica dies, another continues."""
+"""Dispatch: a prompt goes to a replica and its chunks come back."""
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Feature
-from kvroute.contract.generation import (
-    Chunk,
-    EngineDeadError,
-    GenerateRequest,
-    TokenIds,
-    dispatch_id,
-)
-from kvroute.contract.http_call import HttpCall, HttpPart
-from kvroute.contract.ranks import replica_of, replicas_of
-from kvroute.router.admission.waits import AT_EASE, Urgency
-from kvroute.router.api.errors import ApiError, invalid
+from kvroute.contract.generation import GenerateRequest, TokenIds, dispatch_id
+from kvroute.contract.http_call import HttpCall
+from kvroute.contract.ranks import replica_of
+from kvroute.router.api.errors import ApiError
 from kvroute.router.api.turns import Turns
-from kvroute.router.connections.links import LateError, Links, UnansweredError
-from kvroute.router.connections.liveness import HungError, Liveness
+from kvroute.router.connections.links import Links
+from kvroute.router.connections.liveness import HungError
+from kvroute.router.dispatch.admission import Gate, Ticket
 from kvroute.router.dispatch.blamed import Blamed
-from kvroute.router.dispatch.holding import (
-    MOST_REFUSED_S,
-    RECOVERY_S,
-    WAITING,
-    Holding,
-    Turn,
-    no_replica,
+from kvroute.router.dispatch.generation import (
+    LOST,
+    Generation,
+    ReplicaStream,
+    is_refused,
+    lose,
+    outcome_of,
+    refusal_of,
 )
-from kvroute.router.dispatch.losses import Losses, lost
-from kvroute.router.dispatch.seating import Seating
-from kvroute.router.placement.attempts import Attempt, Outcome, Placement, RequestContext
+from kvroute.router.dispatch.holding import WAITING
+from kvroute.router.dispatch.losses import Losses
+from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.receipts import receipt
-from kvroute.wire.link import FailedError, LostError, RefusedError, Stream
+from kvroute.wire.link import RefusedError
 
 log = logging.getLogger("kvroute.dispatch")
 
 BEGINNING = 256  # prompts of calls with several that may wait for their first token at a time
-POLL_S = 0.1
 TRIES = 8  # replicas that are asked before a request waits for one with room ...
 FIRST_PAUSE_S = 0.025  # ... for so long; doubles each time
 LONGEST_PAUSE_S = 0.5
 WAITING_TOKENS = 262_144  # of one call, its bytes counted as tokens: for a slow client
 LEAST_TOKENS = 16_384  # of each of its prompts: a whole response is one chunk, of 1 MB here
-ANSWER_S = 60.0  # for a replica to answer a question
-MANY = 4  # answers; a replica owes them one after the other where it processes images
-LOST = (LostError, EngineDeadError, HungError)  # the replica, or its engine, is dead
-
-
-@dataclass(slots=True)
-class ReplicaStream:
-    """One replica's stream of chunks, after the first chunk has arrived."""
-
-    replica_id: str
-    placement: Placement
-    first: Chunk
-    rest: Stream
-    attempt: Attempt
-
-    def close(self) -> None:
-        """Cancels the request at the replica; a second call does nothing."""
-        self.rest.cancel()
-        self.attempt.end()
-
-
-class Generation:
-    """One prompt's stream of chunks, from one replica, or from several if replicas are lost."""
-
-    def __init__(
-        self,
-        dispatcher: "Dispatcher",
-        request: GenerateRequest,
-        call: HttpCall,
-        context: RequestContext,
-        current: ReplicaStream,
-        losses: Losses,
-    ) -> None:
-        self.replica_id = current.replica_id  # the first one
-        self.placement = current.placement  # what was known when it was chosen
-        self.wait = current.attempt.context.wait  # before it was sent
-        self.retention = current.attempt.context.retention
-        self.cached_tokens = current.first.cached_tokens  # as the first replica reported
-        self._written_tokens = current.first.http.written_tokens if current.first.http else 0
-        self.request_id = request.request_id  # as the engine knows it
-        self.token_ids = request.token_ids
-        self.features = context.features
-        self._dispatcher = dispatcher
-        self._request = request
-        self._call = call
-        self._context = replace(  # when it is sent again
-            context, is_resumed=True, retention=self.retention
-        )
-        self._current = current
-        self._first: Chunk | None = current.first  # until it was read
-        self._losses = losses
-        self._emitted: list[int] = []  # token ids; of all choices, where there are several
-        self._deltas: list[int] = []  # tokens in each of the engine's outputs
-        self._parts_can_continue = True
-        self._has_data = False  # some of the response was read
-
-    @property
-    def expected_tokens(self) -> int:
-        """Prompt tokens that the router expected in the first replica's cache."""
-        return self.placement.expected_tokens(self.replica_id)
-
-    def receipt(self, policy: str) -> dict[str, Any]:
-        """Return why the prompt went to its first replica, and what came of it."""
-        return receipt(
-            self.placement,
-            policy=policy,
-            broken=self._context.broken,
-            retention=self.retention,
-        ) | {
-            "request_id": self.request_id,
-            "replica": self.replica_id,
-            "expected_tokens": self.expected_tokens,
-            "cached_tokens": self.cached_tokens,
-            "queued_s": round(self.wait.waited_s, 3),
-            "queued_for": self.wait.reason,
-            "seat_s": round(self.wait.seat_s, 3),
-        }
-
-    async def next(self) -> Chunk | None:
-        """What has come since the last call, from whichever replica; None after the last chunk.
-        ApiError when no replica can continue."""
-        chunk, self._first = self._first, None
-        chunk = chunk or await self._later()
-        if chunk is None:
-            self.close()
-        else:
-            self._emitted.extend(chunk.token_ids)
-            if chunk.http is not None:
-                self._note(chunk.http)
-        return chunk
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the replica's HTTP application has refused the call; it then has no tokens."""
-        return _is_refused(self._current.first)
-
-    def _note(self, part: HttpPart) -> None:
-        self._deltas.extend(part.deltas)
-        self._parts_can_continue &= part.can_continue
-        self._has_data |= bool(part.data)
-
-    def close(self) -> None:
-        """Ends the request, complete or not; a second call does nothing."""
-        self._current.close()
-
-    async def _later(self) -> Chunk | None:
-        current = self._current
-        try:
-            chunk = await current.rest.next()
-        except LOST as error:
-            if current.attempt.is_complete:
-                return None
-            current.attempt.end("failed")  # nothing to cancel: it is dead, or is being killed
-            _lose(self._losses, current.replica_id, current.attempt, error)
-            return await self._resume(error)
-        except Exception as error:
-            current.attempt.end(_outcome(error))
-            if refusal := _refusal(error):
-                raise refusal from error
-            raise
-        if chunk is not None:
-            current.attempt.receive(chunk, time.monotonic())
-        return chunk
-
-    async def _resume(self, error: BaseException) -> Chunk:
-        """The first chunk of another replica, which continues where the lost one stopped."""
-        replica_id = self._current.replica_id
-        log.info("replica %s was lost after %d tokens", replica_id, len(self._emitted))
-        if not self._can_continue():
-            raise lost(
-                replica_id,
-                "and no other can go on exactly there, as it has n above 1 or a presence_penalty, "
-                "for example",
-            ) from error
-        self._current = await self._dispatcher.start(self._rest(), self._context, self._losses)
-        return self._current.first
-
-    def _can_continue(self) -> bool:
-        return self._parts_can_continue or not self._has_data
-
-    def _rest(self) -> GenerateRequest:
-        """The request for another replica: what is left, or all of it if the client has nothing."""
-        if not self._parts_can_continue:
-            self._emitted, self._deltas, self._parts_can_continue = [], [], True
-            return self._request
-        call = replace(
-            self._call,
-            deltas=tuple(self._deltas),
-            cached_tokens=self.cached_tokens,
-            written_tokens=self._written_tokens,
-        )
-        return replace(self._request.after(self._emitted), call=call)
 
 
 class Dispatcher:
     """Sends each prompt to a replica in the order of the fleet's ranking.
 
-    shared_tokens: how many of a text's first tokens are a shared prefix's. seating: None: sessions
-    need no seats.
+    Args:
+        shared_tokens: returns how many of a text's first tokens are a shared prefix's.
     """
 
     def __init__(
         self,
         links: Links,
         fleet: Fleet,
-        liveness: Liveness,
-        holding: Holding,
+        gate: Gate,
         *,
         shared_tokens: Callable[[TokenIds], int] = lambda token_ids: 0,
         blamed: Blamed | None = None,
-        seating: Seating | None = None,
     ) -> None:
-        self._blamed = blamed or Blamed()
-        self._seating = seating
-        self._shared_tokens = shared_tokens
         self._links = links
         self._fleet = fleet
-        self._liveness = liveness
-        self._holding = holding
+        self.gate = gate
+        self._shared_tokens = shared_tokens
+        self._blamed = blamed or Blamed()
         self._waiting = 0  # requests, for a replica with room
         self._turns = Turns()
         self._beginning = {is_batch: asyncio.Semaphore(BEGINNING) for is_batch in (False, True)}
+
+    async def begin_all(
+        self, prompts: Sequence[tuple[TokenIds, HttpCall]], context: RequestContext
+    ) -> list[Generation]:
+        """Start all prompts of a call, or none of them; return when each has its first chunk.
+
+        Raises:
+            ApiError: one of them cannot run.
+            OverLimitError: the tenant has no room for one of them.
+        """
+        if len(prompts) == 1:
+            return [await self.begin(*prompts[0], context)]
+        tasks: list[asyncio.Task[Generation]] = []
+        try:
+            for prompt, call in prompts:
+                begin = self.begin_in_turn if tasks else self.begin
+                tasks.append(asyncio.create_task(begin(prompt, call, context)))
+            return await asyncio.gather(*tasks)
+        except BaseException:  # one cannot run, or the client has disconnected
+            for task in tasks:
+                task.cancel()
+            for begun in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(begun, Generation):
+                    begun.close()
+            raise
 
     async def begin(
         self,
@@ -239,8 +98,7 @@ class Dispatcher:
         call: HttpCall,
         context: RequestContext,
     ) -> Generation:
-        """Returns with the first chunk. ApiError: no replica is ready, or the engine refuses.
-        OverLimitError: the tenant has no room for it."""
+        """Start one prompt, and return with its first chunk; raises what `start` does."""
         dispatch = dispatch_id(context.request_id)
         request = GenerateRequest(
             dispatch,
@@ -252,7 +110,7 @@ class Dispatcher:
         )
         losses = Losses()
         current = await self.start(request, context, losses)
-        return Generation(self, request, call, context, current, losses)
+        return Generation(self.start, request, call, context, current, losses)
 
     def shared_tokens(
         self, token_ids: TokenIds, namespace: str, features: Sequence[Feature]
@@ -276,91 +134,38 @@ class Dispatcher:
             await self._turns.next()
             return await self.begin(token_ids, call, context)
 
-    async def ask(
-        self,
-        method: str,
-        body: bytes,
-        *,
-        within_s: float = ANSWER_S,
-        prefer: Callable[[Collection[str]], str] | None = None,
-    ) -> bytes:
-        """The answer to a question that every replica can answer, by one of those that owe the
-        fewest answers. ApiError when none does, or when engines die of it.
-
-        prefer: the replica that is asked, of these, unless it owes MANY more than others.
-        """
-        gone, losses = set[str](), Losses()
-        for _ in range(TRIES):
-            running = await self._running(gone)
-            replica_id = self._asked(running, prefer)
-            try:
-                return await self._links.call(replica_id, method, body, within_s=within_s)
-            except LateError as error:  # the next one would only have the same to do
-                busy = f"replica {replica_id} is too busy: {error}"
-                raise ApiError(503, busy, type="server_error") from error
-            except UnansweredError as error:
-                log.info("replica %s did not answer %s: %s", replica_id, method, error)
-                gone.add(replica_of(replica_id))
-                if words := _words(error.__cause__):
-                    losses.add(
-                        replica_id, died=True, is_gone=True, held_s=0.0, tokens=0, words=words
-                    )
-                    losses.check()
-                if len(gone) == len(replicas_of(self._liveness.trusted())):
-                    break
-        raise ApiError(503, "no replica answers; try again", type="server_error")
-
-    def _asked(
-        self, running: Collection[str], prefer: Callable[[Collection[str]], str] | None
-    ) -> str:
-        owed = {id_: self._links.owed(id_) for id_ in running}
-        least = min(running, key=lambda id_: (owed[id_], random.random()))
-        preferred = prefer(running) if prefer else least
-        return preferred if owed[preferred] <= owed[least] + MANY else least
-
     async def start(
         self, request: GenerateRequest, context: RequestContext, losses: Losses
     ) -> ReplicaStream:
-        """A stream with its first chunk; replicas that die meanwhile are added to `losses`.
-        ApiError as above, and when too many replicas die. OverLimitError."""
-        pause_s = FIRST_PAUSE_S
-        turn = Turn(context.at_s) if context.is_resumed else None
-        seating, seat_s = None if context.is_resumed else self._seating, 0.0
+        """Place the prompt, admit it, send it, until a replica has sent its first chunk.
+
+        Args:
+            losses: gets the replicas that die meanwhile.
+
+        Raises:
+            ApiError: no replica is ready, too many die, or the engine refuses.
+            OverLimitError: the tenant has no room for it.
+        """
+        ticket, pause_s = Ticket(self.gate, context), FIRST_PAUSE_S
         while True:
             self._blamed.check(request)
             self._check(losses, request)
-            running = await self._running(losses.gone, context.urgency)
-            if turn and turn.among:
-                running = [id_ for id_ in running if id_ in turn.among] or running
+            running = await ticket.running(losses.gone)
             now_s = time.monotonic()
             placement = self._fleet.place(
-                *(request.token_ids, running, now_s, request.scope, context.features),
+                request.token_ids,
+                running,
+                now_s,
+                request.scope,
+                context.features,
                 session=context.said.session,
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
-            if context.entry is not None:
-                tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
-                context.entry.admit(request.request_id, tokens, new_tokens, now_s)
-            retention = context.retention or self._fleet.retention(placement, now_s, context.said)
-            context = replace(context, retention=retention)
-            if seating is not None:
-                seat_s, seating = await seating.seat(placement, context), None
-                if seat_s:
-                    context = replace(context, urgency=context.urgency.after(seat_s))
-                    continue  # what replicas have cached has changed
-            if turn is None:
-                turn = await self._holding.turn(placement, context)
-                context = replace(context, wait=turn.wait.after_seat(seat_s))
-                if turn.wait.reason != "none":
-                    continue  # the same
-            request = replace(
-                request,
-                order_s=turn.at_s - now_s,
-                waited_s=max(turn.missed_s, min(seat_s, MOST_REFUSED_S)),
-                keep=retention.keep,
-            )
+            if not await ticket.admit(placement, request.request_id, now_s):
+                continue
             try:
-                return await self._try(request, context, placement, losses)
+                signed = ticket.signed(request, now_s)
+                return await self._try(signed, ticket.context, placement, losses)
             except RefusedError:
                 await self._wait(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -375,18 +180,6 @@ class Dispatcher:
             if losses.is_cause:
                 self._blamed.add(request, f"earlier, {error}")
             raise
-
-    async def _running(self, gone: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
-        """The ranks that may get a request; waits for one if there is none, for no longer than the
-        request says. gone: replicas."""
-        within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
-        deadline = time.monotonic() + within_s
-        while not (running := _left(self._liveness.trusted(), gone)):
-            if time.monotonic() >= deadline:
-                self._fleet.observer.turned_away(urgency.priority, "no_replica")
-                raise no_replica()
-            await asyncio.sleep(POLL_S)
-        return running
 
     async def _wait(self, pause_s: float) -> None:
         """For a replica with room. ApiError when too many requests wait."""
@@ -422,7 +215,7 @@ class Dispatcher:
                 full.add(replica_of(replica_id))
             except LOST as error:
                 log.info("replica %s was lost before its first token: %s", replica_id, error)
-                _lose(losses, replica_id, attempt, error)
+                lose(losses, attempt, error)
                 raise
         raise RefusedError("every replica")
 
@@ -439,16 +232,16 @@ class Dispatcher:
             )
             first = await stream.next()
         except BaseException as error:
-            attempt.end(_outcome(error))
+            attempt.end(outcome_of(error))
             if stream is not None:
                 stream.cancel()
                 if isinstance(error, HungError) and losses.has_stopped(stream.stopped_among):
                     self._blame(request, attempt.replica_id)
-            if refusal := _refusal(error):
+            if refusal := refusal_of(error):
                 raise refusal from error
             raise
         assert first is not None, "an engine's stream has at least its end"
-        if _is_refused(first):
+        if is_refused(first):
             attempt.end("refused")
         else:
             attempt.receive(first, time.monotonic())
@@ -460,55 +253,6 @@ class Dispatcher:
         self._blamed.add(request, f"replica {replica_id} stopped while it prepared this request")
 
 
-def _left(rank_ids: list[str], gone: Collection[str]) -> list[str]:
-    """The ranks of other replicas."""
-    return [id_ for id_ in rank_ids if replica_of(id_) not in gone] if gone else rank_ids
-
-
 def _most_waiting(context: RequestContext) -> int:
     """How much may wait for a client that reads slowly."""
     return max(LEAST_TOKENS, WAITING_TOKENS // context.prompts)
-
-
-def _is_refused(first: Chunk) -> bool:
-    """Whether this is an HTTP error instead of an answer."""
-    return first.http is not None and first.http.status >= 400 and not first.token_ids
-
-
-def _lose(losses: Losses, replica_id: str, attempt: Attempt, error: Exception) -> None:
-    losses.add(
-        replica_id,
-        died=not isinstance(error, HungError),
-        is_gone=not isinstance(error, LostError),  # a dead one is never connected again
-        held_s=time.monotonic() - attempt.sent_s,
-        tokens=attempt.output_tokens,
-        words=_words(error),
-    )
-
-
-def _words(error: BaseException | None) -> str:
-    """Why the engine died, if it did under the request."""
-    return str(error) if isinstance(error, EngineDeadError) else ""
-
-
-def _outcome(error: BaseException) -> Outcome:
-    match error:
-        case asyncio.CancelledError():
-            return "cancelled"
-        case RefusedError():
-            return "moved"
-        case ValueError():
-            return "refused"
-    return "failed"
-
-
-def _refusal(error: BaseException) -> ApiError | None:
-    """The error for the client; None where another replica may do better, or nobody knows."""
-    match error:
-        case ValueError():
-            return invalid(None, str(error))
-        case FailedError():
-            return ApiError(
-                500, "a replica failed to answer; its log says why", type="server_error"
-            )
-    return None

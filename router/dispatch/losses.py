@@ -1,5 +1,6 @@
 """The replicas that one request has lost, and whether it may be the cause."""
 
+from kvroute.contract.generation import EngineDeadError
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
 
@@ -70,6 +71,11 @@ class Losses:
             )
         if len(self.replica_ids) >= LOSSES:
             raise lost(self.replica_ids[-1], f"and {LOSSES - 1} others before it")
+
+
+def last_words(error: BaseException | None) -> str:
+    """Return why the engine died, if it did under the request; else an empty string."""
+    return str(error) if isinstance(error, EngineDeadError) else ""
 
 
 def lost(replica_id: str, more: str) -> ApiError:

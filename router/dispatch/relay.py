@@ -1,6 +1,8 @@
 """What a replica's HTTP application answers to a call becomes the response to the client."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
@@ -8,7 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.http_call import HttpPart
 from kvroute.router.api.errors import EVENTS, ApiError, refusal_of_replica
-from kvroute.router.dispatch.dispatcher import Generation
+from kvroute.router.dispatch.generation import Generation
+
+SHOWN_REPLICAS = 32  # in a header
 
 Ending = Callable[[bytes], bytes]  # what is sent instead of the last bytes
 # Why a stream ends too early, and what was sent last, to its last event.
@@ -92,6 +96,20 @@ class Relay(StreamingResponse):
         except ApiError as error:
             data = self._failed(error, last)
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
+    """Which replicas serve the call's prompts, each once, the expected cache hits, in tokens, and
+    the longest wait of a prompt in the router. Load balancers refuse a response whose headers take
+    more than some kilobytes."""
+    replicas = dict.fromkeys(generation.replica_id for generation in generations)
+    longest = max((generation.wait for generation in generations), key=attrgetter("waited_s"))
+    return {
+        "x-kvroute-replica": ",".join(islice(replicas, SHOWN_REPLICAS)),
+        "x-kvroute-expected-tokens": str(sum(g.expected_tokens for g in generations)),
+        "x-kvroute-queued-s": f"{longest.waited_s:.3f}",
+        "x-kvroute-queued-for": longest.reason,
+    }
 
 
 async def relayed(

@@ -17,11 +17,13 @@ from kvroute.router.admission.seats import Seats
 from kvroute.router.connections import replicas as serves
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
+from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.ended_sessions import EndedSessions
 from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.holding import Answer, Holding, Wake
+from kvroute.router.dispatch.questions import Questions
 from kvroute.router.dispatch.seating import Answer as Seat
 from kvroute.router.dispatch.seating import Seating
 from kvroute.router.index.feed import Feed
@@ -150,14 +152,14 @@ class Parts:
             routers=lambda: 1 + self.subscriber.alive,
         )
         self.seating = _seating(settings, self)
+        gate = Gate(self.fleet, self.liveness, self.holding, self.seating)
+        self.questions = Questions(self.links, gate)
         self.dispatcher = Dispatcher(
             self.links,
             self.fleet,
-            self.liveness,
-            self.holding,
+            gate,
             shared_tokens=self.prefixes.catalogue.shared_tokens,
             blamed=self.blamed,
-            seating=self.seating,
         )
         self.handover = HandOver(
             self.fleet,

@@ -30,7 +30,7 @@ async def passed_on(call: Call, request_id: str, parts: Parts, renderer: Rendere
     http = msgspec.structs.replace(
         http_call(call, call.raw), request_id=request_id, namespace=call.cache_salt
     )
-    answer = await parts.dispatcher.ask("http", encode_call(http), within_s=WHOLE_S)
+    answer = await parts.questions.ask("http", encode_call(http), within_s=WHOLE_S)
     return whole_response(part_in(answer), path=call.path)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvroute.keys.keyring import Caller
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.declaration import PrefixDeclaration
-from kvroute.router.dispatch.dispatcher import Generation
+from kvroute.router.dispatch.generation import Generation
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.auto_pin import AutoPin
 from kvroute.router.prefixes.catalogue import Catalogue

@@ -17,7 +17,7 @@ from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import HttpCall, HttpPart, encode_call, rendered_in
 from kvroute.router.api.calls import CHATS, COMPLETIONS, Call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.dispatch.dispatcher import Dispatcher
+from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.prompts.composer import PrefixComposer
@@ -99,14 +99,14 @@ class Renderer:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        questions: Questions,
         fleet: Fleet,
         composer: PrefixComposer,
         homes: ImageHomes,
         *,
         max_model_len: Callable[[], int],
     ) -> None:
-        self._dispatcher = dispatcher
+        self._questions = questions
         self._fleet = fleet
         self._composer = composer
         self._homes = homes
@@ -161,7 +161,7 @@ class Renderer:
         http = msgspec.structs.replace(http_call(call, call.raw), problem=problem)
         image = first_image(call.body)
         home = None if image is None else partial(self._homes.home, image)
-        packed = await self._dispatcher.ask("render", encode_call(http), prefer=home)
+        packed = await self._questions.ask("render", encode_call(http), prefer=home)
         rendered = rendered_in(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)

@@ -24,10 +24,9 @@ from kvroute.keys.keyring import salted
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.scoring import Scoring, completion
-from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.dispatch.ended_sessions import end_session
+from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import whole_response
-from kvroute.router.dispatch.start import begin_all
 from kvroute.router.observability import request_spans
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.receipts import receipt
@@ -55,7 +54,7 @@ class RequestHandler:
         self._chats = Chats()
         self._homes = ImageHomes()
         self._renderer = Renderer(
-            parts.dispatcher,
+            parts.questions,
             parts.fleet,
             parts.prefixes.composer,
             self._homes,
@@ -93,7 +92,7 @@ class RequestHandler:
         if context.entry is not None:
             context.entry.take(rendered.tokens)
         context = self._described(context, expanded, rendered)
-        generations = await begin_all(parts.dispatcher, [*rendered.prompts()], context)
+        generations = await parts.dispatcher.begin_all([*rendered.prompts()], context)
         self._count(generations, context, expanded, rendered)
         return await respond(expanded, generations, policy=self._policy)
 

@@ -10,9 +10,8 @@ from fastapi import Response
 from kvroute.router.api.calls import MESSAGES, RESPONSES
 from kvroute.router.api.errors import DONE, event, refusal_of_replica
 from kvroute.router.dispatch.batch import batched
-from kvroute.router.dispatch.dispatcher import Generation
-from kvroute.router.dispatch.relay import relayed
-from kvroute.router.dispatch.start import placement_headers
+from kvroute.router.dispatch.generation import Generation
+from kvroute.router.dispatch.relay import placement_headers, relayed
 from kvroute.router.placement.receipts import RECEIPTS
 from kvroute.router.serving.conversations import Expanded
 from kvroute.router.serving.stored_response import stored

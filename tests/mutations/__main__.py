@@ -52,7 +52,7 @@ MUTATIONS = {
     ),
     "continuation": Mutation(
         "a lost replica costs no answer",
-        "router/dispatch/dispatcher.py",
+        "router/dispatch/generation.py",
         "return self._parts_can_continue or not self._has_data",
         "return not self._has_data",
     ),

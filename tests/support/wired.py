@@ -8,8 +8,10 @@ from kvroute.contract.generation import Generate
 from kvroute.router.admission.queue import Queue
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
+from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.holding import Holding, Wake
+from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.address import Address
 from kvroute.wire.server import Method, Server
@@ -79,7 +81,12 @@ def dispatcher_of(wired: Wired, fleet: Fleet) -> Dispatcher:
     """One whose requests need not wait: nothing lets them go."""
     liveness = Liveness(lambda: wired, wired.links, fleet, hang_timeout_s=5)
     holding = Holding(Queue(lambda: 1.0), fleet, liveness.trusted, wake=Wake())
-    return Dispatcher(wired.links, fleet, liveness, holding)
+    return Dispatcher(wired.links, fleet, Gate(fleet, liveness, holding))
+
+
+def questions_of(wired: Wired, dispatcher: Dispatcher) -> Questions:
+    """Return what sends questions to the same replicas."""
+    return Questions(wired.links, dispatcher.gate)
 
 
 class ToldLinks:

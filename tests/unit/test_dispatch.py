@@ -20,7 +20,6 @@ from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngin
 from kvroute.router.admission.waits import Refusal, Urgency
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
-from kvroute.router.dispatch.dispatcher import MANY
 from kvroute.router.dispatch.losses import (
     CAUSED,
     DEAD_BEFORE_S,
@@ -28,7 +27,8 @@ from kvroute.router.dispatch.losses import (
     SOON_TOKENS,
     Losses,
 )
-from kvroute.router.dispatch.start import begin_all, placement_headers
+from kvroute.router.dispatch.questions import MANY
+from kvroute.router.dispatch.relay import placement_headers
 from kvroute.router.placement.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from tests.support.answers import (
@@ -43,7 +43,7 @@ from tests.support.answers import (
 )
 from tests.support.chunks import emitting, streamed
 from tests.support.waiting import until
-from tests.support.wired import Wired, dispatcher_of
+from tests.support.wired import Wired, dispatcher_of, questions_of
 
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
@@ -106,6 +106,7 @@ class Client:
         )
         self.wired = self.engines.wired = Wired(self.engines.generates(), most=most)
         self.dispatcher = dispatcher_of(self.wired, self.fleet)
+        self.questions = questions_of(self.wired, self.dispatcher)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["Client"]:
@@ -260,7 +261,7 @@ async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have
     prompts = [(PROMPT, completion(max_tokens=12)), (PROMPT + 1, completion(max_tokens=12))]
     async with client.serving():
         context = RequestContext(time.monotonic())
-        asking = asyncio.create_task(begin_all(client.dispatcher, prompts, context))
+        asking = asyncio.create_task(client.dispatcher.begin_all(prompts, context))
         await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
         asking.cancel()
         await asyncio.wait([asking])
@@ -361,7 +362,7 @@ async def test_a_question_of_which_engines_die_is_put_to_no_other() -> None:
         for id_, server in client.wired.servers.items():
             server.methods = {"http": partial(die, id_)}
         with pytest.raises(ApiError, match=r"may be the cause.* words were: as planned"):
-            await client.dispatcher.ask("http", b"a")
+            await client.questions.ask("http", b"a")
     assert len(asked) == CAUSED
 
 
@@ -383,7 +384,7 @@ async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> No
     client, over = Client(*[IMMORTAL] * 3), asyncio.Event()
     async with client.serving():
         asked = answering(client, over)
-        asking = [asyncio.create_task(client.dispatcher.ask("http", b"a")) for _ in range(6)]
+        asking = [asyncio.create_task(client.questions.ask("http", b"a")) for _ in range(6)]
         await until(lambda: len(asked) == 6)
         over.set()
         assert await asyncio.gather(*asking) == [b"a"] * 6
@@ -395,7 +396,7 @@ async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than
     async with client.serving():
         asked = answering(client, over)
         asking = [
-            asyncio.create_task(client.dispatcher.ask("http", b"a", prefer=max))
+            asyncio.create_task(client.questions.ask("http", b"a", prefer=max))
             for _ in range(MANY + 2)
         ]
         await until(lambda: len(asked) == MANY + 2)
@@ -404,7 +405,7 @@ async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than
         assert sorted(asked) == ["r0", *["r1"] * (MANY + 1)]
         client.wired.drop("r1")
         await until(lambda: client.wired.links.connected() == ["r0"])
-        assert await client.dispatcher.ask("http", b"b", prefer=max) == b"b"
+        assert await client.questions.ask("http", b"b", prefer=max) == b"b"
 
 
 async def test_a_replica_that_cannot_be_reached_is_named_after_a_while(
@@ -454,14 +455,14 @@ def keep_busy(client: Client) -> list[Attempt]:
 async def releasing(client: Client) -> AsyncIterator[None]:
     """Requests that wait go when it is their turn."""
     async with client.serving():
-        task = asyncio.create_task(client.dispatcher._holding.run())
+        task = asyncio.create_task(client.dispatcher.gate.holding.run())
         yield
         task.cancel()
         await asyncio.wait([task])
 
 
 def waiting(client: Client) -> int:
-    return client.dispatcher._holding.states()["default"].requests
+    return client.dispatcher.gate.holding.states()["default"].requests
 
 
 async def test_a_request_waits_until_a_replica_has_time_and_says_so() -> None:

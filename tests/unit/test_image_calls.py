@@ -18,7 +18,7 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.image_homes import ImageHomes
 from kvroute.router.serving.rendering import Renderer
-from tests.support.wired import Wired, dispatcher_of
+from tests.support.wired import Wired, dispatcher_of, questions_of
 
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
 IDS = np.full(100, 7, "<u4")
@@ -37,9 +37,8 @@ class Router:
         fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
         composer: Any = None  # routers do not render this route's bodies
         self.dispatcher, self.homes = dispatcher_of(self.wired, fleet), ImageHomes()
-        self.renderer = Renderer(
-            self.dispatcher, fleet, composer, self.homes, max_model_len=lambda: 1000
-        )
+        questions = questions_of(self.wired, self.dispatcher)
+        self.renderer = Renderer(questions, fleet, composer, self.homes, max_model_len=lambda: 1000)
 
     async def _render(self, id_: str, packed: bytes, rank: int) -> bytes:
         self.rendered.append(id_)

@@ -15,9 +15,8 @@ from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRe
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, event, refusal_of_replica
 from kvroute.router.dispatch.batch import batched, one_body
-from kvroute.router.dispatch.dispatcher import Generation
+from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import relayed
-from kvroute.router.dispatch.start import begin_all
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from tests.support.wired import Wired, dispatcher_of
@@ -103,7 +102,7 @@ async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> R
     context = RequestContext(time.monotonic(), "id", prompts=prompts)
     asked = [(np.arange(9, dtype=np.uint32) + n, call) for n in range(prompts)]
     async with wired:
-        generations = await begin_all(dispatcher, asked, context)
+        generations = await dispatcher.begin_all(asked, context)
         response = await _response(generations)
         await _read(response)
     return response

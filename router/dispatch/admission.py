@@ -1,0 +1,138 @@
+"""Admit: a prompt may go to a replica once its tenant, its session's seat and the queue let it.
+
+Each prompt has a Ticket. A ticket that had to wait does not admit the prompt: what the replicas
+have cached has changed meanwhile, so the prompt is placed again and asks again.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+
+from msgspec.structs import replace
+
+from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.ranks import replica_of
+from kvroute.router.admission.waits import AT_EASE, Urgency
+from kvroute.router.connections.liveness import Liveness
+from kvroute.router.dispatch.holding import MOST_REFUSED_S, RECOVERY_S, Holding, Turn, no_replica
+from kvroute.router.dispatch.seating import Seating
+from kvroute.router.placement.attempts import Placement, RequestContext
+from kvroute.router.placement.fleet import Fleet
+
+POLL_S = 0.1  # between two looks for a replica while there is none
+
+
+class Gate:
+    """Decides when prompts for one model may go, in one router.
+
+    Args:
+        seating: None: sessions need no seats.
+    """
+
+    def __init__(
+        self, fleet: Fleet, liveness: Liveness, holding: Holding, seating: Seating | None = None
+    ) -> None:
+        self.fleet = fleet
+        self.liveness = liveness
+        self.holding = holding
+        self.seating = seating
+
+    async def running(self, gone: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
+        """Return the ranks that may get a request; wait for one while there is none.
+
+        Args:
+            gone: replicas that may not get it.
+
+        Raises:
+            ApiError: there was none for RECOVERY_S, or for as long as the request can wait.
+        """
+        within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
+        deadline = time.monotonic() + within_s
+        while not (running := _left(self.liveness.trusted(), gone)):
+            if time.monotonic() >= deadline:
+                self.fleet.observer.turned_away(urgency.priority, "no_replica")
+                raise no_replica()
+            await asyncio.sleep(POLL_S)
+        return running
+
+
+class Ticket:
+    """One prompt's way through the gate.
+
+    Args:
+        context: its `wait`, `urgency` and `retention` are replaced on the way.
+    """
+
+    def __init__(self, gate: Gate, context: RequestContext) -> None:
+        self.context = context
+        self._gate = gate
+        self._seating = None if context.is_resumed else gate.seating
+        self._seat_s = 0.0  # how long it has waited for a seat
+        self._turn = Turn(context.at_s) if context.is_resumed else None
+
+    async def running(self, gone: Collection[str]) -> Sequence[str]:
+        """Return the ranks that it may go to. ApiError: there is none in time."""
+        running = await self._gate.running(gone, self.context.urgency)
+        if self._turn is None or not self._turn.among:
+            return running
+        return [id_ for id_ in running if id_ in self._turn.among] or running
+
+    async def admit(self, placement: Placement, request_id: str, now_s: float) -> bool:
+        """Return whether the prompt may go now, to the first replicas of this placement.
+
+        Args:
+            request_id: of the prompt's dispatch.
+
+        Returns:
+            False: it had to wait, and has to be placed again.
+
+        Raises:
+            ApiError: it waited too long, or would.
+            OverLimitError: the tenant has no room for it.
+        """
+        if self.context.entry is not None:
+            tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
+            self.context.entry.admit(request_id, tokens, new_tokens, now_s)
+        retention = self.context.retention
+        if retention is None:
+            retention = self._gate.fleet.retention(placement, now_s, self.context.said)
+        self.context = replace(self.context, retention=retention)
+        return await self._has_seat(placement) and await self._is_due(placement)
+
+    def signed(self, request: GenerateRequest, now_s: float) -> GenerateRequest:
+        """Return the request with its place in the engine's order, once it is admitted.
+
+        Args:
+            now_s: when it was placed.
+        """
+        assert self._turn is not None
+        return replace(
+            request,
+            order_s=self._turn.at_s - now_s,
+            waited_s=max(self._turn.missed_s, min(self._seat_s, MOST_REFUSED_S)),
+            keep=self.context.retention.keep if self.context.retention else None,
+        )
+
+    async def _has_seat(self, placement: Placement) -> bool:
+        if self._seating is None:
+            return True
+        seating, self._seating = self._seating, None
+        self._seat_s = await seating.seat(placement, self.context)
+        if not self._seat_s:
+            return True
+        urgency = self.context.urgency.after(self._seat_s)
+        self.context = replace(self.context, urgency=urgency)
+        return False
+
+    async def _is_due(self, placement: Placement) -> bool:
+        if self._turn is not None:
+            return True
+        self._turn = await self._gate.holding.turn(placement, self.context)
+        wait = self._turn.wait
+        self.context = replace(self.context, wait=wait.after_seat(self._seat_s))
+        return wait.reason == "none"
+
+
+def _left(rank_ids: list[str], gone: Collection[str]) -> list[str]:
+    """The ranks of other replicas."""
+    return [id_ for id_ in rank_ids if replica_of(id_) not in gone] if gone else rank_ids
