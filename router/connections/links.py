@@ -166,7 +166,10 @@ class Links:
                 address = await self._replicas().address(replica_id)
             self._ranks[replica_id] = rank_ids(replica_id, address.ranks)
             link = await connect(
-                *(replica_id, address.host, address.port, address.secret),
+                replica_id,
+                address.host,
+                address.port,
+                address.secret,
                 within_s=CONNECT_S,
                 told=partial(self._tell, replica_id),
             )

@@ -20,7 +20,7 @@ QUOTED_PATHS = [each for each in QUOTED if re.fullmatch(r"[\w./-]+(/|/\w+|\.(py|
 QUOTED_NAMES = [each for each in QUOTED if re.fullmatch(r"-{0,2}\w[\w.-]*", each)]
 
 WALKS = re.findall(
-    r"(?:^\d\. .*\n(?:   .*\n)*)+", TEXT[TEXT.index("## Four walks") :], flags=re.MULTILINE
+    r"(?:^\d\. .*\n(?:   .*\n)*)+", TEXT[TEXT.index("## Three walks") :], flags=re.MULTILINE
 )
 STOP = re.compile(r"^\d\. `([\w/.]+)`(.*(?:\n   .*)*)", flags=re.MULTILINE)
 
