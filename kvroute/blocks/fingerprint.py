@@ -4,7 +4,7 @@ Equal prefixes have equal fingerprints.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct as Packing
 from typing import NewType, cast
 
@@ -21,6 +21,15 @@ FINGERPRINT_VERSION = "kvroute/2"
 _block_hash = cast(Callable[[bytes, Fingerprint], Fingerprint], xxh3_64_intdigest)
 
 _pack_offset = Packing("<q").pack
+
+
+def pack(fingerprints: Iterable[Fingerprint]) -> bytes:
+    """Encode each fingerprint as eight little-endian bytes."""
+    return np.fromiter(fingerprints, dtype="<u8").tobytes()
+
+
+def unpack(packed: bytes) -> tuple[Fingerprint, ...]:
+    return tuple(np.frombuffer(packed, dtype="<u8").tolist())
 
 
 class Feature(Struct, frozen=True, array_like=True):

@@ -1,13 +1,14 @@
 """The messages that routers exchange about their requests: msgpack, many events per message."""
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
+from kvroute.blocks.fingerprint import Fingerprint, pack, unpack
 from kvroute.contract.keep import Keep, Session, SessionTurn
 from kvroute.contract.records import VERSION, Count, Name, Seconds, check_version
-from kvroute.contract.unreadable import UnreadableError
 
 FEW = 64  # most positions of its queue that a router publishes
 Places = Annotated[list[Count], Meta(max_length=FEW)]
@@ -15,20 +16,35 @@ Turns = Annotated[list[Annotated[float, Meta(ge=-1e9, le=1e9)]], Meta(max_length
 Work = Annotated[list[Seconds], Meta(max_length=FEW)]
 
 
-class Sent(Struct, tag="s", array_like=True):
-    """A router has sent a prompt to a replica."""
+class Fingerprints:
+    """Fingerprints of blocks; in a message, eight little-endian bytes each."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self, blocks: Iterable[Fingerprint] = ()) -> None:
+        self.blocks = tuple(blocks)
+
+
+class Dispatch(Struct, tag="s", array_like=True, frozen=True):
+    """A prompt that was sent to a replica: what all routers need to know of it."""
 
     request_id: Name
     replica_id: Name
     prefill_s: Seconds  # predicted seconds of prefill
     new_tokens: Count  # prompt tokens to compute
     prompt_tokens: Count
-    known_prefix: bytes  # fingerprint of the prompt's last block that any replica has; may be empty
-    expected: bytes  # fingerprints of the blocks that the request will add to the replica's cache
+    known_prefix: Fingerprints  # the prompt's last block that any replica has; may be empty
+    expected: Fingerprints  # the blocks that it will add to the replica's cache
     lora: Name = ""
     loads_first: bool = False  # whether it waits for an adapter, or for blocks from host memory
     turn: SessionTurn | None = None
     keep: Keep | None = None
+
+    @property
+    def known_block(self) -> Fingerprint | None:
+        """The last block of the known prefix; None: no replica has any of the prompt."""
+        blocks = self.known_prefix.blocks
+        return blocks[-1] if blocks else None
 
 
 class FirstToken(Struct, tag="f", array_like=True):
@@ -61,7 +77,7 @@ class Blamed(Struct, tag="b", array_like=True):
     digest: Annotated[bytes, Meta(max_length=16)]
 
 
-Event = Blamed | Sent | FirstToken | Ended | Restarted | SessionEnded
+Event = Blamed | Dispatch | FirstToken | Ended | Restarted | SessionEnded
 
 
 class TenantCounts(Struct, array_like=True):
@@ -118,8 +134,18 @@ class _Versioned(Struct, array_like=True):
     version: int
 
 
-encode = msgspec.msgpack.Encoder().encode
-_messages = msgspec.msgpack.Decoder(Message)
+def _packed(fingerprints: Fingerprints) -> bytes:
+    return pack(fingerprints.blocks)
+
+
+def _unpacked(_: type, packed: object) -> Fingerprints:
+    if not isinstance(packed, bytes) or len(packed) & 7:
+        raise ValueError("its fingerprints are not of 8 bytes each")
+    return Fingerprints(unpack(packed))
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_packed).encode
+_messages = msgspec.msgpack.Decoder(Message, dec_hook=_unpacked)
 _versions = msgspec.msgpack.Decoder(_Versioned)
 
 
@@ -132,7 +158,4 @@ def decode(payload: bytes) -> Message:
         raise
     if message.version != VERSION:
         check_version(_versions, payload)
-    for event in message.events:
-        if type(event) is Sent and (len(event.known_prefix) | len(event.expected)) & 7:
-            raise UnreadableError("the length of its fingerprints is not a multiple of 8 bytes")
     return message

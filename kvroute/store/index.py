@@ -35,10 +35,9 @@ from collections.abc import (
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import redis.asyncio as redis
 
-from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, pack, unpack
 from kvroute.contract.records import (
     NO_PINS,
     Description,
@@ -136,15 +135,6 @@ class Records(NamedTuple):
 
     readable: list[ReplicaRecord]  # replicas with a readable record, ordered by id
     reasons: dict[str, str]  # why the record of each other replica cannot be read, by id
-
-
-def pack(fingerprints: Iterable[Fingerprint]) -> bytes:
-    """Encode each fingerprint as eight little-endian bytes."""
-    return np.fromiter(fingerprints, dtype="<u8").tobytes()
-
-
-def unpack(packed: bytes) -> tuple[Fingerprint, ...]:
-    return tuple(np.frombuffer(packed, dtype="<u8").tolist())
 
 
 class Index:

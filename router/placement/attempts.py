@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, TraceContext
-from kvroute.contract.keep import Keep, SessionTurn
+from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
 from kvroute.router.admission.limits import Entry
 from kvroute.router.admission.seats import Seats
@@ -112,22 +112,6 @@ class RequestContext(Struct, frozen=True):
     retention: Retention | None = None  # of this prompt, once it was placed
     # Is called again and again while it waits for a seat, as its client cannot see that it does.
     still_waiting: Callable[[], Awaitable[None]] | None = None
-
-
-class Dispatch(Struct, frozen=True):
-    """A request sent to a replica: the part that other requests need to know."""
-
-    request_id: str
-    replica_id: str
-    prefill_s: float  # as the replica's speed model predicts it
-    new_tokens: int  # prompt tokens to compute there
-    prompt_tokens: int
-    known_prefix: tuple[Fingerprint, ...]  # last block that some replica had of it; empty: none
-    expected: tuple[Fingerprint, ...]  # blocks that it will add to the replica's cache
-    lora: str = ""  # its LoRA adapter
-    loads_first: bool = False  # the adapter or blocks from host memory, as the router knows
-    turn: SessionTurn | None = None
-    keep: Keep | None = None
 
 
 # How an attempt ends. refused: the engine cannot run it, or no replica has room. failed: the
@@ -274,9 +258,9 @@ class Attempt:
         self.load.finish(self.request_id)
         self._teach_step()
         if self.is_over and self.last_chunk_s is not None and self.capacity_blocks:
-            self.mirror.computed(self.replica_id, self.dispatch.expected, self.last_chunk_s)
+            self.mirror.computed(self.replica_id, self.dispatch.expected.blocks, self.last_chunk_s)
         else:
-            self.mirror.unexpect(self.replica_id, self.dispatch.expected)
+            self.mirror.unexpect(self.replica_id, self.dispatch.expected.blocks)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
         self._finish_turn()

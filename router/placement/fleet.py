@@ -10,6 +10,7 @@ from kvroute.blocks.chain import EVERYBODY, Scope, Space
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import NO_BLOCK, Keep, SessionTurn
+from kvroute.contract.messages import Dispatch, Fingerprints
 from kvroute.contract.records import ReplicaRecord
 from kvroute.prefill.speed import PrefillModel
 from kvroute.router.admission.seats import Seats
@@ -17,7 +18,6 @@ from kvroute.router.index.handshake import NONE, Handshake
 from kvroute.router.placement.attempts import (
     NO_OBSERVER,
     Attempt,
-    Dispatch,
     Placement,
     RequestContext,
     RequestObserver,
@@ -300,8 +300,8 @@ class Fleet:
             prefill_s=prefill_s + there.lora_s / load.speed.slowness,
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
-            known_prefix=placement.known_prefix[-1:],
-            expected=self.caches.added(replica_id, placement.chain, computed_from),
+            known_prefix=Fingerprints(placement.known_prefix[-1:]),
+            expected=Fingerprints(self.caches.added(replica_id, placement.chain, computed_from)),
             lora=placement.lora,
             loads_first=there.lora_s > 0 or there.reload_s > 0,
             turn=retention and retention.turn,
@@ -338,9 +338,11 @@ class Fleet:
             prefill_s=self.loads.of(replica_id).model.seconds(begin, end),
             new_tokens=end - begin,
             prompt_tokens=end,
-            known_prefix=placement.chain[: part.start][-1:],
-            expected=self.caches.added(
-                replica_id, placement.chain[: part.stop], part.start - host_blocks
+            known_prefix=Fingerprints(placement.chain[: part.start][-1:]),
+            expected=Fingerprints(
+                self.caches.added(
+                    replica_id, placement.chain[: part.stop], part.start - host_blocks
+                )
             ),
             lora=placement.lora,
             loads_first=reload_s > 0,
@@ -365,14 +367,14 @@ class Fleet:
                 lora=dispatch.lora,
                 loads_first=dispatch.loads_first,
                 reload_s=reload_s,
-                prefix=dispatch.known_prefix[-1] if dispatch.known_prefix else None,
+                prefix=dispatch.known_block,
             ),
         )
         fleet = self.mirror.replica_ids | {replica_id}
-        self._branches.take(dispatch.known_prefix, replica_id, fleet)
+        self._branches.take(dispatch.known_prefix.blocks, replica_id, fleet)
         self.loads.scale.computed(load.speed.slowness * dispatch.prefill_s)
         self.mirror.forget_computed(now_s)
-        self.mirror.expect(replica_id, dispatch.expected)
+        self.mirror.expect(replica_id, dispatch.expected.blocks)
         if dispatch.turn and dispatch.keep:
             self.returns.begin(dispatch.turn, dispatch.keep, now_s, replica_id)
             self._take_seat(dispatch.turn, dispatch.keep, dispatch, now_s)
@@ -396,7 +398,7 @@ class Fleet:
 
     def _take_seat(self, turn: SessionTurn, keep: Keep, dispatch: Dispatch, now_s: float) -> None:
         if self.seats is not None:
-            block = dispatch.known_prefix[-1] if dispatch.known_prefix else NO_BLOCK
+            block = dispatch.known_block or NO_BLOCK
             known = block, dispatch.prompt_tokens - dispatch.new_tokens
             self.seats.sent(
                 turn, dispatch.prompt_tokens, tenant=keep.tenant, known=known, now_s=now_s

@@ -19,13 +19,13 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.messages import (
     Blamed,
+    Dispatch,
     Ended,
     Event,
     FirstToken,
     LearnedScale,
     Message,
     Restarted,
-    Sent,
     SessionEnded,
     WaitingSessions,
     decode,
@@ -36,9 +36,9 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.admission.limits import Limits
 from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
-from kvroute.router.placement.attempts import Attempt, Dispatch, RequestObserver
+from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.fleet import Fleet
-from kvroute.store.index import Index, pack, unpack
+from kvroute.store.index import Index
 from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.peers")
@@ -82,22 +82,7 @@ class PeerPublisher(RequestObserver):
             seats.on_change = self._has_events.set
 
     def sent(self, attempt: Attempt) -> None:
-        dispatch = attempt.dispatch
-        self._emit(
-            Sent(
-                dispatch.request_id,
-                dispatch.replica_id,
-                dispatch.prefill_s,
-                dispatch.new_tokens,
-                dispatch.prompt_tokens,
-                pack(dispatch.known_prefix),
-                pack(dispatch.expected),
-                dispatch.lora,
-                dispatch.loads_first,
-                dispatch.turn,
-                dispatch.keep,
-            )
-        )
+        self._emit(attempt.dispatch)
 
     def first_token(self, attempt: Attempt) -> None:
         self._emit(FirstToken(attempt.request_id))
@@ -235,10 +220,10 @@ class PeerSubscriber:
         attempts = self._attempts.setdefault(message.router, {})
         for event in message.events:
             match event:
-                case Sent():
+                case Dispatch():
                     if again := attempts.pop(event.request_id, None):
                         again.end()
-                    attempts[event.request_id] = self._fleet.begin(_dispatch(event), self._clock())
+                    attempts[event.request_id] = self._fleet.begin(event, self._clock())
                     if self._queue is not None:
                         self._queue.taken(event.replica_id)
                 case FirstToken():
@@ -302,19 +287,3 @@ def _end(attempts: dict[str, Attempt]) -> None:
     for attempt in attempts.values():
         attempt.end()
     attempts.clear()
-
-
-def _dispatch(event: Sent) -> Dispatch:
-    return Dispatch(
-        event.request_id,
-        event.replica_id,
-        event.prefill_s,
-        event.new_tokens,
-        event.prompt_tokens,
-        unpack(event.known_prefix),
-        unpack(event.expected),
-        event.lora,
-        event.loads_first,
-        event.turn,
-        event.keep,
-    )

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
+from kvroute.blocks.fingerprint import unpack
 from kvroute.contract.records import Description, Load
 from kvroute.local.embedded_redis import embedded_redis
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
-from kvroute.store.index import BATCH_BLOCKS, Index, unpack
+from kvroute.store.index import BATCH_BLOCKS, Index
 from tests.bench.apart import apart
 from tests.bench.indexed import BLOCKS, FACTS, REPLICAS
 from tests.bench.report import Row, Section

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import psutil
 
-from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, unpack
 from kvroute.local.embedded_redis import embedded_redis
 from kvroute.router.index.feed import Feed
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
-from kvroute.store.index import BATCH_BLOCKS, Index, unpack
+from kvroute.store.index import BATCH_BLOCKS, Index
 from tests.bench.events import DESCRIPTION, LEASE_S, LOAD, LongestPause, _running
 from tests.bench.indexed import BLOCK
 from tests.bench.report import Row, Section

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, pack, unpack
 from kvroute.contract.records import Load
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -24,8 +24,6 @@ from kvroute.store.index import (
     Index,
     Snapshot,
     WriterState,
-    pack,
-    unpack,
 )
 from tests.support.records import DESCRIPTION, FACTS, LOAD
 from tests.support.waiting import until

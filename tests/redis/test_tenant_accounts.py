@@ -188,7 +188,10 @@ def application(each: Mapping[str, LastingAccounts]) -> httpx.AsyncClient:
     async def tenants(name: str, days: Iterable[datetime.date]) -> list[dict[str, Any]]:
         return [as_json(*found) for found in (await each[name].of_days(days)).items()]
 
-    models = [SimpleNamespace(name=name, tenants=partial(tenants, name)) for name in each]
+    models = [
+        SimpleNamespace(name=name, status=SimpleNamespace(tenants=partial(tenants, name)))
+        for name in each
+    ]
     named = {model.name: model for model in models}
     http: Any = FastAPI()
     http.state.models = SimpleNamespace(all=models, named=named.__getitem__)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract import messages
-from kvroute.contract.messages import Message, Sent
+from kvroute.contract.messages import Dispatch, Fingerprints, Message
 from kvroute.contract.records import (
     NO_PINS,
     VERSION,
@@ -36,7 +36,7 @@ from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.store.clusters import KEY, Clusters, Tenant
 from kvroute.store.connection import connect
-from kvroute.store.index import START, FencedError, Index, pack
+from kvroute.store.index import START, FencedError, Index
 from kvroute.store.keys import key_prefix
 from kvroute.store.prefixes import Prefixes
 from tests.support.records import DESCRIPTION, FACTS, LOAD, facts
@@ -184,7 +184,9 @@ def test_any_bytes_in_any_key_leave_the_neighbours_readable(
 
 
 valid = messages.encode(
-    Message(VERSION, "r", [Sent("1", "a", 0.1, 10, 20, pack(BLOCKS), pack(BLOCKS))])
+    Message(
+        VERSION, "r", [Dispatch("1", "a", 0.1, 10, 20, Fingerprints(BLOCKS), Fingerprints(BLOCKS))]
+    )
 )
 
 

@@ -78,7 +78,7 @@ def test_what_a_degraded_replica_holds_counts_for_nothing() -> None:
     placement = fleet.place(PROMPT, ["a", "b"], 0.0)
     assert placement.best_hit_blocks == placement.at("a").hit_blocks == 0
     assert {each.replica_id for each in placement.ranking} == {"a", "b"}
-    assert fleet.sent(placement, "a", "r", 0.0).dispatch.expected == ()
+    assert fleet.sent(placement, "a", "r", 0.0).dispatch.expected.blocks == ()
 
 
 def test_the_identity_of_a_folder_is_what_its_files_say(model: Path) -> None:

@@ -233,7 +233,7 @@ def test_reloads_stand_in_line_until_their_first_tokens() -> None:
     fleet = fleet_of(with_tier("a"))
     hold(fleet, "a", host=200)
     first = fleet.sent(place(fleet), "a", "first", 0.0)
-    fleet.mirror.unexpect("a", first.dispatch.expected)  # as if it were another prompt
+    fleet.mirror.unexpect("a", first.dispatch.expected.blocks)  # as if it were another prompt
     assert at(fleet, "a", 0.05).reload_s == pytest.approx(0.15 + 0.2)
     first.load.finish("first")
     assert at(fleet, "a", 0.05).reload_s == pytest.approx(0.2)

@@ -6,11 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.cache_groups import in_host
-from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, pack
 from kvroute.router.index.eviction_history import GENERATION
 from kvroute.router.index.masks import Masks
 from kvroute.router.index.mirror import TOLD_S, Mirror
-from kvroute.store.index import pack
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 replicas = st.sampled_from(["a", "b", "c"])

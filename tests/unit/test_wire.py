@@ -14,9 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.keep import KEEP
+from kvroute.contract.messages import Dispatch, Fingerprints, Message
+from kvroute.contract.messages import decode as decode_message
+from kvroute.contract.messages import encode as encode_message
+from kvroute.contract.records import VERSION as MESSAGE_VERSION
 from kvroute.wire import server as replicas_end
 from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, Kind, Reader, frames
 from kvroute.wire.link import (
@@ -179,6 +184,22 @@ BEGIN = (
     "636f6d706c6574696f6e73c4027b7dcb3ff8000000000000c3c2900000a0a0a0c2050000cb000000"
     "0000000000cb000000000000000097cb3ff0000000000000cb00000000000000000000cb3ff00000"
     "00000000cb0000000000000000c3"
+)
+
+
+def test_the_bytes_of_a_dispatch_between_routers_are_those_of_its_version() -> None:
+    blocks = Fingerprint(1), Fingerprint(2**63 + 5)
+    known, expected = Fingerprints(blocks[:1]), Fingerprints(blocks)
+    dispatch = Dispatch("q", "r", 0.5, 10, 20, known, expected, "l", loads_first=True)
+    assert encode_message(dispatch).hex() == DISPATCH
+    (got,) = decode_message(encode_message(Message(MESSAGE_VERSION, "x", [dispatch]))).events
+    assert isinstance(got, Dispatch)
+    assert (got.known_block, got.expected.blocks) == (1, blocks)
+
+
+DISPATCH = (
+    "9ca173a171a172cb3fe00000000000000a14c4080100000000000000c410010000000000000005000000"
+    "00000080a16cc3c0c0"
 )
 
 
