@@ -247,6 +247,7 @@ async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
     async with served(engine, links=2) as (_, links):
         streams = [link.open(request(), most_waiting=MOST) for link in links for _ in range(50)]
         await until(lambda: engine.running == 100)
+        await until(lambda: all(stream.is_preparing for stream in streams))  # both ends know it
         before = [link.heard for link in links]
         for _ in range(20):
             engine.step()
