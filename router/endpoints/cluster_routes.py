@@ -102,7 +102,7 @@ async def diagnosis(request: Request, models: Served) -> Response:
 async def hot(request: Request, models: Served) -> Response:
     """The prefixes that saved most recently, according to this router's own requests."""
     tenant = tenant_of(caller_of(request))
-    found = together(models.all, [model.prefixes.hottest(tenant) for model in models.all])
+    found = together(models.all, [model.prefixes.hottest.top(tenant) for model in models.all])
     found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
     return JSONResponse({"object": "list", "data": found})
 

@@ -18,8 +18,11 @@ routes = APIRouter()
 async def declare(request: Request, models: Served, bodies: BodyReader) -> Response:
     declaration = await bodies.parsed(PrefixDeclaration, request)
     model = models.named(declaration.model)
-    prefix, is_new = await model.prefixes.declare(
-        declaration, caller_of(request), limits_of(request)
+    prefix, is_new = await model.prefixes.declarations.declare(
+        declaration,
+        caller_of(request),
+        max_model_len=model.max_model_len(),
+        limits=limits_of(request),
     )
     return JSONResponse({**prefix, "model": model.name}, 201 if is_new else 200)
 
@@ -27,7 +30,9 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
 @routes.get("/v1/prefixes")
 async def list_prefixes(request: Request, models: Served, model: str | None = None) -> Response:
     selected = models.all if model is None else [models.named(model)]
-    found = await asyncio.gather(*(each.prefixes.all(caller_of(request)) for each in selected))
+    found = await asyncio.gather(
+        *(each.prefixes.declarations.list(caller_of(request)) for each in selected)
+    )
     return JSONResponse({"object": "list", "data": together(selected, found)})
 
 
@@ -37,7 +42,10 @@ async def get_prefix(
 ) -> Response:
     selected = models.named(model)
     return JSONResponse(
-        {**await selected.prefixes.get(name, caller_of(request)), "model": selected.name}
+        {
+            **await selected.prefixes.declarations.get(name, caller_of(request)),
+            "model": selected.name,
+        }
     )
 
 
@@ -45,4 +53,6 @@ async def get_prefix(
 async def drop_prefix(
     name: str, request: Request, models: Served, model: str | None = None
 ) -> Response:
-    return JSONResponse(await models.named(model).prefixes.drop(name, caller_of(request)))
+    return JSONResponse(
+        await models.named(model).prefixes.declarations.drop(name, caller_of(request))
+    )

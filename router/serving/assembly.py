@@ -136,14 +136,7 @@ class Parts:
             known, self.links, self.fleet, hang_timeout_s=settings.hang_timeout_s
         )
         store = Prefixes(redis, model, cluster=cluster, unreadable=self.unreadable)
-        self.prefixes = PrefixService(
-            settings,
-            store,
-            self.index,
-            self.fleet,
-            tokenizer,
-            max_model_len=self.max_model_len,
-        )
+        self.prefixes = PrefixService(settings, store, self.index, self.fleet, tokenizer)
         self.holding = Holding(
             self.queue,
             self.fleet,

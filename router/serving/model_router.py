@@ -34,6 +34,7 @@ class ModelRouter:
         self.requests = RequestHandler(parts)
         self.status = Status(parts)
         self.prefixes = parts.prefixes
+        self.max_model_len = parts.max_model_len
         self.conversations = parts.conversations
         self.telemetry = parts.telemetry
         self.audit = parts.audit
@@ -61,7 +62,7 @@ def _live(parts: Parts, status: Status) -> Live:
         fleet=parts.fleet,
         feed=parts.feed,
         liveness=parts.liveness,
-        hottest=parts.prefixes.hottest,
+        hottest=parts.prefixes.hottest.top,
         queue=status.queue,
         seats=status.seats,
         peers=parts.subscriber,

@@ -1,12 +1,9 @@
 """One model's prefixes in one router: named prefixes, hot prefixes, and prompts that use them."""
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
-from kvroute.keys.keyring import Caller
-from kvroute.keys.limits import TenantLimits
-from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.auto_pin import AutoPin
@@ -32,22 +29,19 @@ class PrefixService:
         index: Index,
         fleet: Fleet,
         tokenizer: Prompts,
-        *,
-        max_model_len: Callable[[], int],
     ) -> None:
-        self._max_model_len = max_model_len
         block_size = settings.block_size
         self._block_size = block_size
         self._tasks_to_declare = settings.tasks
         self._pins_by_itself = settings.auto_pin
         self.catalogue = Catalogue(store, fleet, block_size=block_size)
         self.composer = PrefixComposer(tokenizer)
-        self._declarations = Declarations(
+        self.declarations = Declarations(
             self.catalogue, self.composer, index.records, block_size=block_size
         )
         self._demand = Demand(self.catalogue, fleet)
         self._hot = HotPrefixes(block_size=block_size)
-        self._hottest = Hottest(self._hot, fleet, self.catalogue, tokenizer)
+        self.hottest = Hottest(self._hot, fleet, self.catalogue, tokenizer)
         self._auto_pin = AutoPin(self._hot, fleet, self.catalogue, tokenizer)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
@@ -59,8 +53,6 @@ class PrefixService:
         if self._pins_by_itself:
             tasks["auto-pin"] = self._auto_pin.run()
         return tasks
-
-    # Requests.
 
     def named_tokens(self, prefix: Prefix | None, namespace: str) -> int:
         """The prefix's tokens in whole blocks that prompts of this namespace share."""
@@ -84,33 +76,3 @@ class PrefixService:
                 owner,
                 generation.placement.shared_tokens,
             )
-
-    # The API.
-
-    async def declare(
-        self,
-        declaration: PrefixDeclaration,
-        caller: Caller | None,
-        limits: TenantLimits | None,
-    ) -> tuple[dict[str, Any], bool]:
-        """The prefix as GET returns it, and whether this call made a new version of it."""
-        return await self._declarations.declare(
-            declaration, caller, max_model_len=self._max_model_len(), limits=limits
-        )
-
-    async def all(self, caller: Caller | None) -> list[dict[str, Any]]:
-        """The latest version of each name, in the order of their declarations."""
-        return await self._declarations.list(caller)
-
-    async def get(self, name: str, caller: Caller | None) -> dict[str, Any]:
-        """The latest version of that name; ApiError when there is none."""
-        return await self._declarations.get(name, caller)
-
-    async def drop(self, name: str, caller: Caller | None) -> dict[str, Any]:
-        """Drops all versions of that name; ApiError when there is none."""
-        return await self._declarations.drop(name, caller)
-
-    def hottest(self, tenant: str = "") -> list[dict[str, Any]]:
-        """The prefixes that saved most recently, named or not, best first, as that tenant may see
-        them."""
-        return self._hottest.top(tenant)
