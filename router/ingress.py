@@ -35,6 +35,7 @@ from kvroute.router.middleware.request_id import request_id
 from kvroute.router.middleware.stopping import LastAnswers, RunningAnswers
 from kvroute.router.observability import request_spans
 from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models
 from kvroute.settings.router import RouterSettings
@@ -123,7 +124,7 @@ async def _model_router(
     folder = await asyncio.to_thread(resolve, settings.model)
     load = partial(Prompts, escapes=settings.escapes)
     tokenizer = await asyncio.to_thread(load, folder, settings.revision, settings.engine_args)
-    return ModelRouter(id_, settings, replicas, tokenizer, limits)
+    return ModelRouter(Parts(id_, settings, replicas, tokenizer, limits))
 
 
 def application(

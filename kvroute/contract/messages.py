@@ -42,7 +42,7 @@ class Dispatch(Struct, tag="s", array_like=True, frozen=True):
 
     @property
     def known_block(self) -> Fingerprint | None:
-        """The last block of the known prefix; None: no replica has any of the prompt."""
+        """Return the last block of the known prefix; None: no replica has any of the prompt."""
         blocks = self.known_prefix.blocks
         return blocks[-1] if blocks else None
 

@@ -170,7 +170,7 @@ class Fleet:
             running,
             Prompt(prompt_tokens, best, self._block_size),
             hits,
-            prefix=prefix,
+            known_block=prefix[-1] if prefix else None,
             shares=shares,
             lora=lora,
             now_s=now_s,
@@ -200,7 +200,7 @@ class Fleet:
         prompt: Prompt,
         hits: Hits,
         *,
-        prefix: Sequence[Fingerprint],
+        known_block: Fingerprint | None,
         shares: Sequence[float],
         lora: str,
         now_s: float,
@@ -211,8 +211,9 @@ class Fleet:
         that the prompt needs.
 
         Args:
-            prefix: the longest part of the prompt that a replica has.
-            shares: each replica's share of the conversations that began with the prefix.
+            known_block: the prompt's last block that any replica has; None: no replica has any.
+            shares: each replica's share of the conversations that began with the prompt's longest
+                known prefix.
         """
         loads = self.loads.of_all(running)
         hit_blocks, free_blocks = hits.blocks, self.replicas.free_blocks
@@ -239,7 +240,7 @@ class Fleet:
                     slowness * load.decode_step_s,
                     free_blocks.get(replica_id, 0),
                     load.unanswered,
-                    self._memory_s(load, new_tokens, prompt.tokens, prefix),
+                    self._memory_s(load, new_tokens, prompt.tokens, known_block),
                     lora_s,
                     reload.blocks,
                     reload.wait_s,
@@ -256,7 +257,7 @@ class Fleet:
         return self.replicas.lora_load_s(replica_id)
 
     def _memory_s(
-        self, load: ReplicaLoad, new_tokens: int, tokens: int, prefix: Sequence[Fingerprint]
+        self, load: ReplicaLoad, new_tokens: int, tokens: int, known_block: Fingerprint | None
     ) -> float:
         """Return the time until the replica's KV cache has room for a prompt.
 
@@ -266,7 +267,7 @@ class Fleet:
         if not load.decoding or not load.capacity_tokens:
             return 0.0
         needed = load.kv.needed(
-            new_tokens=new_tokens, cached_tokens=tokens - new_tokens, prefix=prefix
+            new_tokens=new_tokens, cached_tokens=tokens - new_tokens, prefix=known_block
         )
         missing = needed - load.capacity_tokens
         answer_s = self.loads.scale.answer_s

@@ -1,6 +1,5 @@
 """How much of a replica's KV cache its running requests hold, as a router knows it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvroute.blocks.fingerprint import Fingerprint
@@ -58,8 +57,8 @@ class KvUse:
             self.tokens -= shared.tokens
             del self._prefixes[prefix]
 
-    def needed(self, *, new_tokens: int, cached_tokens: int, prefix: Sequence[Fingerprint]) -> int:
-        """Return the tokens that all requests would hold together with one more."""
-        shared = self._prefixes.get(prefix[-1]) if prefix else None
+    def needed(self, *, new_tokens: int, cached_tokens: int, prefix: Fingerprint | None) -> int:
+        """Return the tokens that all requests would hold together with one more; see `add`."""
+        shared = None if prefix is None else self._prefixes.get(prefix)
         held = min(cached_tokens, shared.tokens) if shared else 0
         return self.tokens + new_tokens + cached_tokens - held

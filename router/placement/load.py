@@ -5,6 +5,7 @@ This is bookkeeping only: the caller passes the time, in seconds of any monotoni
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.adapters import Residents
@@ -182,15 +183,15 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
             speed.assume(fleet)
     own = [speed.slowness for speed in speeds]
     median = sorted(own)[len(own) // 2]
-    near = [speed for speed in speeds if abs(speed.slowness - median) <= NEAR * median]
-    mean = _fleet_slowness(near)
+    near = [abs(slowness - median) <= NEAR * median for slowness in own]
+    mean = _fleet_slowness(list(compress(speeds, near)))
     found = []
-    for load, slowness in zip(loads, own, strict=True):
-        if abs(slowness - median) > NEAR * median:
-            found.append((slowness, mean))
+    for load, slowness, is_near in zip(loads, own, near, strict=True):
+        if is_near:
+            slowness = healthy = (slowness + mean) / 2 if load.is_busy else mean
         else:
-            near_s = (slowness + mean) / 2 if load.is_busy else mean
-            found.append((near_s, near_s))
+            healthy = mean
+        found.append((slowness, healthy))
     return found
 
 

@@ -109,7 +109,8 @@ class Loads:
         rooms = []
         backlogs_s = self.backlogs_s(replica_ids, now_s)
         for replica_id, backlog_s in zip(replica_ids, backlogs_s, strict=True):
-            load, capacity = self.of(replica_id), self._replicas.kv_tokens(replica_id)
+            load = self.of(replica_id)
+            capacity = load.capacity_tokens
             free_share = 1.0 - load.kv.tokens / capacity if capacity else 1.0
             rooms.append(Room(replica_id, backlog_s, free_share))
         return rooms

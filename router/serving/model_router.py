@@ -1,32 +1,19 @@
 """One model in one router, as the routes use it."""
 
-from ray.serve.handle import DeploymentHandle
-
 from kvroute.process.draining import draining
-from kvroute.router.admission.limits import Limits
 from kvroute.router.page.live import Live
 from kvroute.router.page.view import View
-from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.lifecycle import Lifecycle
 from kvroute.router.serving.request_handler import RequestHandler
 from kvroute.router.serving.status import Status
-from kvroute.settings.router import RouterSettings
 
 
 class ModelRouter:
     """What the routes need for one model. `lifecycle` starts and ends it."""
 
-    def __init__(
-        self,
-        router_id: str,
-        settings: RouterSettings,
-        replicas: DeploymentHandle,
-        tokenizer: Prompts,
-        limits: Limits | None = None,
-    ) -> None:
-        """limits: of tenants, if this model's channel tells the other routers of them."""
-        parts = Parts(router_id, settings, replicas, tokenizer, limits)
+    def __init__(self, parts: Parts) -> None:
+        settings = parts.settings
         self.name = settings.served_model_name
         self.settings = settings
         self._adapters = frozenset(adapter.name for adapter in settings.adapters)  # LoRA

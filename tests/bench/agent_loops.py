@@ -15,6 +15,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 from openai import AsyncOpenAI
+from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.bench.report import Row, Section
@@ -106,14 +107,14 @@ async def agent(client: AsyncOpenAI, number: int, seen: Seen) -> None:
             await asyncio.sleep(rng.expovariate(1.0 / TOOL_S))
 
 
-def note(seen: Seen, took_s: float, usage: object) -> None:
+def note(seen: Seen, took_s: float, usage: CompletionUsage | None) -> None:
     """Record a turn if the time counts already."""
-    if time.monotonic() < seen.begun_s:
+    if time.monotonic() < seen.begun_s or usage is None:
         return
-    details = getattr(usage, "prompt_tokens_details", None)
+    details = usage.prompt_tokens_details
     seen.times_s.append(took_s)
-    seen.prompt_tokens += getattr(usage, "prompt_tokens", 0)
-    seen.cached_tokens += getattr(details, "cached_tokens", 0) or 0
+    seen.prompt_tokens += usage.prompt_tokens
+    seen.cached_tokens += (details.cached_tokens if details else None) or 0
 
 
 def text(rng: random.Random, words: int) -> str:

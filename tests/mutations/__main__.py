@@ -41,8 +41,8 @@ MUTATIONS = {
     "placement": Mutation(
         "a request goes where its prompt is cached",
         "router/placement/policy.py",
-        "candidate.backlog_s, candidate.own_s, candidate.copy_s\n    lora_s = candidate.lora_s",
-        "candidate.backlog_s, candidate.own_s, 0.0\n    lora_s = candidate.lora_s",
+        "own_s, copy_s = candidate.own_s, candidate.copy_s",
+        "own_s, copy_s = candidate.own_s, 0.0",
     ),
     "evictions": Mutation(
         "the index forgets what an engine has evicted",

@@ -16,8 +16,8 @@ def test_questions_about_one_document_hold_it_once() -> None:
     use.add("a", new_tokens=10, cached_tokens=500, prefix=DOCUMENT)
     use.add("b", new_tokens=20, cached_tokens=500, prefix=DOCUMENT)
     assert use.tokens == 10 + 20 + 500
-    assert use.needed(new_tokens=5, cached_tokens=500, prefix=[CHAT, DOCUMENT]) == 535
-    assert use.needed(new_tokens=5, cached_tokens=500, prefix=[DOCUMENT, CHAT]) == 1035
+    assert use.needed(new_tokens=5, cached_tokens=500, prefix=DOCUMENT) == 535
+    assert use.needed(new_tokens=5, cached_tokens=500, prefix=CHAT) == 1035
     use.remove("a")
     assert use.tokens == 20 + 500
 
@@ -26,7 +26,7 @@ def test_prompts_that_nobody_knows_share_nothing() -> None:
     use = KvUse()
     use.add("a", new_tokens=10, cached_tokens=0, prefix=None)
     use.add("b", new_tokens=20, cached_tokens=5, prefix=None)
-    assert use.tokens == use.needed(new_tokens=0, cached_tokens=0, prefix=[]) == 35
+    assert use.tokens == use.needed(new_tokens=0, cached_tokens=0, prefix=None) == 35
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | REQUESTS), max_size=60))
