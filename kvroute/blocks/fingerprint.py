@@ -56,7 +56,7 @@ def root(
 
 
 def namespaced(parent: Fingerprint, namespace: str) -> Fingerprint:
-    """Return the parent of a namespace's first own block after the blocks that everybody shares."""
+    """Return the parent of the first block that belongs to a namespace, after shared blocks."""
     return _block_hash(namespace.encode(), parent)
 
 

@@ -58,7 +58,7 @@ class Ended(Struct, tag="e", array_like=True):
 
     request_id: Name
     is_tool_call: bool = False
-    is_over: bool = True  # False: another replica continues it, or it was no client's request
+    is_over: bool = True  # False: another replica continues it, or no client had sent it
 
 
 class Restarted(Struct, tag="r", array_like=True):
@@ -110,11 +110,11 @@ class WaitingSessions(Struct, array_like=True, frozen=True):
 
 
 class LearnedScale(Struct, array_like=True, frozen=True):
-    """What a router has learned of the fleet's unit of time, for routers that start."""
+    """A router's estimate of the fleet's unit of time, for routers that have just started."""
 
     prefill_s: Seconds  # mean prefill time of its latest requests
     square_s2: Annotated[float, Meta(ge=0, le=1e18)]  # mean of the squares of these times
-    requests: Count  # how many requests these means are of
+    requests: Count  # number of requests in these means
 
 
 class Message(Struct, array_like=True):
@@ -127,7 +127,7 @@ class Message(Struct, array_like=True):
     is_complete: bool = False  # True: tenants that are not listed have no usage at this router
     waiting: Waiting | None = None  # None: the queue has not changed
     sessions: WaitingSessions = WaitingSessions()
-    scale: LearnedScale | None = None  # in a heartbeat
+    scale: LearnedScale | None = None  # only heartbeats have it
 
 
 class _Versioned(Struct, array_like=True):

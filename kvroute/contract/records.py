@@ -69,7 +69,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     step_tokens: AtLeastOne = 8192  # most tokens of a step: vLLM's max_num_batched_tokens
     max_cpu_loras: Count = 0  # most LoRA adapters in memory
     engine: Name = "vllm"  # "vllm" | "simulated"
-    content_format: Name = ""  # messages in the chat template are "string" or "openai"; empty: none
+    content_format: Name = ""  # vLLM's content format of the chat template; empty: no template
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
     layout: Layout | None = None  # None: full attention in blocks of block_size tokens

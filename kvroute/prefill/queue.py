@@ -1,8 +1,9 @@
 """The prompts that wait for one engine, and the time that their prefill will take.
 
 A router counts the requests that it has sent and the requests that other routers have reported. A
-replica counts the requests that have arrived. A router's subclass also counts decoding requests; a
-replica's also its busy time. The caller passes the time, in seconds of any monotonic clock.
+replica counts the requests that have arrived. The router's subclass also counts decoding requests,
+and the replica's subclass also counts busy time. The caller passes the time, in seconds of any
+monotonic clock.
 """
 
 import math
@@ -11,8 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from kvroute.prefill.speed import PrefillSpeed
 
-# Tolerance of comparisons: a backlog below another one is smaller by this share at least, so that
-# rounding does not matter.
+# Relative tolerance: a backlog must fall this share below a limit to count as below it, so that
+# rounding errors do not matter.
 JUST = 1e-6
 
 

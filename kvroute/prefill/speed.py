@@ -6,11 +6,11 @@ from functools import lru_cache
 # Weights are in observations of mean length, that is of the mean predicted time.
 PRIOR = 1.5  # weight of the engine's own estimate before the first observation
 FADE = 0.8  # factor on the weight of that estimate after each observation
-LEAST_BELIEF = 0.05  # weight of that estimate below which it counts as replaced by observations
+LEAST_BELIEF = 0.05  # if that estimate's weight is lower, the speed counts as learned
 LEAST_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution can measure 0 s
-MEMORY = 120.0  # weight of new observations after which an older one counts 1/e
-TYPICAL = 200  # number of observations that an expected mean length counts as
-RECENT = 6.0  # MEMORY of the recent observations that detect a change of speed
+MEMORY = 120.0  # after new observations of this total weight, an older observation counts 1/e
+TYPICAL = 200  # an expected mean length has the weight of this many observations in the mean
+RECENT = 6.0  # like MEMORY, for the sums of recent observations that detect a change of speed
 CHANGED = 2.0  # ratio of recent to learned slowness, or its inverse, that is a change of speed
 MOST_WEIGHT = 2.0  # most weight of one observation among the recent observations
 MEAN_OF = 500  # number of latest observations in the mean length
@@ -50,7 +50,7 @@ class Speed:
     observed_s: float = 0.0  # decayed sum of observed times
     prior: float = 1.0  # slowness that is assumed before the first observation
     typical_s: float = 0.0  # mean prediction that is expected before the first one; 0: unknown
-    memory: float = MEMORY  # weight of new observations after which an older one counts 1/e
+    memory: float = MEMORY  # see the constant MEMORY
     slowness: float = field(init=False)  # observed seconds per predicted second
     _mean_s: float = field(init=False, default=0.0)  # mean of the latest predictions
     _count: int = field(init=False, default=0)  # number of observations, at most MEAN_OF

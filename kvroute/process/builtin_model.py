@@ -100,7 +100,7 @@ def _convert_in_child(target: Path, *, lock_fd: int) -> None:
 
 
 def _gguf() -> Path:
-    """Return the GGUF file of the weights package, without its import, which loads llama.cpp."""
+    """Return the GGUF file of the weights package; its import would load llama.cpp."""
     packages = {name: importlib.util.find_spec(name) for name in (WEIGHTS_PACKAGE, *CONVERTERS)}
     if missing := [name for name, spec in packages.items() if spec is None]:
         raise ModuleNotFoundError(

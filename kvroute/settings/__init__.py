@@ -1,1 +1,1 @@
-"""Every option is defined once; all settings are derived from the user's options."""
+"""The options of users, and the settings of processes that are derived from them."""

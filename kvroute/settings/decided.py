@@ -1,4 +1,4 @@
-"""Options that a user may omit have definite values for replicas and routers."""
+"""The common settings of replicas and routers, with values for options that a user may omit."""
 
 from kvroute.contract.adapters import Adapter
 from kvroute.settings import parsers
@@ -7,15 +7,15 @@ from kvroute.store.keys import DEFAULT_CLUSTER
 
 
 class Decided(CommonOptions):
-    """`model` is what an engine loads: a folder or a hub name."""
+    """The common settings. `model` is what an engine loads: a folder or a hub name."""
 
     served_model_name: str
     redis_url: str
     cluster: str = DEFAULT_CLUSTER
     block_size: int = CPU_BLOCK_SIZE  # tokens
-    adapters: tuple[Adapter, ...] = ()  # LoRA
+    adapters: tuple[Adapter, ...] = ()  # the LoRA adapters
 
     @property
     def metrics_ports(self) -> range:
-        """Of which each process takes one for its metrics."""
+        """Return the ports from which each process takes one for its metrics."""
         return parsers.ports(self.metrics_port_range)

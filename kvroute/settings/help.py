@@ -1,4 +1,4 @@
-"""An option's flags, environment variables and error messages follow from its description."""
+"""Derives an option's flags, environment variables and error messages from its description."""
 
 import os
 from collections.abc import Mapping
@@ -20,26 +20,26 @@ WORDING = {  # pydantic's wording -> kvroute's
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How users see an option; it is in the metadata of the option's field."""
+    """The description of an option for users, in the metadata of the option's field."""
 
     group: str
     help: str
-    example: str = ""  # a good value, if the default is not one
-    default: str = ""  # the default in words, if there is no value
-    flags: tuple[str, ...] = ()  # instead of --the-field-name
-    env: tuple[str, ...] = ()  # names in other systems, in addition to KVROUTE_THE_FIELD_NAME
-    kind: Any = None  # its type on the command line, if that differs from the field's
+    example: str = ""  # a good value, if the default value is not one
+    default: str = ""  # the default in words, if it has no value
+    flags: tuple[str, ...] = ()  # flags that replace --the-field-name
+    env: tuple[str, ...] = ()  # variables in addition to KVROUTE_THE_FIELD_NAME, of other systems
+    kind: Any = None  # the option's type on the command line; None: the field's type
 
 
 class SettingsError(ValueError):
-    """A setting cannot be used; the message says where it comes from and what to write."""
+    """A setting cannot be used; the message has its source and the remedy."""
 
 
 class Environment(PydanticBaseSettingsSource):
     """Settings from environment variables, for options that the command line omits.
 
-    pydantic-settings' own source takes the first of several names; this one rejects names with
-    contradicting values.
+    An option can have several variables. pydantic-settings' own class takes the first one; this
+    class rejects variables with different values.
     """
 
     def __call__(self) -> dict[str, Any]:
@@ -52,41 +52,44 @@ class Environment(PydanticBaseSettingsSource):
         return {name: value for name, value in values.items() if value is not None}
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        found = from_environment(field_name, field)
-        _refuse_contradiction(field_name, field, found)
-        return next(iter(found.values()), None), field_name, False
+        variables = from_environment(field_name, field)
+        _refuse_contradiction(field_name, field, variables)
+        return next(iter(variables.values()), None), field_name, False
 
 
 def option(field: FieldInfo) -> Option:
-    """The field's description."""
+    """Return the field's description."""
     return next(entry for entry in field.metadata if isinstance(entry, Option))
 
 
 def flags(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """The field's names on the command line, the usual one first."""
+    """Return the field's names on the command line, the usual one first."""
     return option(field).flags or (f"--{name.replace('_', '-')}",)
 
 
 def env_names(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """The field's names in the environment, kvroute's first."""
+    """Return the field's names in the environment, kvroute's first."""
     return f"{ENV_PREFIX}{name.upper()}", *option(field).env
 
 
 def from_environment(name: str, field: FieldInfo) -> dict[str, str]:
-    """The variables that set the field; an empty one sets nothing."""
+    """Return the environment variables that set the field; empty variables count as not set."""
     return {env: os.environ[env] for env in env_names(name, field) if os.environ.get(env)}
 
 
 def explain(
     details: Mapping[str, Any], fields: Mapping[str, FieldInfo], given: Mapping[str, Any]
 ) -> str:
-    """One validation error, as in `KVROUTE_PORT is 'abc'; expected a valid integer, such as 8000`.
+    """Explain a validation error: `KVROUTE_PORT is 'abc'; expected a valid integer, such as 8000`.
 
-    A field in `given` got its value from the command line, any other from the environment.
+    Args:
+        details: the error, as pydantic describes it.
+        fields: all options.
+        given: options from the command line; all others are from the environment.
     """
     name = str(details["loc"][0])
     if name not in fields:
-        return f"{name} is no setting; there are {', '.join(fields)}"
+        return f"{name} is not a setting; the settings are {', '.join(fields)}"
     field = fields[name]
     source = flags(name, field)[0] if name in given else next(iter(from_environment(name, field)))
     return (
@@ -96,19 +99,19 @@ def explain(
 
 
 def expectation(message: str) -> str:
-    """pydantic's message about a wrong value, as in `expected a valid integer`."""
+    """Reword pydantic's message about a wrong value, for example to `expected a valid integer`."""
     expected = message.split(", unable")[0]
     for pydantics, own in WORDING.items():
         expected = expected.replace(pydantics, own)
     return expected
 
 
-def _refuse_contradiction(name: str, field: FieldInfo, found: Mapping[str, str]) -> None:
-    meanings = {repr(_meaning(field, value)) for value in found.values()}
+def _refuse_contradiction(name: str, field: FieldInfo, variables: Mapping[str, str]) -> None:
+    meanings = {repr(_meaning(field, value)) for value in variables.values()}
     if len(meanings) > 1:
-        values = " but ".join(f"{env} is {value!r}" for env, value in found.items())
+        values = " but ".join(f"{env} is {value!r}" for env, value in variables.items())
         flag = flags(name, field)[0].replace("/", " or ")
-        raise SettingsError(f"{values}, and they mean the same thing; keep one, or say {flag}")
+        raise SettingsError(f"{values}, and both set the same option; keep one, or use {flag}")
 
 
 def _meaning(field: FieldInfo, value: str) -> object:

@@ -1,4 +1,4 @@
-"""One model's complete settings are one frozen value, which all other code receives."""
+"""The complete settings of one model, as a frozen value."""
 
 import os
 from collections.abc import Set
@@ -17,9 +17,9 @@ from kvroute.settings.router import RouterSettings
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Facts about a model that depend on the machine."""
+    """The facts about a model that depend on the machine."""
 
-    model: str  # as an engine loads it: a folder or a hub name
+    model: str  # what an engine loads: a folder or a hub name
     gpus_per_replica: int
 
 
@@ -27,11 +27,11 @@ class ModelSettings(ReplicaSettings, RouterSettings, DeploymentOptions):
     gpus_per_replica: int
 
     def for_replicas(self) -> dict[str, Any]:
-        """ReplicaSettings as JSON data, for the constructor of the replicas."""
+        """Return ReplicaSettings as JSON data, for the constructor of the replicas."""
         return self._part(ReplicaSettings.model_fields.keys())
 
     def for_routers(self) -> dict[str, Any]:
-        """RouterSettings as JSON data, for the constructor of the routers."""
+        """Return RouterSettings as JSON data, for the constructor of the routers."""
         return self._part(RouterSettings.model_fields.keys())
 
     def _part(self, names: Set[str]) -> dict[str, Any]:
@@ -48,8 +48,17 @@ def decide(
     drain_timeout_s: float,
     local_only: bool = False,
 ) -> ModelSettings:
-    """Completes the user's options. other_replicas: of other models on the same machines.
-    local_only: see RouterSettings."""
+    """Complete the user's options.
+
+    Args:
+        options: the options of the model.
+        found: the facts of the machine.
+        redis_url: the Redis of the cluster.
+        cluster: the cluster's id.
+        other_replicas: number of replicas of other models on the same machines.
+        drain_timeout_s: the option of that name, which belongs to the whole cluster.
+        local_only: see RouterSettings.
+    """
     gpus, replicas = found.gpus_per_replica, options.replicas + other_replicas
     given = {
         name: getattr(options, name)

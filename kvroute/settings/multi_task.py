@@ -1,4 +1,4 @@
-"""Initial named prefixes in RTP-LLM's format: `[{"task_id": 1, "prompt": "..."}]`."""
+"""Reads initial named prefixes in RTP-LLM's format: `[{"task_id": 1, "prompt": "..."}]`."""
 
 from typing import Annotated
 
@@ -23,16 +23,16 @@ _TASKS: TypeAdapter[list[Task]] = TypeAdapter(Annotated[list[Task], Field(max_le
 
 
 def read_tasks(text: str | bytes) -> tuple[Task, ...]:
-    """The tasks in order. Raises ValueError that says what is wrong and what to write."""
+    """Return the tasks in order. Raises ValueError with the problem and the expected format."""
     try:
         tasks = _TASKS.validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         location = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{FORMAT}; {location or 'it'}: {first['msg']}") from None
+        raise ValueError(f"{FORMAT}; {location or 'the value'}: {first['msg']}") from None
     seen = set[str]()
     for task in tasks:
         if task.task_id in seen:
-            raise ValueError(f"{FORMAT}; the task_id {task.task_id!r} is there twice")
+            raise ValueError(f"{FORMAT}; two tasks have the task_id {task.task_id!r}")
         seen.add(task.task_id)
     return tuple(tasks)

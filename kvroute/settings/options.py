@@ -1,9 +1,9 @@
-"""Every option is defined once, in the class of the side that needs it.
+"""All options of users, each defined once.
 
 An option is a field: its name, type, default, and an Option with its group, help, flags and
 environment names. The command line, the environment, the table in the documents, and the settings
-of replicas and routers are derived from it. A field of ReplicaOptions reaches every replica, and so
-on; a replica restarts only when one of its own options changes.
+of replicas and routers are derived from it. The class of an option decides which processes receive
+it, for example ReplicaOptions for replicas. Replicas only restart if one of their options changes.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from kvroute.settings import parsers
 from kvroute.settings.help import Option, option
 from kvroute.store.keys import DEFAULT_CLUSTER
 
-CPU_BLOCK_SIZE = 32  # tokens
-GPU_BLOCK_SIZE = 16  # tokens
+CPU_BLOCK_SIZE = 32  # default tokens per block on CPUs
+GPU_BLOCK_SIZE = 16  # default tokens per block on GPUs
 
 
 MODEL = "Model"
@@ -31,14 +31,14 @@ ADAPTERS = "LoRA adapters"
 SIMULATED = "Simulated engine (--engine simulated)"
 GROUPS = (MODEL, REPLICAS, CLUSTER, CACHE, PREFIXES, ADAPTERS, SIMULATED)
 
-Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]  # vLLM's
+Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]  # vLLM's names
 
 Positive = Field(ge=1)
 NotNegative = Field(ge=0)
 
 
 def in_order(fields: Mapping[str, FieldInfo]) -> dict[str, FieldInfo]:
-    """The options group by group."""
+    """Return the options sorted by group."""
     return dict(sorted(fields.items(), key=lambda item: GROUPS.index(option(item[1]).group)))
 
 
@@ -54,26 +54,26 @@ class CommonOptions(BaseModel):
         BeforeValidator(parsers.joined),
         Option(
             MODEL,
-            "Built-in model, local folder or hub name. Several: comma-separated, or one --model "
-            "each.",
+            "Built-in model, local folder or hub name. For several models, separate them with "
+            "commas or repeat --model.",
             kind=list[str],
         ),
     ] = BUILTIN_MODEL
     served_model_name: Annotated[
         str | None,
-        Option(MODEL, "Name by which clients ask for the model.", default="same as --model"),
+        Option(MODEL, "Model name that clients send.", default="same as --model"),
     ] = None
     revision: Annotated[
         str,
-        Option(MODEL, "Version of the model; replicas of different versions share no prefixes."),
+        Option(MODEL, "Revision of the model. Replicas of different revisions share no prefixes."),
     ] = ""
     cluster: Annotated[
         str | None,
         Field(pattern=r"^[\w.-]{1,100}$"),
         Option(
             CLUSTER,
-            "Id of the cluster. Clusters that share a Redis need different ids; one cluster keeps "
-            "its id over restarts.",
+            "Id of the cluster. Clusters that share a Redis need different ids. Keep the id when "
+            "you restart a cluster.",
             example="production",
             default=f"HOSTNAME-PORT; {DEFAULT_CLUSTER} under serve deploy",
         ),
@@ -82,16 +82,16 @@ class CommonOptions(BaseModel):
         str | None,
         Option(
             CLUSTER,
-            "Redis 6.2 or newer that holds the index.",
+            "URL of the Redis for the index, version 6.2 or newer.",
             example="redis://127.0.0.1:6379",
-            default="one is started",
+            default="kvroute starts a Redis",
         ),
     ] = None
     metrics: Annotated[
         bool,
         Option(
             CLUSTER,
-            "Every process serves Prometheus metrics on a port of its own.",
+            "Serve Prometheus metrics, each process on its own port.",
             example="1 or 0",
             flags=("--metrics/--no-metrics",),
         ),
@@ -101,7 +101,7 @@ class CommonOptions(BaseModel):
         AfterValidator(parsers.checked_ports),
         Option(
             CLUSTER,
-            "Ports of which each process takes a free one for its metrics.",
+            "Range of ports; each process serves its metrics on a free one.",
             example="9400-9499",
             default="any",
         ),
@@ -111,10 +111,10 @@ class CommonOptions(BaseModel):
         AfterValidator(parsers.absolute),
         Option(
             CLUSTER,
-            "File with the token that whoever reads the metrics of a process must send; every "
-            "node needs it.",
+            "File with a token that clients must send to read a process's metrics. Every node "
+            "needs the file.",
             example="metrics-token",
-            default="none is asked for",
+            default="no token is needed",
         ),
     ] = None
     block_size: Annotated[
@@ -122,7 +122,7 @@ class CommonOptions(BaseModel):
         Positive,
         Option(
             CACHE,
-            "Tokens in one block of the cache.",
+            "Tokens in one block of the KV cache.",
             example="32",
             default=f"{CPU_BLOCK_SIZE} on CPUs, {GPU_BLOCK_SIZE} on GPUs",
             env=("SEQ_SIZE_PER_BLOCK",),
@@ -130,15 +130,15 @@ class CommonOptions(BaseModel):
     ] = None
     engine: Annotated[
         Literal["vllm", "simulated"],
-        Option(MODEL, "What runs the model; simulated: modelled time and no model."),
+        Option(MODEL, "Engine that runs the model. simulated: modelled timing, without a model."),
     ] = "vllm"
     engine_args: Annotated[
         dict[str, JsonValue],
         BeforeValidator(parsers.engine_args),
         Option(
             MODEL,
-            "Any other of vLLM's engine arguments: a JSON object, or name=value, several times. "
-            "name=value wins over the object.",
+            "Other engine arguments of vLLM, as a JSON object or as name=value; may be repeated. "
+            "name=value has priority over the object.",
             example="""'{"gpu_memory_utilization": 0.85}' or gpu_memory_utilization=0.85""",
             default="none",
             flags=("--engine-args", "--engine-arg"),
@@ -154,7 +154,7 @@ class ReplicaOptions(CommonOptions):
         Dtype,
         Option(
             MODEL,
-            "Data type of weights and activations; auto: the model's own, but float32 for the "
+            "Data type of weights and activations. auto: the model's own type, or float32 for the "
             "built-in model on CPUs without bfloat16.",
         ),
     ] = "auto"
@@ -163,7 +163,7 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.checked_ports),
         Option(
             REPLICAS,
-            "Ports of which each replica takes a free one, for the routers' connections.",
+            "Range of ports; each replica listens for routers on a free one.",
             example="20000-20999",
             default="any",
         ),
@@ -173,7 +173,7 @@ class ReplicaOptions(CommonOptions):
         Positive,
         Option(
             MODEL,
-            "Most tokens of prompt and answer together.",
+            "Maximum tokens of prompt and answer together.",
             example="4096",
             default="the model's",
         ),
@@ -181,15 +181,15 @@ class ReplicaOptions(CommonOptions):
     max_num_seqs: Annotated[
         int | None,
         Positive,
-        Option(MODEL, "Most requests in one batch.", example="64", default="the engine's"),
+        Option(MODEL, "Maximum requests in one batch.", example="64", default="the engine's"),
     ] = None
     stream_interval: Annotated[
         int,
         Positive,
         Option(
             CLUSTER,
-            "Tokens in one chunk of a streamed answer, after its first token. Larger chunks "
-            "cost a router less.",
+            "Tokens in one chunk of a streamed answer, after the first token. Routers need less "
+            "CPU time for larger chunks.",
         ),
     ] = 1
     max_compile_s: Annotated[
@@ -197,23 +197,24 @@ class ReplicaOptions(CommonOptions):
         Field(gt=0, le=600),
         Option(
             MODEL,
-            "CPU seconds that the JSON schema, regex or grammar of a request may take to compile; "
-            "one that takes more is refused with 400.",
+            "Maximum CPU seconds to compile the JSON schema, regex or grammar of a request. A "
+            "request that needs more gets a 400.",
         ),
     ] = 10.0
     inline_system: Annotated[
         Literal["keep", "merge"],
         Option(
             MODEL,
-            "System messages in the middle of a conversation of /v1/messages. keep: they stay "
-            "there. merge: they move to the front, where each new one costs the cached prompt.",
+            "Place of system messages in the middle of a /v1/messages conversation. keep: they "
+            "stay in place. merge: they move to the front, so each new one makes the cached prompt "
+            "useless.",
         ),
     ] = "keep"
     prefix_caching: Annotated[
         bool,
         Option(
             CACHE,
-            "Keep the KV cache of prompts and reuse it.",
+            "Reuse the KV cache of earlier prompts with the same prefix.",
             example="1 or 0",
             flags=("--prefix-caching/--no-prefix-caching",),
             env=("REUSE_CACHE", "NIM_ENABLE_KV_CACHE_REUSE"),
@@ -224,8 +225,8 @@ class ReplicaOptions(CommonOptions):
         Field(ge=0, le=1),
         Option(
             CACHE,
-            "Share of the cache that named prefixes may occupy permanently. Room for one request "
-            "of the greatest length is always left.",
+            "Maximum share of the KV cache for pinned prefixes. Enough blocks for one request of "
+            "maximum length always stay free of pins.",
         ),
     ] = 0.3
     host_cache_gb: Annotated[
@@ -233,8 +234,8 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.checked_size),
         Option(
             CACHE,
-            "Host memory in GB in which each replica keeps blocks that its GPU's cache evicts; or "
-            "a share of its node's memory, such as 30%. Its ranks share it.",
+            "Host memory of each replica for blocks that its GPU cache evicts: a number of GB, or "
+            "a percentage of the node's memory, such as 30%. The ranks of the replica share it.",
             example="64",
         ),
     ] = "0"
@@ -243,20 +244,20 @@ class ReplicaOptions(CommonOptions):
         Field(ge=1, le=256),
         Option(
             REPLICAS,
-            "Data parallel ranks of a replica, each with a cache of its own. They share "
-            "--gpus-per-replica.",
+            "Data parallel ranks of a replica, each with its own KV cache. The ranks share the "
+            "GPUs of --gpus-per-replica.",
         ),
     ] = 1
     kv_cache_memory_mb: Annotated[
-        int, Positive, Option(CACHE, "Memory in MB of the cache of one replica or rank, on CPUs.")
+        int, Positive, Option(CACHE, "KV cache of one replica or rank in MB, on CPUs.")
     ] = 512
     max_loras: Annotated[
-        int, Positive, Option(ADAPTERS, "Most different adapters in one batch of a replica.")
+        int, Positive, Option(ADAPTERS, "Maximum different adapters in one batch of a replica.")
     ] = 4
     max_cpu_loras: Annotated[
         int,
         Positive,
-        Option(ADAPTERS, "Adapters that a replica keeps in memory; at least --max-loras."),
+        Option(ADAPTERS, "Maximum adapters in a replica's memory, at least --max-loras."),
     ] = 16
     simulated_prefill_tokens_per_s: Annotated[
         float, NotNegative, Option(SIMULATED, "Prompt tokens per second; 0: no delay.")
@@ -268,24 +269,27 @@ class ReplicaOptions(CommonOptions):
     simulated_host_gb_per_s: Annotated[
         float,
         Field(gt=0),
-        Option(SIMULATED, "Speed of copies from host memory, of 131,072 bytes a token."),
+        Option(SIMULATED, "Speed of copies from host memory in GB/s; a token has 131,072 bytes."),
     ] = 25.0
 
 
 class RouterOptions(CommonOptions):
     """The options for every router."""
 
-    max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Largest request body in MB.")] = 16
+    max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Maximum request body in MB.")] = 16
     max_requests: Annotated[
-        int, Positive, Option(CLUSTER, "Requests under way in one router; more get a 429.")
+        int,
+        Positive,
+        Option(CLUSTER, "Maximum requests in one router at a time; further ones get a 429."),
     ] = 2000
     max_wait_s: Annotated[
         float,
         Field(ge=0, le=1e6),
         Option(
             CLUSTER,
-            "Seconds that a request waits for a replica to begin with it. One that would wait "
-            "longer gets a 429 at once. Batch requests wait as long as they say; 0: so do all.",
+            "Maximum seconds that a request waits in the router's queue. A request that would wait "
+            "longer gets a 429 at once. Batch requests have no limit unless they set one. 0 "
+            "removes the limit for all requests.",
         ),
     ] = 30.0
     max_sessions: Annotated[
@@ -293,32 +297,32 @@ class RouterOptions(CommonOptions):
         BeforeValidator(parsers.session_limit),
         Option(
             CLUSTER,
-            "Sessions that may be active at once; the others wait for a seat. auto: while the "
-            "contexts of active sessions exceed the caches, as many as fit; off: any number.",
+            "Maximum active sessions; other sessions wait for a seat. auto: when the contexts of "
+            "active sessions exceed the caches, as many as fit. off: no limit.",
             example="auto, off or 100",
             kind=str,
         ),
     ] = "auto"
-    # Agents give up after 10 minutes, as do the official clients: nobody reads a later answer.
+    # The default is 10 minutes: after that time agents and the official clients give up.
     max_seat_wait_s: Annotated[
         float,
         Field(ge=0, le=1e6),
         Option(
             CLUSTER,
-            "Seconds that a request waits for a seat of its session. One that would wait longer "
-            "gets a 429 at once. 0: there is no limit.",
+            "Maximum seconds that a request waits for a seat of its session. A request that would "
+            "wait longer gets a 429 at once. 0: no limit.",
         ),
     ] = 600.0
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
-        Option(CLUSTER, "How a replica is chosen. All but kvroute ignore what is cached."),
+        Option(CLUSTER, "Policy that chooses a replica. Only kvroute uses cached prefixes."),
     ] = "kvroute"
     escape_special_tokens: Annotated[
         bool | None,
         Option(
             MODEL,
-            "What clients write in messages becomes no special token, so that nobody can end a "
-            "message and begin another one's. Prompts of /v1/completions stay as they are.",
+            "Treat special tokens in clients' messages as plain text, so that a client cannot end "
+            "a message and forge another role's. Prompts of /v1/completions are not changed.",
             example="1 or 0",
             default="on with --api-keys",
             flags=("--escape-special-tokens/--no-escape-special-tokens",),
@@ -330,8 +334,8 @@ class RouterOptions(CommonOptions):
         AfterValidator(parsers.absolute),
         Option(
             CLUSTER,
-            "File of API keys, which kvroute keys edits: each belongs to a tenant, whose caches "
-            "are its own.",
+            "File of API keys; edit it with kvroute keys. Each key belongs to a tenant. Tenants "
+            "do not share caches.",
             example="keys.json",
             default="no keys are needed",
         ),
@@ -342,11 +346,10 @@ class RouterOptions(CommonOptions):
         AfterValidator(parsers.origins),
         Option(
             CLUSTER,
-            "Origin whose web pages may use the cluster from a browser; once per origin, or "
-            "comma-separated. *: every page that anybody opens who reaches the cluster; have API "
-            "keys then.",
+            "Origin whose web pages may use the cluster from a browser. For several, repeat the "
+            "option or separate them with commas. *: all web pages; use API keys in this case.",
             example="https://chat.example.com",
-            default="none but its own",
+            default="only its own pages",
         ),
     ] = []
     response_store_mb: Annotated[
@@ -354,32 +357,33 @@ class RouterOptions(CommonOptions):
         NotNegative,
         Option(
             CLUSTER,
-            "MB of Redis for the stored responses of each model, which previous_response_id "
-            "needs; 0: none is stored.",
+            "Redis memory in MB for the stored responses of each model, which previous_response_id "
+            "needs. 0: responses are not stored.",
             example="256",
         ),
     ] = 0
     response_ttl_s: Annotated[
         float,
         Field(gt=0, le=1e9),
-        Option(CLUSTER, "Seconds for which a response stays stored after its last use."),
+        Option(CLUSTER, "Seconds after its last use until a stored response expires."),
     ] = 86_400.0
     request_log: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
             CLUSTER,
-            "Folder for request logs, which kvroute replay reads: one file per router and model, "
-            "one line per request with lengths, times and block ids, without text.",
+            "Folder for request logs, which kvroute replay reads. Each router writes one file per "
+            "model, with one line per request: lengths, times and block ids, without text.",
             example="requests",
-            default="none is written",
+            default="no log is written",
         ),
     ] = None
     ui: Annotated[
         bool,
         Option(
             CLUSTER,
-            "A live page at /ui: replicas, their caches, hits and decisions.",
+            "Serve a live page at /ui with replicas, their caches, cache hits and routing "
+            "decisions.",
             example="1 or 0",
             flags=("--ui/--no-ui",),
         ),
@@ -387,26 +391,28 @@ class RouterOptions(CommonOptions):
     hang_timeout_s: Annotated[
         float,
         Field(ge=2),
-        Option(CLUSTER, "Seconds without a sign of life after which a replica is replaced."),
+        Option(CLUSTER, "Seconds without a response after which a replica is replaced."),
     ] = 5.0
     auto_pin: Annotated[
         bool,
-        Option(PREFIXES, "Keep hot prefixes that have no name, for as long as they are hot."),
+        Option(PREFIXES, "Pin frequently used prefixes without a name while they are in use."),
     ] = False
 
 
 class DeploymentOptions(BaseModel):
     """The options for Serve, which starts the replicas; replicas do not receive them."""
 
-    replicas: Annotated[int, Positive, Option(REPLICAS, "Engines, each with its own cache.")] = 2
+    replicas: Annotated[
+        int, Positive, Option(REPLICAS, "Number of replicas, each with its own KV cache.")
+    ] = 2
     max_replicas: Annotated[
         int | None,
         Positive,
         Option(
             REPLICAS,
-            "Most replicas. The fleet then scales with its load, and --replicas is the fewest.",
+            "Maximum replicas. The fleet then scales with its load, and --replicas is the minimum.",
             example="8",
-            default="as many as --replicas",
+            default="same as --replicas",
         ),
     ] = None
     gpus_per_replica: Annotated[
@@ -414,24 +420,25 @@ class DeploymentOptions(BaseModel):
         NotNegative,
         Option(
             REPLICAS,
-            "GPUs of one replica. Each data parallel rank has its share, for tensor parallelism.",
+            "GPUs of one replica, divided equally among its data parallel ranks for tensor "
+            "parallelism.",
             example="1",
-            default="1 for each rank where there are GPUs",
+            default="1 for each rank if the machine has GPUs",
             flags=("--gpus-per-replica", "--tensor-parallel-size"),
         ),
     ] = None
     target_wait_s: Annotated[
         float,
         Field(gt=0),
-        Option(CLUSTER, "Seconds in a queue above which replicas are added, up to --max-replicas."),
+        Option(CLUSTER, "Queue wait in seconds above which replicas are added (--max-replicas)."),
     ] = 1.0
     shrink_delay_s: Annotated[
         float,
         NotNegative,
         Option(
             REPLICAS,
-            "Seconds for which one replica fewer must have been enough before one is removed, "
-            "and its cache with it.",
+            "Seconds for which the load must fit on one replica less before a replica and its "
+            "cache are removed.",
         ),
     ] = 300.0
 
@@ -444,7 +451,8 @@ class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
         AfterValidator(parsers.absolute),
         Option(
             PREFIXES,
-            'File of prefixes to start with: [{"task_id": 1, "prompt": "..."}, ...].',
+            'File of named prefixes to declare at the start: [{"task_id": 1, "prompt": "..."}, '
+            "...].",
             example="tasks.json",
             default="none",
             env=("MULTI_TASK_PROMPT",),
@@ -454,7 +462,7 @@ class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
         str | None,
         Option(
             PREFIXES,
-            "The same as JSON instead of a file.",
+            "Named prefixes to declare at the start, as JSON.",
             example='[{"task_id": 1, "prompt": "You are ..."}]',
             default="none",
             env=("MULTI_TASK_PROMPT_STR",),
@@ -466,7 +474,8 @@ class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
         AfterValidator(parsers.absolute_folders),
         Option(
             ADAPTERS,
-            "An adapter's name and folder; once per adapter, or comma-separated.",
+            "Name and folder of an adapter. For several, repeat the option or separate them with "
+            "commas.",
             example="sql=adapters/sql",
             default="none",
             flags=("--lora", "--lora-modules"),
@@ -475,29 +484,29 @@ class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
 
 
 class Options(ModelOptions):
-    """All options; those of this class apply to the whole cluster."""
+    """All options; the options of this class apply to the whole cluster."""
 
     models: Annotated[
         list[dict[str, Any]],
         BeforeValidator(parsers.from_json),
         Option(
             CLUSTER,
-            "Several models as JSON, each with options of its own.",
+            "Several models as JSON, each with its own options.",
             example='[{"model": "Qwen/Qwen3-8B", "replicas": 4}, {"model": "Qwen/Qwen3-0.6B"}]',
             default="none",
             kind=str,
         ),
     ] = []
-    routers: Annotated[int, Positive, Option(CLUSTER, "Processes that take requests.")] = 1
+    routers: Annotated[int, Positive, Option(CLUSTER, "Number of router processes.")] = 1
     host: Annotated[
-        str, Option(CLUSTER, "Address to listen on; 0.0.0.0: all of this machine's.")
+        str, Option(CLUSTER, "Address to listen on. 0.0.0.0: all addresses of this machine.")
     ] = "127.0.0.1"
     insecure: Annotated[
         bool,
         Option(
             CLUSTER,
-            "Listen on other addresses than this machine's own without API keys, and answer to any "
-            "name: everybody who reaches them can use, watch and change the cluster.",
+            "Allow a --host that other machines can reach without API keys, and any Host header. "
+            "Everybody who reaches the address can then use, watch and change the cluster.",
             example="1 or 0",
             flags=("--insecure",),
         ),
@@ -508,8 +517,8 @@ class Options(ModelOptions):
         AfterValidator(parsers.absolute),
         Option(
             CLUSTER,
-            "PEM file of a certificate and its chain: the endpoint is https. Under serve deploy, "
-            "set KVROUTE_TLS_CERT and KVROUTE_TLS_KEY on the head.",
+            "PEM file of a certificate and its chain, for https. Under serve deploy, set "
+            "KVROUTE_TLS_CERT and KVROUTE_TLS_KEY on the head node.",
             example="cert.pem",
             default="http",
         ),
@@ -517,15 +526,15 @@ class Options(ModelOptions):
     tls_key: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
-        Option(CLUSTER, "PEM file of its key.", example="key.pem", default="none"),
+        Option(CLUSTER, "PEM file of the certificate's key.", example="key.pem", default="none"),
     ] = None
     drain_timeout_s: Annotated[
         float,
         NotNegative,
         Option(
             CLUSTER,
-            "Seconds in which a removed replica may finish its requests. The rest then continues "
-            "at other replicas.",
+            "Seconds that a removed replica has to finish its requests. Requests that are not "
+            "finished then continue on other replicas.",
         ),
     ] = 600.0
     idle_timeout_s: Annotated[
@@ -533,9 +542,9 @@ class Options(ModelOptions):
         Field(ge=1, le=86_400),
         Option(
             CLUSTER,
-            "Seconds after which a client's connection without a request is closed. A load "
-            "balancer should close its own sooner. Under serve deploy, set KVROUTE_IDLE_TIMEOUT_S "
-            "on every node.",
+            "Seconds after which an idle connection of a client is closed. A load balancer in "
+            "front needs a shorter timeout. Under serve deploy, set KVROUTE_IDLE_TIMEOUT_S on "
+            "every node.",
         ),
     ] = 90.0
     drain_s: Annotated[
@@ -543,20 +552,20 @@ class Options(ModelOptions):
         NotNegative,
         Option(
             CLUSTER,
-            "Seconds in which running answers may finish after the Ctrl-C or SIGTERM that stops "
-            "kvroute serve. The rest then ends with an error.",
+            "Seconds that running requests have to finish after Ctrl-C or SIGTERM stops kvroute "
+            "serve. Requests that are not finished then end with an error.",
         ),
     ] = 30.0
     log_format: Annotated[
         Literal["text", "json"],
-        Option(CLUSTER, "Format of the logs of routers and replicas; json: one object per line."),
+        Option(CLUSTER, "Format of routers' and replicas' logs. json: one object per line."),
     ] = "text"
     start_timeout_s: Annotated[
-        float, Field(gt=0), Option(CLUSTER, "Seconds after which a start has failed.")
+        float, Field(gt=0), Option(CLUSTER, "Timeout in seconds for the start of the cluster.")
     ] = 600.0
 
 
-PER_MODEL = tuple(  # options that each of several models can set
+PER_MODEL = tuple(  # names of the options that can differ between several models
     name
     for name, field in in_order(ModelOptions.model_fields).items()
     if option(field).group != CLUSTER

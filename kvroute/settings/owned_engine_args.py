@@ -1,9 +1,10 @@
-"""vLLM's engine arguments that kvroute sets itself, so that users cannot set them."""
+"""The engine arguments of vLLM that users cannot set, since kvroute sets them."""
 
 import re
 from collections.abc import Mapping
 
-# OWNED: vLLM's name -> kvroute's option for it. FIXED: vLLM's name -> why it cannot be changed.
+# OWNED: vLLM's name -> kvroute's option for the same purpose.
+# FIXED: vLLM's name -> why users cannot change it.
 OWNED = {
     "model": "--model",
     "served_model_name": "--served-model-name",
@@ -27,7 +28,7 @@ FIXED = {
     "kv_events_config": "the index is fed by KV events",
     "scheduler_cls": "named prefixes need kvroute's scheduler",
     "async_scheduling": "kvroute's scheduler decides it",
-    "scheduling_policy": "requests go in the router's order",
+    "scheduling_policy": "the router sets the order of requests",
     "disable_log_stats": "routers need the engine's statistics",
     "tokenizer": "routers use the model's own tokenizer",
     "tokenizer_revision": "routers use the model's own tokenizer",
@@ -45,22 +46,22 @@ FIXED = {
     "data_parallel_backend": "ranks are processes of their replica",
     "device_ids": "Ray assigns the GPUs",
     "tool_server": "tools run where the client is",
-    "sse_keep_alive_interval": "a response goes on with its next token",
+    "sse_keep_alive_interval": "a response continues with its next token",
     "enable_prompt_tokens_details": "clients always see their cached tokens",
 }
 
 
 def options_for(text: str) -> str:
-    """The options of kvroute for the arguments that vLLM names there; empty if there are none."""
+    """Return kvroute's options for the engine arguments in a text of vLLM; empty if none exist."""
     options = {OWNED.get(word, "") for word in re.findall(r"\w+_\w+", text)}
     return " and ".join(sorted(option for option in options if option.startswith("--")))
 
 
 def refusal(engine_args: Mapping[str, object]) -> str | None:
-    """What is wrong with the names, and what to do; None when a user can set all of them."""
+    """Return the problem and the remedy if a user cannot set one of the arguments, else None."""
     for name in engine_args:
         if name in OWNED:
-            return f"{name} has an option of its own; use {OWNED[name]}"
+            return f"{name} cannot be set here; use {OWNED[name]}"
         if name in FIXED:
-            return f"{name} cannot be changed: {FIXED[name]}; leave it out"
+            return f"{name} cannot be changed ({FIXED[name]}); leave it out"
     return None

@@ -1,4 +1,4 @@
-"""Parsers turn what a user writes for an option into its value."""
+"""Parsers of the text that a user gives for an option."""
 
 import json
 import re
@@ -7,27 +7,27 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-MOST_SESSIONS = 1_000_000
+MOST_SESSIONS = 1_000_000  # highest number for --max-sessions
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 
 
 def absolute(path: Path | None) -> Path | None:
-    """An absolute path: routers run in other folders."""
+    """Make a path absolute, since routers run in other folders."""
     return path and path.absolute()
 
 
 def listed(given: object) -> object:
-    """Splits the comma-separated string of an environment variable."""
+    """Split the comma-separated string of an environment variable."""
     return given.split(",") if isinstance(given, str) else given
 
 
 def origins(given: list[str]) -> list[str]:
-    """Origins as browsers write them, or `*`."""
-    found = [each.strip().lower().removesuffix("/") for each in given]
-    for each in found:
-        if each != "*" and not ORIGIN.fullmatch(each):
+    """Normalise origins to the form that browsers send; `*` stays."""
+    cleaned = [origin.strip().lower().removesuffix("/") for origin in given]
+    for origin in cleaned:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
             raise PydanticCustomError("origin", "expected SCHEME://HOST or SCHEME://HOST:PORT")
-    return [_without_default_port(each) for each in found]
+    return [_without_default_port(origin) for origin in cleaned]
 
 
 def _without_default_port(origin: str) -> str:
@@ -36,17 +36,17 @@ def _without_default_port(origin: str) -> str:
 
 
 def absolute_folders(adapters: list[str]) -> list[str]:
-    pairs = (each.partition("=") for each in adapters)
+    pairs = (adapter.partition("=") for adapter in adapters)
     return [f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs]
 
 
 def joined(names: object) -> object:
-    """Joins the values of a repeated `--model`."""
+    """Join the values of a repeated `--model`."""
     return ",".join(names) if isinstance(names, list) else names
 
 
 def from_json(given: object) -> object:
-    """The value of a JSON string; any other value unchanged."""
+    """Parse a JSON string; return any other value unchanged."""
     if not isinstance(given, str):
         return given
     try:
@@ -56,22 +56,22 @@ def from_json(given: object) -> object:
 
 
 def engine_args(given: object) -> object:
-    """One mapping of all JSON objects and name=value pairs; a pair wins over an object."""
+    """Merge JSON objects and name=value pairs to one mapping; a pair wins over an object."""
     objects, pairs = dict[str, Any](), dict[str, Any]()
-    for each in given if isinstance(given, list) else [given]:
-        if isinstance(each, str) and not each.lstrip().startswith("{"):
-            name, value = _pair(each)
+    for argument in given if isinstance(given, list) else [given]:
+        if isinstance(argument, str) and not argument.lstrip().startswith("{"):
+            name, value = _pair(argument)
             pairs[name] = value
             continue
-        found = from_json(each)
-        if not isinstance(found, dict):
+        parsed = from_json(argument)
+        if not isinstance(parsed, dict):
             raise _no_engine_arg()
-        objects |= found
+        objects |= parsed
     return {str(name).replace("-", "_"): value for name, value in (objects | pairs).items()}
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    """Parses name=value. The value is parsed as JSON if possible, else it is a string."""
+    """Parse name=value. A value that is not JSON is a string."""
     name, equals, value = text.partition("=")
     if not (name.strip() and equals):
         raise _no_engine_arg()
@@ -86,7 +86,7 @@ def _no_engine_arg() -> PydanticCustomError:
 
 
 def checked_size(given: str) -> str:
-    """GB, or a share of memory that ends with %."""
+    """Check a size: a number of GB, or a percentage of the node's memory."""
     try:
         size_bytes(given, of_bytes=0)
     except ValueError:
@@ -97,7 +97,7 @@ def checked_size(given: str) -> str:
 
 
 def size_bytes(given: str, *, of_bytes: int) -> int:
-    """Bytes of GB, or of a share of `of_bytes`. ValueError for anything else."""
+    """Convert a number of GB, or a percentage of `of_bytes`, to bytes. Raises ValueError."""
     number, percent = float(given.removesuffix("%")), given.endswith("%")
     if not 0 <= number <= (100 if percent else 1e6):
         raise ValueError(given)
@@ -105,7 +105,7 @@ def size_bytes(given: str, *, of_bytes: int) -> int:
 
 
 def session_limit(given: object) -> object:
-    """Return auto, off, or a number of sessions that is at least 1."""
+    """Parse "auto", "off", or a number of sessions from 1 on."""
     if given in ("auto", "off"):
         return given
     text = str(given)
@@ -117,21 +117,23 @@ def session_limit(given: object) -> object:
 
 
 def checked_ports(given: str) -> str:
-    """FIRST-LAST, one port, or nothing."""
+    """Check a range of ports: FIRST-LAST, one port, or the empty string."""
     try:
         ports(given)
     except ValueError:
         raise PydanticCustomError(
-            "ports", "expected FIRST-LAST of 1 to 65535, such as 20000-20999"
+            "ports", "expected FIRST-LAST with ports from 1 to 65535, such as 20000-20999"
         ) from None
     return given
 
 
 def ports(given: str) -> range:
-    """The ports of FIRST-LAST or of one number; port 0, which is any, of nothing. ValueError for
-    anything else."""
+    """Parse FIRST-LAST or one port. The empty string is port 0, which stands for any free port.
+
+    Raises ValueError for any other text.
+    """
     first, _, last = (given or "0").partition("-")
-    found = range(int(first), int(last or first) + 1)
-    if not found or (given and not 1 <= found[0] <= found[-1] <= 65535):
+    parsed = range(int(first), int(last or first) + 1)
+    if not parsed or (given and not 1 <= parsed[0] <= parsed[-1] <= 65535):
         raise ValueError(given)
-    return found
+    return parsed

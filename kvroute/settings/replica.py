@@ -1,4 +1,4 @@
-"""The settings that a replica receives at its start; all replicas of a model have the same."""
+"""The settings that a replica receives at its start; they are equal in all replicas of a model."""
 
 from kvroute.settings import parsers
 from kvroute.settings.decided import Decided
@@ -7,22 +7,22 @@ from kvroute.settings.options import ReplicaOptions
 
 class ReplicaSettings(Decided, ReplicaOptions):
     tensor_parallel_size: int = 1
-    cores: int = 1  # CPU cores for the engine of one replica, without a GPU
+    cores: int = 1  # CPU cores for the engine of one replica, if it has no GPU
     declared: tuple[str, ...] = ()  # ids of the named prefixes to start with
-    lease_s: float = 3.0
+    lease_s: float = 3.0  # seconds until the replica's record expires in Redis unless it is renewed
 
     @property
     def kept_loras(self) -> int:
-        """How many LoRA adapters an engine keeps in memory."""
+        """Return how many LoRA adapters an engine keeps in memory."""
         return max(self.max_loras, self.max_cpu_loras)
 
     def host_cache_bytes(self, node_bytes: int) -> int:
-        """Of each rank's host tier, on a node with so much memory; 0: it has none."""
+        """Return the host memory of each rank for blocks, on a node with `node_bytes`; 0: none."""
         return (
             parsers.size_bytes(self.host_cache_gb, of_bytes=node_bytes) // self.data_parallel_size
         )
 
     @property
     def ports(self) -> range:
-        """Of which one is taken for the routers' connections."""
+        """Return the ports from which the replica takes one for the routers' connections."""
         return parsers.ports(self.replica_ports)

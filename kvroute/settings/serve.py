@@ -1,4 +1,4 @@
-"""A cluster's settings come from the command line, else the environment, else defaults."""
+"""The settings of a cluster, from the command line, the environment and the defaults."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -32,24 +32,24 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
 
     @cached_property
     def each(self) -> tuple[CheckedOptions, ...]:
-        """The options of each model. Raises SettingsError when one cannot be served."""
+        """Return the options of each model. Raises SettingsError if one cannot be served."""
         names = [name.strip() for name in self.model.split(",")]
         if self.models and len(names) > 1:
             raise SettingsError(
-                f"--model is {self.model!r}, and --models is given too; keep one of them"
+                f"--model is {self.model!r}, and --models is set too; keep one of them"
             )
         own = self.models or [{"model": name} for name in names]
         if self.lora and len(own) > 1:
             raise SettingsError(
-                f"--lora is {','.join(self.lora)!r}, and there are several models; say it of one "
-                'in --models, as "lora": ["NAME=PATH"]'
+                f"--lora is {','.join(self.lora)!r}, but there are several models; move it to the "
+                'entry of one model in --models, as "lora": ["NAME=PATH"]'
             )
         if not self.models and names == [self.model]:
             self.check()
             return (self,)
-        each = tuple(self._own(f"models[{number}]", one) for number, one in enumerate(own))
-        _refuse_same_names(each)
-        return each
+        models = tuple(self._own(f"models[{number}]", entry) for number, entry in enumerate(own))
+        _refuse_same_names(models)
+        return models
 
     def decided(
         self,
@@ -59,35 +59,42 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         cluster: str = DEFAULT_CLUSTER,
         local_only: bool = False,
     ) -> tuple[ModelSettings, ...]:
-        """The settings of each model, completed with the facts of the machine.
+        """Return the settings of each model, completed with the facts of the machine.
 
-        redis_url and cluster are defaults. local_only: see RouterSettings. Raises SettingsError
-        without any redis_url.
+        Args:
+            found: the facts for each model; None: derived from the options.
+            redis_url: the Redis to use if the options have none.
+            cluster: the cluster's id to use if the options have none.
+            local_only: see RouterSettings.
+
+        Raises:
+            SettingsError: neither the options nor the arguments have a redis_url.
         """
         redis_url = self.redis_url or redis_url
         if redis_url is None:
-            raise SettingsError("redis_url is missing; give one, such as redis://127.0.0.1:6379")
-        found = found or [Found(one.model, one.gpus_per_replica or 0) for one in self.each]
-        replicas = sum(one.replicas for one in self.each)
+            raise SettingsError("redis_url is missing; set it, such as redis://127.0.0.1:6379")
+        models = self.each
+        found = found or [Found(model.model, model.gpus_per_replica or 0) for model in models]
+        replicas = sum(model.replicas for model in models)
         return tuple(
             decide(
-                one,
-                about,
+                model,
+                facts,
                 redis_url=redis_url,
                 cluster=self.cluster or cluster,
                 local_only=local_only,
                 drain_timeout_s=self.drain_timeout_s,
-                other_replicas=replicas - one.replicas,
+                other_replicas=replicas - model.replicas,
             )
-            for one, about in zip(self.each, found, strict=True)
+            for model, facts in zip(models, found, strict=True)
         )
 
     def _own(self, entry: str, own: Mapping[str, Any]) -> CheckedOptions:
-        """The options of one of several models. Its engine arguments add to the common ones."""
-        if strange := sorted(own.keys() - PER_MODEL):
-            known = ", ".join(PER_MODEL)
+        """Return the options of one of several models; its engine arguments add to common ones."""
+        if unknown := sorted(own.keys() - PER_MODEL):
             raise SettingsError(
-                f"{entry}: {strange[0]} is no setting of a model; there are {known}"
+                f"{entry}: {unknown[0]} is not a setting of one model; these settings are "
+                f"{', '.join(PER_MODEL)}"
             )
         common = {name: getattr(self, name) for name in ModelOptions.model_fields}
         merged = {**common, **own}
@@ -97,7 +104,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
             options = CheckedOptions.model_validate(merged)
             options.check()
         except ValidationError as error:
-            lines = [explain(each, ModelOptions.model_fields, own) for each in error.errors()]
+            lines = [explain(details, ModelOptions.model_fields, own) for details in error.errors()]
             raise SettingsError("\n".join(f"{entry}: {line}" for line in lines)) from None
         except SettingsError as error:
             raise SettingsError(f"{entry}: {error}") from None
@@ -108,22 +115,22 @@ OPTIONS = in_order(ServeSettings.model_fields)
 
 
 def load(given: Mapping[str, Any]) -> ServeSettings:
-    """The settings with the given command line, which wins over the environment.
+    """Return the settings. The options in `given` are from the command line, which has priority.
 
     Raises SettingsError with one line for each value that cannot be used.
     """
     try:
         settings = ServeSettings(**given)
     except ValidationError as error:
-        lines = [explain(each, OPTIONS, given) for each in error.errors()]
+        lines = [explain(details, OPTIONS, given) for details in error.errors()]
         raise SettingsError("\n".join(lines)) from None
     _ = settings.each
     return settings
 
 
-def _refuse_same_names(each: Sequence[CheckedOptions]) -> None:
+def _refuse_same_names(models: Sequence[CheckedOptions]) -> None:
     numbers: dict[str, int] = {}
-    for number, options in enumerate(each):
+    for number, options in enumerate(models):
         for name in (options.name, *(adapter.name for adapter in options.adapters)):
             if (first := numbers.setdefault(name, number)) != number:
                 raise SettingsError(

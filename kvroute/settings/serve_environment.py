@@ -1,7 +1,7 @@
-"""The environment variables that Ray and Ray Serve read on every node, only at their start.
+"""The environment variables that Ray and Ray Serve read once, at their start, on every node.
 
 `python -m kvroute.settings.serve_environment` prints them for a shell. deploy/Dockerfile repeats
-them, because an image's environment cannot be computed; a test keeps both equal.
+them, because an image's environment cannot be computed; a test checks that both are equal.
 """
 
 import shlex
@@ -12,21 +12,22 @@ from pathlib import Path
 def serve_environment() -> dict[str, str]:
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",  # whoever reaches Ray's ports must know it
+        "RAY_AUTH_MODE": "token",  # clients of Ray's ports must send Ray's token
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        # Lines of Serve's logs that are buffered: more would delay warnings.
+        # Number of buffered lines in Serve's logs; a larger buffer would delay warnings.
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
             "kvroute.router.middleware.serve_headers:middlewares"
         ),
-        # When the routers change, a new HAProxy takes over. The old one may finish its streams for
-        # this long, including those of other routers.
+        # When the set of routers changes, a new HAProxy process takes over. The old process has
+        # this many seconds to finish its streams, including the streams of other routers.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-        # For a router's idle connections from HAProxy, which uses them again: if one is closed just
-        # then, a client gets no response. HAProxy's clients have --idle-timeout-s.
+        # Seconds until a router closes an idle connection from HAProxy. It is long, since a client
+        # gets no response if the router closes a connection just when HAProxy reuses it. For
+        # clients' connections there is --idle-timeout-s.
         "RAY_SERVE_HTTP_KEEP_ALIVE_TIMEOUT_S": "86400",
-        # A HAProxy that was killed is replaced after three checks.
+        # Seconds between health checks of HAProxy; it is replaced after three failed checks.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("kvroute-haproxy")),
     }

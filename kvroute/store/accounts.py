@@ -55,8 +55,8 @@ _decode = msgspec.msgpack.Decoder(dict[Name, Count]).decode
 class DailyAccounts:
     """The accounts of one model of one cluster.
 
-    All methods raise RedisError or OSError if Redis is unreachable, and no other errors, whatever
-    Redis contains.
+    All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
+    not make them raise an error.
     """
 
     def __init__(

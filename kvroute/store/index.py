@@ -88,8 +88,8 @@ class Position(NamedTuple):
         return f"{self.at_ms}-{self.number}"
 
 
-START = Position(0, 0)  # before any change
-END = Position(2**64 - 1, 2**64 - 1)  # after any change
+START = Position(0, 0)  # a position before all changes
+END = Position(2**64 - 1, 2**64 - 1)  # a position after all changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ class Records(NamedTuple):
 class Index:
     """The index of one model of one cluster.
 
-    All methods raise RedisError or OSError if Redis is unreachable. Methods that read raise no
-    other errors, whatever Redis contains.
+    All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
+    not make a read raise an error.
     """
 
     def __init__(

@@ -168,7 +168,8 @@ def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
 class Prefixes:
     """The named prefixes of one model of one cluster.
 
-    All methods raise RedisError or OSError if Redis is unreachable, whatever Redis contains.
+    All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
+    not make them raise an error.
     """
 
     def __init__(

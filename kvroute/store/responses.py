@@ -69,7 +69,8 @@ _versions = msgspec.json.Decoder(Versioned)
 class Responses:
     """The stored responses of one model of one cluster.
 
-    All methods raise RedisError or OSError if Redis is unreachable, whatever Redis contains.
+    All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
+    not make them raise an error.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from enum import IntEnum
 from struct import Struct
 
 HEADER = Struct("<IB")
-LARGEST_FRAME = 1_000_000  # bytes of payload
-LARGEST_MESSAGE = 64_000_000  # bytes; a prompt of a million tokens takes four million
+LARGEST_FRAME = 1_000_000  # most bytes of payload in one frame
+LARGEST_MESSAGE = 64_000_000  # most bytes of one message; a million token ids take 4 million bytes
 MORE = 0x80
 
 

@@ -29,7 +29,7 @@ PROOF_S = 5.0  # most seconds to wait for a router's proof
 LARGEST_UNPROVEN = 1024  # most bytes in a message of a peer without a proof
 MOST_UNPROVEN = 256  # most connections of peers without a proof
 IDLE_REPORTS = 4  # reports without pending tokens in a row, after which no more are sent
-MOST_UNSENT = 4_000_000  # most weight of chunks for a router that does not read
+MOST_UNSENT = 4_000_000  # most tokens that wait for a router that does not read, by `weight`
 
 Method = Callable[[bytes, int], Awaitable[bytes]]  # called with the body and the rank's number
 
@@ -88,7 +88,7 @@ class Server:
         return ""
 
     def tell(self, pending_tokens: Sequence[int]) -> None:
-        """Report the prompt tokens that each rank has to compute to all routers.
+        """Send all routers a report of the prompt tokens that each rank has to compute.
 
         After IDLE_REPORTS reports without pending tokens, no more of them are sent.
         """

@@ -480,7 +480,9 @@ def replicas_config(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_fewer_at_most_than_at_least_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"--max-replicas is 2 and --replicas.* is 3; .* as 6"):
+    with pytest.raises(
+        SettingsError, match=r"--max-replicas is 2, below --replicas.* is 3; .* as 6"
+    ):
         load({"replicas": 3, "max_replicas": 2})
 
 

@@ -180,8 +180,8 @@ def test_a_relative_folder_is_found_by_processes_that_run_elsewhere(
         (["sql=PATH/empty"], r"there is no adapter_model\.safetensors"),
         (["sql=PATH/huge"], "the adapter's rank is 1024, and vLLM supports ranks up to 512"),
         (["sql=PATH/other"], "has the rank None; a LoRA adapter has a rank of 1 or more"),
-        (["sql=PATH/good", "sql=PATH/good"], "the name 'sql' is taken"),
-        (["m=PATH/good"], "the name 'm' is taken"),
+        (["sql=PATH/good", "sql=PATH/good"], "the name 'sql' is already used"),
+        (["m=PATH/good"], "the name 'm' is already used"),
     ],
 )
 def test_an_adapter_that_cannot_be_used_stops_the_start(
@@ -200,7 +200,7 @@ def test_several_models_have_adapters_of_their_own(tmp_path: Path) -> None:
     sql = [f"sql={write_adapter(tmp_path / 'sql', seed=1)}"]
     models = [{"model": "a", "lora": sql}, {"model": "b"}]
     assert [len(each.adapters) for each in load({"models": models}).each] == [1, 0]
-    with pytest.raises(SettingsError, match="there are several models; say it of one"):
+    with pytest.raises(SettingsError, match="there are several models; move it to"):
         load({"models": models, "lora": sql})
     with pytest.raises(SettingsError, match="are both served as 'sql'"):
         load({"models": [*models, {"model": "sql"}]})

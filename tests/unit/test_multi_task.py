@@ -56,12 +56,15 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "it: Invalid JSON"),
-        ("{}", "it: Input should be a valid"),
+        ("{", "the value: Invalid JSON"),
+        ("{}", "the value: Input should be a valid"),
         ('[{"task_id": true, "prompt": "a"}]', r"0\.task_id: Input should be a valid string"),
         ('[{"task_id": 1}]', r"0\.prompt: Field required"),
         ('[{"task_id": 1, "prompt": ""}]', r"0\.prompt: String should have at least 1"),
-        ('[{"task_id": 1, "prompt": "a"}, {"task_id": "1", "prompt": "b"}]', "'1' is there twice"),
+        (
+            '[{"task_id": 1, "prompt": "a"}, {"task_id": "1", "prompt": "b"}]',
+            "two tasks have the task_id '1'",
+        ),
     ],
 )
 def test_a_bad_list_is_refused_with_the_place_and_the_format(text: str, complaint: str) -> None:

@@ -125,7 +125,7 @@ def test_a_bad_flag_is_named_as_it_was_written() -> None:
 
 
 def test_a_setting_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(SettingsError, match="replica is no setting; there are model, "):
+    with pytest.raises(SettingsError, match="replica is not a setting; the settings are model, "):
         load({"replica": 2})
 
 
@@ -268,9 +268,12 @@ def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
         ({"model": ["a", "a"]}, r"models\[0\] and models\[1\] are both served as 'a'; give each"),
         ({"model": ["a", "b"], "served_model_name": "c"}, "are both served as 'c'"),
         ({"models": '[{"replicas": 0}]'}, r"models\[0\]: --replicas is 0; expected at least 1"),
-        ({"models": '[{}, {"port": 1}]'}, r"models\[1\]: port is no setting of a model; .* model,"),
+        (
+            {"models": '[{}, {"port": 1}]'},
+            r"models\[1\]: port is not a setting of one model; .* model,",
+        ),
         ({"models": "{"}, r"--models is '\{'; expected JSON .* such as \[\{\"model\": "),
-        ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is given too"),
+        ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is set too"),
     ],
 )
 def test_models_that_cannot_be_served_are_refused_by_name(
@@ -288,5 +291,5 @@ def test_what_is_found_about_a_model_stays_with_it() -> None:
 
 
 def test_there_is_nothing_to_decide_without_an_index() -> None:
-    with pytest.raises(SettingsError, match="redis_url is missing; give one, such as redis://"):
+    with pytest.raises(SettingsError, match="redis_url is missing; set it, such as redis://"):
         load({}).decided()
