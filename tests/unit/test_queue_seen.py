@@ -201,5 +201,5 @@ def test_status_shows_waiting_requests_if_there_are_any(monkeypatch: pytest.Monk
     assert "for m wait" not in status_text(Queue(lambda: 1.0))
     assert (
         "10 requests for m wait for a replica with room: 11.5 s of prefill, 3 of them in the "
-        "router that answered, there for up to 14.0 s"
+        "router that answered, the oldest for 14.0 s"
     ) in status_text(filled())
