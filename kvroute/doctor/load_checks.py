@@ -55,8 +55,8 @@ REMEDIES = {  # part of the chat that changes -> remedy; other parts: MOVE
     "template": "does the template move tools or drop thoughts? chat_template_kwargs may keep them",
 }
 SLOW = (
-    "routers already send it fewer requests; check its GPU's temperature and clocks (nvidia-smi -q -d "
-    "PERFORMANCE) and other programs on its machine, or replace it"
+    "routers already send it fewer requests; check its GPU's temperature and clocks (nvidia-smi -q "
+    "-d PERFORMANCE) and other programs on its machine, or replace it"
 )
 WHERE = {  # part of the chat that changes -> its description
     "system": "in the system message",
