@@ -1,4 +1,4 @@
-"""The Serve application of routers and replicas, for `kvroute serve` and for Serve configs."""
+"""The Ray Serve application of routers and replicas, for `kvroute serve` and Serve configs."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,21 +16,30 @@ from kvroute.router.ingress import Router
 from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load
 
-REQUESTS_AT_ROUTER = 4096  # more than any router takes; it refuses by itself
-HEALTH_PERIOD_S = 2.0
-DRAIN_CHECK_INTERVAL_S = 0.5  # between checks whether running requests are finished
-GROW_DELAY_S = 5.0  # how long there must be too few replicas before one is added
+# Serve's limit of running requests per router. It is larger than every router's own limit, so that
+# only routers refuse requests.
+REQUESTS_AT_ROUTER = 4096
+HEALTH_PERIOD_S = 2.0  # seconds between two health checks of a process by Serve
+DRAIN_CHECK_INTERVAL_S = 0.5  # seconds between two checks whether a stopping process is idle
+GROW_DELAY_S = 5.0  # seconds that replicas must be too few before autoscaling adds one
 
 
 def build(args: dict[str, Any]) -> Application:
-    """args: ServeSettings as a dict, with a redis_url; missing ones come from the environment or
-    have their defaults. Raises SettingsError."""
+    """Return the application for a Serve config.
+
+    Args:
+        args: ServeSettings as a dict, with a redis_url. Missing settings come from the environment
+            or have their defaults.
+
+    Raises:
+        SettingsError: A setting is invalid.
+    """
     settings = load(args)
     return application(settings, settings.decided())
 
 
-def application(settings: ServeSettings, each: Sequence[ModelSettings]) -> Application:
-    """Routers, bound to the replicas of each model."""
+def application(settings: ServeSettings, models: Sequence[ModelSettings]) -> Application:
+    """Return the routers, bound to the replicas of each model."""
     router = Router.options(  # type: ignore[attr-defined]
         num_replicas=settings.routers,
         max_ongoing_requests=REQUESTS_AT_ROUTER,
@@ -43,21 +52,20 @@ def application(settings: ServeSettings, each: Sequence[ModelSettings]) -> Appli
     bound: Application = router.bind(
         [
             (
-                one.for_routers(),
+                model.for_routers(),
                 _replicas(
                     settings,
-                    one,
-                    deployment(None if len(each) == 1 else one.served_model_name),
+                    model,
+                    deployment(None if len(models) == 1 else model.served_model_name),
                 ),
             )
-            for one in each
+            for model in models
         ]
     )
     return bound
 
 
 def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Application:
-    """The replicas of one model."""
     replica = Replica.options(  # type: ignore[attr-defined]
         name=name,
         health_check_period_s=HEALTH_PERIOD_S,
@@ -67,7 +75,7 @@ def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Appli
         ray_actor_options=_resources(model),
         request_router_config=RequestRouterConfig(
             request_router_class=KnownReplicas,
-            request_routing_stats_period_s=3600.0,  # routers ask for them when they need them
+            request_routing_stats_period_s=3600.0,  # rare, as routers read them when needed
         ),
         **_size(model),
     )
@@ -76,7 +84,7 @@ def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Appli
 
 
 def _size(settings: ModelSettings) -> dict[str, Any]:
-    """The number of replicas, or the autoscaling policy."""
+    """Return the options for a fixed number of replicas, or for autoscaling."""
     if settings.max_replicas is None:
         return {"num_replicas": settings.replicas}
     with warnings.catch_warnings():
@@ -97,5 +105,4 @@ def _size(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _resources(settings: ModelSettings) -> dict[str, float]:
-    """The resources that Ray reserves for one replica."""
     return {"num_cpus": 1, "num_gpus": settings.gpus_per_replica}

@@ -1,8 +1,9 @@
-"""Serve's autoscaling policy keeps the wait of a new request short with few replicas.
+"""The autoscaling policy: it keeps the wait of a new request short with few replicas.
 
-The fleet grows when the measured wait is too long. It shrinks when the predicted wait with one
-replica fewer is short. Serve calls the policy ten times a second, applies a change when it has been
-wanted for a while, and keeps between --replicas and --max-replicas. It ships this module by value.
+The fleet grows if the measured wait is too long. It shrinks if the predicted wait with one replica
+fewer is short. Serve calls the policy ten times a second, applies a change if the policy returns it
+for some time, and stays between --replicas and --max-replicas. Serve pickles this module by value,
+so it imports no other module of kvroute.
 """
 
 import math
@@ -13,13 +14,13 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-SAMPLE_S = 2.0  # between two reports of a replica
-LOOK_BACK_S = 60.0  # how long reports are kept
-WAIT_SAMPLES = 5  # the last ten seconds: to grow, a minute's mean would be too late
-LARGER = 1.25  # the cache of Report.missed, as a multiple of the real one
-MOST_GROWTH = 2.0  # the largest factor in one step
-ROOMY = 0.6  # the highest occupancy allowed after one replica is removed
-TARGET_SHARE = 0.5  # the longest predicted wait allowed then, as a share of the target
+SAMPLE_S = 2.0  # seconds between two reports of a replica
+LOOK_BACK_S = 60.0  # seconds for which reports are kept
+WAIT_SAMPLES = 5  # number of samples (10 s) in a mean wait: over a minute, growth would come late
+LARGER = 1.25  # size of the larger cache in Report.missed, as a multiple of the real cache
+MOST_GROWTH = 2.0  # largest factor by which the fleet grows in one step
+ROOMY = 0.6  # highest occupancy that the fleet may have after the removal of a replica
+TARGET_SHARE = 0.5  # longest predicted wait after a removal, as a share of the target wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,27 @@ class Report:
     """Means over one replica's recent samples."""
 
     wait_s: float  # wait of a new request on this replica
-    service_s: float  # time that one request delays the others
-    occupancy: float  # 0 to 1
-    refusing: float = 0.0  # share of the samples in which it refused requests, for want of room
-    missed: float = 0.0  # share of the computed tokens that a LARGER cache would have had
+    service_s: float  # time by which one request delays the others
+    occupancy: float  # share of time in which the replica is busy, 0 to 1
+    refusing: float = 0.0  # share of samples in which the replica was full and refused requests
+    missed: float = 0.0  # share of computed tokens that a LARGER cache would have contained
 
 
 def desired_replicas(
     reports: Sequence[Report], *, running: int, target: int, target_wait_s: float, has_queue: bool
 ) -> int:
-    """The new target. reports: from running replicas, as far as they have arrived.
+    """Return the new target number of replicas.
 
-    A new request goes where the backlog is short, so its wait is the lower quartile. Queued
-    requests do not move: a long queue on an old replica needs no more replicas once there are
-    empty ones.
+    A new request goes to a replica with a short backlog, so its wait is the lower quartile of the
+    replicas' waits. Queued requests do not move: a long queue on an old replica needs no more
+    replicas once there are empty ones.
+
+    Args:
+        reports: Reports of running replicas, as far as they have arrived.
+        running: Number of running replicas.
+        target: The present target.
+        target_wait_s: Longest wait of a new request that is acceptable.
+        has_queue: Whether requests wait in the routers.
     """
     waits_s = sorted([report.wait_s for report in reports] + [0.0] * (running - len(reports)))
     wait_s = waits_s[(running - 1) // 4] if waits_s else 0.0
@@ -54,7 +62,7 @@ def desired_replicas(
 
 
 def is_enough(reports: Sequence[Report], replicas: int, target_wait_s: float) -> bool:
-    """Whether this many replicas can take the load with a reserve. They are one fewer than now."""
+    """Return whether `replicas`, one fewer than now, can take the load with a reserve."""
     if not reports:
         return False
     more_work = 1.0 + fmean(report.missed for report in reports) * cache_loss(replicas)
@@ -66,13 +74,16 @@ def is_enough(reports: Sequence[Report], replicas: int, target_wait_s: float) ->
 
 
 def cache_loss(replicas: int) -> float:
-    """What the fleet's cache loses with one replica, in steps of LARGER. Hits grow about evenly
-    with the logarithm of a cache's size, so each step loses about what a step more would bring."""
+    """Return the loss of the fleet's cache with one replica, in steps of the factor LARGER.
+
+    Hits grow evenly with the logarithm of a cache's size, roughly. So a cache that is smaller by
+    one step loses about as many hits as a cache that is larger by one step would gain.
+    """
     return math.log1p(1.0 / replicas) / math.log(LARGER)
 
 
 def queueing_s(servers: int, share: float, service_s: float) -> float:
-    """The mean wait of a new request when each of the servers is busy for `share` of the time.
+    """Return the mean wait of a new request if each server is busy for `share` of the time.
 
     Sakasegawa's approximation for M/M/n: "An approximation formula L = a b^p / (1 - b)", 1977.
     """
@@ -81,7 +92,7 @@ def queueing_s(servers: int, share: float, service_s: float) -> float:
 
 
 class WaitPolicy:
-    """desired_replicas() behind Serve's interface."""
+    """Adapts desired_replicas() to Serve's interface."""
 
     def __init__(self, target_wait_s: float) -> None:
         self._target_wait_s = target_wait_s
@@ -99,11 +110,15 @@ class WaitPolicy:
 
 
 def _reports(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Report]:
-    """One report per replica with samples. metrics: name -> replica -> samples, oldest first."""
+    """Return a report for each replica with samples.
 
-    def mean(name: str, replica: Any, samples: int = 0) -> float:
-        found = metrics.get(name, {}).get(replica, ())  # an older replica tells less
-        return fmean(sample.value for sample in found[-samples:]) if found else 0.0
+    Args:
+        metrics: Name of a metric -> replica -> samples, oldest first.
+    """
+
+    def mean(name: str, replica: Any, count: int = 0) -> float:
+        samples = metrics.get(name, {}).get(replica, ())  # older replicas lack some metrics
+        return fmean(sample.value for sample in samples[-count:]) if samples else 0.0
 
     return [
         Report(
@@ -119,8 +134,10 @@ def _reports(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Report]
 
 
 def _has_queue(ctx: AutoscalingContext, reports: Sequence[Report]) -> bool:
-    """Requests wait in the routers because every replica refuses them, for most of a minute.
-    Refusals before the last growth are ignored."""
+    """Return whether every replica has refused requests for most of a minute.
+
+    Then requests wait in the routers. Refusals before the last growth are ignored.
+    """
     grown_s: float = ctx.current_time - (ctx.last_scale_up_time or 0.0)
     are_full = bool(reports) and all(report.refusing > 0.5 for report in reports)
     return grown_s > LOOK_BACK_S and are_full

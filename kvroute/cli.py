@@ -1,4 +1,4 @@
-"""The command `kvroute` serves a cluster or inspects one."""
+"""The Typer application of the command `kvroute`."""
 
 import importlib.metadata
 from typing import Annotated, Any
@@ -44,52 +44,54 @@ def kvroute(
 
 @app.command()
 def status(url: Url = LOCAL) -> None:
-    """Show the replicas of a running cluster, and what waits for them."""
-    found, console = call("GET", url, "/v1/cluster"), Console()
-    console.print(_table(found["replicas"]))
-    for replica in found["replicas"]:
+    """Show the replicas of a running cluster, and the requests that wait for them."""
+    cluster, console = call("GET", url, "/v1/cluster"), Console()
+    console.print(_table(cluster["replicas"]))
+    for replica in cluster["replicas"]:
         if reason := replica["degraded"]:
-            console.print(f"{replica['id']} is DEGRADED, its cache is ignored: {reason}")
-    for line in sorted({*filter(None, map(_parsers, found["replicas"]))}):
+            console.print(f"{replica['id']} is DEGRADED, so its cache is ignored: {reason}")
+    for line in sorted({*filter(None, map(_parsers, cluster["replicas"]))}):
         console.print(line)
-    for queue in found.get("queues", ()):
+    for queue in cluster.get("queues", ()):
         if queue["all_routers"]["requests"]:
             console.print(_queued(queue))
-    for seats in found.get("seats", ()):
+    for seats in cluster.get("seats", ()):
         if seats["is_limited"]:
             console.print(seated(seats))
 
 
 @app.command()
 def scale(
-    replicas: Annotated[int, typer.Argument(help="The new number of them.", show_default=False)],
+    replicas: Annotated[
+        int, typer.Argument(help="The new number of replicas.", show_default=False)
+    ],
     model: Model = None,
     url: Url = LOCAL,
 ) -> None:
-    """Add replicas to a running cluster, or remove some; no request is lost."""
+    """Add replicas to a running cluster, or remove some. No request is lost."""
     from kvroute.command.scale import ScaleError
     from kvroute.command.scale import scale as scale_to
     from kvroute.local.progress import Progress
 
     if replicas < 1:
-        fail(f"REPLICAS is {replicas}; at least 1 stays. Ctrl-C of kvroute serve ends them all")
+        fail(f"REPLICAS is {replicas}; at least 1 must run. To stop all, end kvroute serve")
     try:
         address = call("GET", url, "/v1/cluster")["ray_address"]
         scale_to(replicas, _scaled_model(model, url), address, Progress())
     except ScaleError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("not waited for; the cluster goes on with it")
+        fail("stopped waiting; the cluster continues to scale")
 
 
 def _scaled_model(model: str | None, url: str) -> str | None:
-    """The model whose replicas are scaled; None when the cluster has only one model."""
+    """Return the model whose replicas are scaled; None if the cluster has only one model."""
     cards = call("GET", url, "/v1/models")["data"]
-    served = [card["id"] for card in cards if "parent" not in card]  # no adapter
+    served = [card["id"] for card in cards if "parent" not in card]  # adapters have a parent
     if len(served) > 1 and model is None:
-        fail(f"which model? Say --model; there are {', '.join(served)}")
+        fail(f"the cluster serves several models; set --model to one of {', '.join(served)}")
     if model not in (None, *served):
-        fail(f"--model is {model!r}; there are {', '.join(served)}")
+        fail(f"--model is {model!r}; expected one of {', '.join(served)}")
     return model if len(served) > 1 else None
 
 
@@ -105,10 +107,10 @@ def _table(replicas: list[dict[str, Any]]) -> Table:
 
 
 def _parsers(replica: dict[str, Any]) -> str:
-    """Return which of vLLM's parsers read the answers of a replica's model, as a sentence."""
-    kinds = {"tool calls": replica["tool_parser"], "reasoning": replica["reasoning_parser"]}
-    named = [f"{kind} by the parser {parser}" for kind, parser in kinds.items() if parser]
-    return f"{replica['model']}: vLLM reads {' and '.join(named)}" if named else ""
+    """Return a line about vLLM's parsers for the replica's model, or ""."""
+    parsers = {"tool calls": replica["tool_parser"], "reasoning": replica["reasoning_parser"]}
+    parts = [f"{part} with the parser {parser}" for part, parser in parsers.items() if parser]
+    return f"{replica['model']}: vLLM reads {' and '.join(parts)}" if parts else ""
 
 
 def _queued(queue: dict[str, Any]) -> str:
@@ -116,7 +118,7 @@ def _queued(queue: dict[str, Any]) -> str:
     return (
         f"{everywhere['requests']} requests for {queue['model']} wait for a replica with room: "
         f"{everywhere['prefill_s']:.1f} s of prefill, {queue['requests']} of them in the router "
-        f"that answered, there for up to {queue['oldest_s']:.1f} s"
+        f"that answered, the oldest for {queue['oldest_s']:.1f} s"
     )
 
 

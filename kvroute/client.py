@@ -1,4 +1,4 @@
-"""The commands call a running cluster over HTTP."""
+"""HTTP calls of the commands to a running cluster."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-WAIT_S = 60.0
-LOCAL = "http://127.0.0.1:8000"
-TOKEN_FILE = "KVROUTE_METRICS_TOKEN_FILE"  # the setting --metrics-token-file
-KEY = "KVROUTE_API_KEY"  # an environment variable: arguments can be seen by other users
+WAIT_S = 60.0  # timeout of a call in seconds
+LOCAL = "http://127.0.0.1:8000"  # default of --url: a cluster on this computer
+TOKEN_FILE = "KVROUTE_METRICS_TOKEN_FILE"  # variable of --metrics-token-file
+KEY = "KVROUTE_API_KEY"  # variable with the user's key; no option, as other users can see these
 
 Url = Annotated[str, typer.Option(help="The cluster's URL.")]
 Model = Annotated[
@@ -20,32 +20,34 @@ Model = Annotated[
 
 
 def call(method: str, url: str, path: str, **body: Any) -> Any:
-    """The response as JSON. After an error it prints the server's message and ends the command."""
+    """Return the response's JSON. After an error, print the message and end the command."""
     try:
         response = httpx.request(
             method, url.rstrip("/") + path, timeout=WAIT_S, headers=key_headers(), **body
         )
-        found = response.json()
+        content = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         fail(no_cluster(url, error))
     if response.is_error:
         fail(
-            error_message(found)
+            error_message(content)
             or f"{method} {path}: {response.status_code} {response.reason_phrase}"
         )
-    return found
+    return content
 
 
 def key_headers() -> dict[str, str]:
-    """The user's API key, if there is one."""
+    """Return the header with the user's API key, if KEY is set."""
     key = os.environ.get(KEY, "").strip()
     if not key.isascii():
-        fail(f"{KEY} has characters that no API key has; it is what `kvroute keys add` printed")
+        fail(
+            f"{KEY} has characters that no API key has; set it to the output of `kvroute keys add`"
+        )
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def metrics_headers() -> dict[str, str]:
-    """The token of the cluster's metrics, if TOKEN_FILE names its file."""
+    """Return the header with the metrics' token, if TOKEN_FILE is set."""
     if not (file := os.environ.get(TOKEN_FILE)):
         return {}
     from kvroute.process.metrics_port import NoMetricsError, read_token
@@ -57,12 +59,12 @@ def metrics_headers() -> dict[str, str]:
 
 
 def no_cluster(url: str, error: Exception) -> str:
-    """The error message for a URL without a cluster."""
-    return f"--url is {url!r}, where no kvroute answers ({error}); start one: kvroute serve"
+    """Return the error message for a URL without a cluster."""
+    return f"--url is {url!r}, where no kvroute answers ({error}); start one with kvroute serve"
 
 
 def with_model(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> Sequence[str]:
-    """The columns of a table, plus the model if the rows belong to several."""
+    """Return the columns of a table, with the model first if the rows belong to several."""
     return ("model", *columns) if len({row["model"] for row in rows}) > 1 else columns
 
 
@@ -71,11 +73,11 @@ def fail(message: str) -> Any:
     raise typer.Exit(1)
 
 
-def error_message(found: Any) -> str | None:
-    """The message of an error in OpenAI's format."""
+def error_message(content: Any) -> str | None:
+    """Return the message of an error in OpenAI's format; None if it has another format."""
     try:
-        message = str(found["error"]["message"])
+        message = str(content["error"]["message"])
     except (KeyError, TypeError):
         return None
-    needs_key = found["error"].get("code") in ("invalid_api_key", "insufficient_role")
-    return f"{message}; commands send the one in {KEY}" if needs_key else message
+    needs_key = content["error"].get("code") in ("invalid_api_key", "insufficient_role")
+    return f"{message}; commands send the key in the variable {KEY}" if needs_key else message

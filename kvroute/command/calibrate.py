@@ -26,13 +26,13 @@ def calibrate(
 ) -> None:
     """Measure the speed of a running cluster, as a profile for `kvroute replay --engine`.
 
-    Sends prompts of random tokens, first one at a time, then several at once.
-    They grow until they do not fit or take a few seconds. The replay's engine
-    model is fitted to the times of their tokens. The cluster should be idle
-    otherwise.
+    The command sends prompts of random tokens, first one at a time, then
+    several at once. The prompts grow until they do not fit or take a few
+    seconds. The replay's engine model is fitted to the times of their tokens.
+    The cluster should have no other requests.
 
-    chunk_tokens and max_sequences cannot be measured from outside: they keep
-    the defaults of kvroute replay.
+    chunk_tokens and max_sequences cannot be measured from outside, so they
+    keep the defaults of kvroute replay.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -55,8 +55,8 @@ def calibrate(
     notes.print(_findings(fitted, len(measured.prefills), len(measured.decodes)))
     if measured.foreign_requests > 0:
         notes.print(
-            f"{measured.foreign_requests} requests of others ran meanwhile: the figures are those "
-            "of a busy cluster; measure again when it has nothing else to do",
+            f"{measured.foreign_requests} other requests ran at the same time, so the figures are "
+            "those of a busy cluster; measure again when the cluster is idle",
             style="yellow",
         )
     if output is None:

@@ -24,15 +24,15 @@ def doctor(
         bool,
         typer.Option(
             "--audit",
-            help="Also compare engines, replicas, Redis and a router, block by block; this blocks "
-            "each engine for milliseconds.",
+            help="Also compare the cached blocks that engines, replicas, Redis and a router count; "
+            "this blocks each engine for milliseconds.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Check a running cluster, also with a small test request to each replica.
+    """Check a running cluster, and send a small test request to each replica.
 
-    The exit code is 1 when something is wrong, else 0, also with warnings.
+    The exit code is 1 if something is wrong, else 0, even with warnings.
     """
     from kvroute.doctor.collect import collect_checks
 

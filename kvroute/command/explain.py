@@ -9,10 +9,10 @@ from rich.table import Table
 
 from kvroute.client import LOCAL, Model, Url, call, fail
 
-EVICTED = {  # why blocks are gone
+EVICTED = {  # reason of an eviction -> its description
     "ended": "their session had ended",
-    "unlikely": "such turns seldom come back",
-    "usual": "they were the next in turn, or their replica is gone",
+    "unlikely": "such conversations seldom continue",
+    "usual": "ordinary eviction, or their replica was cleared or lost",
     "promised": "the promise to keep them was broken",
 }
 COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
@@ -23,12 +23,13 @@ def explain(
         str | None, typer.Argument(help="The prompt's text: a user's message.")
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="As in /v1/completions, without a chat template.")
+        bool,
+        typer.Option("--raw", help="Send the text as in /v1/completions, without a chat template."),
     ] = False,
     body: Annotated[
         typer.FileText | None,
         typer.Option(
-            help="A file with the JSON body of a request, such as a whole chat, in place of the "
+            help="A file with the JSON body of a request, such as a whole chat, instead of the "
             "text; - is the standard input."
         ),
     ] = None,
@@ -36,13 +37,13 @@ def explain(
     model: Model = None,
     url: Url = LOCAL,
 ) -> None:
-    """Show where a prompt would go now, and why; nothing is generated."""
+    """Show which replica a prompt would go to now, and why; nothing is generated."""
     if (prompt is None) == (body is None):
         fail("write either a prompt or --body with a file")
-    asked = _read(body) if body else _request(str(prompt), is_raw=raw)
+    request = _read(body) if body else _request(str(prompt), is_raw=raw)
     if model is not None:
-        asked["model"] = model
-    for receipt in call("POST", url, "/v1/route", json=asked)["receipts"]:
+        request["model"] = model
+    for receipt in call("POST", url, "/v1/route", json=request)["receipts"]:
         if as_json:
             typer.echo(json.dumps(receipt))
         else:
@@ -75,7 +76,7 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
 
 
 def _terms(replicas: list[dict[str, Any]]) -> Table:
-    """The cost terms of the chosen replica and the second best; empty without costs."""
+    """Return the cost terms of the chosen replica and the second best; empty without costs."""
     table = Table("cost in seconds", *(replica["id"] for replica in replicas))
     costs = [replica["terms_s"] or {} for replica in replicas]
     for term in costs[0] if costs else ():
@@ -90,14 +91,14 @@ def _number(value: float | None) -> str:
 def _summary(receipt: dict[str, Any]) -> str:
     return (
         f"{receipt['prompt_tokens']} tokens, {receipt['reusable_blocks']} reusable blocks of "
-        f"{receipt['block_size']}; the most that a replica holds: {receipt['best_hit_tokens']} "
+        f"{receipt['block_size']}; longest cached prefix: {receipt['best_hit_tokens']} "
         f"tokens\n{receipt['choice']}: {receipt['reason']}{_reloaded(receipt['replicas'])}"
         f"{_evicted(receipt['evicted'])}{_broken(receipt['broken'])}"
     )
 
 
 def _reloaded(replicas: list[dict[str, Any]]) -> str:
-    """What the choice has in host memory only; empty if nothing."""
+    """Return a line about blocks that the chosen replica has in host memory only, or ""."""
     choice = replicas[0] if replicas else {}
     if not choice.get("host_tokens"):
         return ""
@@ -105,14 +106,14 @@ def _reloaded(replicas: list[dict[str, Any]]) -> str:
 
 
 def _evicted(evicted: dict[str, Any] | None) -> str:
-    """What was cached once; empty if nothing was."""
+    """Return a line about tokens that were cached earlier and are not now, or ""."""
     if evicted is None:
         return ""
-    return f"\n{evicted['tokens']} tokens more were cached once: {EVICTED[evicted['why']]}"
+    return f"\n{evicted['tokens']} more tokens were cached earlier: {EVICTED[evicted['why']]}"
 
 
 def _broken(broken: dict[str, Any] | None) -> str:
-    """What changed in the chat since its earlier turn; empty if nothing did."""
+    """Return a line about what changed in the chat since its earlier turn, or ""."""
     if broken is None:
         return ""
     role, index = broken["message"]["role"], broken["message"]["index"]
@@ -121,5 +122,5 @@ def _broken(broken: dict[str, Any] | None) -> str:
     return (
         f"\nthe chat changed at token {broken['token']} ({message}): {before['tokens']} tokens "
         f"({before['hash']}) became {after['tokens']} ({after['hash']}), and {broken['tokens']} "
-        "tokens behind them are computed again"
+        "tokens after them are computed again"
     )

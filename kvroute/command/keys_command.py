@@ -43,32 +43,34 @@ keys = typer.Typer(
 
 @keys.command()
 def add(
-    tenant: Annotated[str, typer.Option(help="Whose key it is; tenants share no cache.")],
+    tenant: Annotated[
+        str, typer.Option(help="Tenant that the key belongs to; tenants share no cache.")
+    ],
     file: File,
     role: Annotated[
         list[str] | None,
-        typer.Option(help=f"What it may do: {', '.join(ROLES)}; several: one --role each."),
+        typer.Option(help=f"What the key may do: {', '.join(ROLES)}. Repeat --role for several."),
     ] = None,
     priority: Annotated[
         str,
         typer.Option(
-            help=f"How urgent its requests can be: {', '.join(PRIORITIES)}. A request can ask for "
-            "less.",
+            help=f"Highest priority of its requests: {', '.join(PRIORITIES)}. A request can set a "
+            "lower one.",
         ),
     ] = "default",
 ) -> None:
-    """Add a key, and print it: it is in no file, so it cannot be shown again."""
+    """Add a key and print it. No file contains it, so it cannot be shown again."""
     roles = _roles(role or ["use"])
     if tenant == OTHER:
-        fail(f"--tenant is {OTHER!r}, as accounts and metrics call all that have no room there")
+        fail(f"--tenant is {OTHER!r}, which accounts and metrics use for tenants over their limit")
     try:
         created = datetime.now(UTC).date().isoformat()
         key, entry = new_key(tenant, roles, created, _priority(priority))
     except msgspec.ValidationError:
         fail(f"--tenant is {tenant[:80]!r}; expected up to 64 letters, digits and . _ @ -")
     with _usable(file), locked(file):
-        found = read(file) if file.exists() else new_file()
-        write(file, msgspec.structs.replace(found, keys=(*found.keys, entry)))
+        content = read(file) if file.exists() else new_file()
+        write(file, msgspec.structs.replace(content, keys=(*content.keys, entry)))
     typer.echo(key)
 
 
@@ -77,45 +79,51 @@ def list_keys(file: File) -> None:
     """Show all keys, without their secrets, and the tenants' limits."""
     table = Table(*(Column(name) for name in COLUMNS), box=None)
     with _usable(file):
-        found = read(file)
-    for key in found.keys:
+        content = read(file)
+    for key in content.keys:
         table.add_row(key.id, key.tenant, " ".join(key.roles), key.priority, key.created)
     Console().print(table)
-    for tenant, limits in sorted(found.tenants.items()):
+    for tenant, limits in sorted(content.tenants.items()):
         typer.echo(f" {tenant}: {shown(limits)}")
 
 
 @keys.command()
 def limit(
     tenant: Annotated[
-        str, typer.Argument(help="Whose limits; '*': of all tenants without some of their own.")
+        str, typer.Argument(help="Tenant to limit; '*': all tenants without limits of their own.")
     ],
     file: File,
     max_requests: Annotated[
-        str | None, typer.Option(help=f"Requests under way at a time; {NONE}: no limit.")
+        str | None, typer.Option(help=f"Requests that run at the same time; {NONE}: no limit.")
     ] = None,
     max_prompt_tokens: Annotated[
-        str | None, typer.Option(help="Prompt tokens of those, cached ones too.")
+        str | None,
+        typer.Option(help="Prompt tokens of the running requests, cached ones included."),
     ] = None,
     uncached_tokens_per_minute: Annotated[
         str | None, typer.Option(help="Prompt tokens that no replica has cached.")
     ] = None,
     max_prefixes: Annotated[
-        str | None, typer.Option(help="Named prefixes that it has declared, of each model.")
+        str | None, typer.Option(help="Declared named prefixes per model.")
     ] = None,
     max_pinned_blocks: Annotated[
-        str | None, typer.Option(help="Whole KV blocks of its pinned prefixes, of each model.")
+        str | None, typer.Option(help="Whole KV blocks of its pinned prefixes, per model.")
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(help="A LoRA adapter that it may name; several: one --adapter each."),
+        typer.Option(help="A LoRA adapter that the tenant may use. Repeat --adapter for several."),
     ] = None,
     like_others: Annotated[
-        bool, typer.Option("--like-others", help="Take its own limits away: those of '*' hold.")
+        bool,
+        typer.Option(
+            "--like-others", help="Remove the tenant's own limits, so that those of '*' apply."
+        ),
     ] = False,
 ) -> None:
-    """Set limits of a tenant; those that are not given stay. The limits of '*' then no longer hold
-    for it."""
+    """Set limits of a tenant; its other limits stay.
+
+    The limits of '*' then no longer apply to it.
+    """
     given = {
         "max_requests": max_requests,
         "max_prompt_tokens": max_prompt_tokens,
@@ -125,36 +133,39 @@ def limit(
         "adapters": adapter or None,
     }
     check_tenant(tenant)
-    if like_others and (tenant == ANY or any(each is not None for each in given.values())):
-        fail("--like-others is for one tenant, without other options; for others, give none")
+    if like_others and (tenant == ANY or any(value is not None for value in given.values())):
+        fail("--like-others needs the name of one tenant, and excludes all other options")
     with _usable(file), locked(file):
-        found = read(file)
-        others = {name: each for name, each in found.tenants.items() if name != tenant}
-        before = found.tenants.get(tenant, TenantLimits())
+        content = read(file)
+        others = {name: limits for name, limits in content.tenants.items() if name != tenant}
+        before = content.tenants.get(tenant, TenantLimits())
         own = {} if like_others else {tenant: changed(before, given)}
-        write(file, msgspec.structs.replace(found, tenants=others | own))
+        write(file, msgspec.structs.replace(content, tenants=others | own))
     typer.echo(f"{tenant}: {shown(own[tenant]) if own else f'the limits of {ANY}'}")
 
 
 @keys.command()
 def revoke(
     id: Annotated[  # noqa: A002
-        str, typer.Argument(metavar="ID", help="The key's id, which is also its second part.")
+        str,
+        typer.Argument(
+            metavar="ID", help="The key's id, which is also the second part of the key."
+        ),
     ],
     file: File,
 ) -> None:
     """Remove a key."""
     with _usable(file), locked(file):
-        found = read(file)
-        left = tuple(key for key in found.keys if key.id != id)
-        if len(left) == len(found.keys):
+        content = read(file)
+        left = tuple(key for key in content.keys if key.id != id)
+        if len(left) == len(content.keys):
             fail(f"ID is {id[:80]!r}, which is no key of {file}; see kvroute keys list")
-        write(file, msgspec.structs.replace(found, keys=left))
+        write(file, msgspec.structs.replace(content, keys=left))
 
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Ends the command where the file cannot be used."""
+    """End the command with an error if the file cannot be used."""
     try:
         yield
     except (KeyFileError, PermissionError) as error:

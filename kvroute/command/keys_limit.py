@@ -1,4 +1,4 @@
-"""What `kvroute keys limit` was told, as limits of a tenant."""
+"""Converts the options of `kvroute keys limit` to the limits of a tenant."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,10 @@ from kvroute.client import fail
 from kvroute.keys.key_file import TENANT
 from kvroute.keys.limits import ANY, TenantLimits
 
-NONE = "none"  # a value that takes a limit away
-NAMES = {field: f"--{field.replace('_', '-')}" for field in TenantLimits.__struct_fields__}
+NONE = "none"  # option value that removes a limit
+NAMES = {  # field of TenantLimits -> option
+    field: f"--{field.replace('_', '-')}" for field in TenantLimits.__struct_fields__
+}
 NAMES["adapters"] = "--adapter"
 
 
@@ -21,20 +23,20 @@ def check_tenant(given: str) -> None:
 
 
 def changed(before: TenantLimits, given: Mapping[str, Any]) -> TenantLimits:
-    """The limits with those that were given; a value of None was not."""
-    values = {name: _value(name, each) for name, each in given.items() if each is not None}
+    """Return the limits with the options that are not None."""
+    values = {name: _value(name, text) for name, text in given.items() if text is not None}
     if not values:
         fail(f"no limit was given; expected one of {', '.join(NAMES.values())}")
     fields = msgspec.structs.asdict(before) | values
     try:
-        found = msgspec.convert(fields, TenantLimits)
+        limits = msgspec.convert(fields, TenantLimits)
     except msgspec.ValidationError as error:
         fail(f"{', '.join(NAMES[name] for name in values)}: {error}")
-    return found
+    return limits
 
 
 def shown(limits: TenantLimits) -> str:
-    """As the command's options."""
+    """Return the limits as options of the command."""
     fields = msgspec.structs.asdict(limits)
     given = [_shown(name, value) for name, value in fields.items() if value is not None]
     return " ".join(given) or "no limits"
@@ -43,13 +45,13 @@ def shown(limits: TenantLimits) -> str:
 def _shown(name: str, value: int | Sequence[str]) -> str:
     if isinstance(value, int):
         return f"{NAMES[name]} {value}"
-    return " ".join(f"{NAMES[name]} {each}" for each in value) or f"{NAMES[name]} ''"
+    return " ".join(f"{NAMES[name]} {text}" for text in value) or f"{NAMES[name]} ''"
 
 
 def _value(name: str, given: str | Sequence[str]) -> object:
     if not isinstance(given, str):
-        named = [each for each in given if each]
-        return None if named == [NONE] else named
+        names = [text for text in given if text]
+        return None if names == [NONE] else names
     if given == NONE:
         return None
     if not (given.isascii() and given.isdigit()):

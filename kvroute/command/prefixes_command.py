@@ -13,15 +13,18 @@ from rich.table import Column, Table
 from kvroute.client import LOCAL, Model, Url, call, fail, with_model
 
 COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "shared", "hits")
-POLL_S = 0.3
-WARM_S = 600.0  # how long the command waits until it is warm
+POLL_S = 0.3  # seconds between two queries of a prefix's state
+WARM_S = 600.0  # seconds after which the command stops waiting for a prefix to be warm
 
 Id = Annotated[
-    str, typer.Argument(metavar="ID", help="Its name in requests: task_id or prefix_id.")
+    str,
+    typer.Argument(
+        metavar="ID", help="Name of the prefix, which requests send as task_id or prefix_id."
+    ),
 ]
 
 prefixes = typer.Typer(
-    no_args_is_help=True, help="Prompt beginnings that a running cluster keeps warm."
+    no_args_is_help=True, help="Named prefixes that a running cluster keeps warm."
 )
 
 
@@ -30,32 +33,45 @@ def add(
     id: Id,  # noqa: A002
     file: Annotated[
         typer.FileText | None,
-        typer.Argument(metavar="FILE", help="File with its text; - is the standard input."),
+        typer.Argument(
+            metavar="FILE", help="File with the prefix's text; - is the standard input."
+        ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Its text, instead of a file.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="The prefix's text, instead of a file.")
+    ] = None,
     messages: Annotated[
         bool, typer.Option("--messages", help="The text is a JSON list of chat messages.")
     ] = False,
-    replicas: Annotated[str, typer.Option(help="How many keep it warm: a number, or all.")] = "all",
+    replicas: Annotated[
+        str, typer.Option(help="Replicas that keep the prefix warm: a number, or all.")
+    ] = "all",
     ttl_s: Annotated[
-        float | None, typer.Option(help="Seconds after which it is dropped (default: never).")
+        float | None,
+        typer.Option(help="Seconds after which the prefix is dropped (default: never)."),
     ] = None,
     pinned: Annotated[
-        bool, typer.Option("--pinned/--unpinned", help="Whether it is never evicted.")
+        bool,
+        typer.Option("--pinned/--unpinned", help="Whether the prefix is protected from eviction."),
     ] = True,
     host: Annotated[
-        bool, typer.Option("--host", help="Pinned in host memory (--host-cache-gb) instead.")
+        bool,
+        typer.Option(
+            "--host", help="Pin it in host memory (--host-cache-gb) instead of GPU memory."
+        ),
     ] = False,
     shared: Annotated[
-        bool, typer.Option("--shared", help="All tenants can use it, and find it cached.")
+        bool, typer.Option("--shared", help="Let all tenants use the prefix and its cached blocks.")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is warm.")] = True,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until the prefix is warm.")
+    ] = True,
     model: Model = None,
     url: Url = LOCAL,
 ) -> None:
     """Declare a prefix, or a new version of it, and wait until it is warm."""
     if (file is None) == (prompt is None):
-        raise typer.BadParameter("give either FILE or --prompt")
+        raise typer.BadParameter("set either FILE or --prompt")
     text = prompt if file is None else file.read()
     declaration = {
         "id": id,
@@ -77,11 +93,11 @@ def add(
 
 @prefixes.command(name="list")
 def list_(model: Model = None, url: Url = LOCAL) -> None:
-    """Show what is declared, and where it is warm."""
-    found = _call("GET", url, model=model)["data"]
-    columns = with_model(COLUMNS, found)
+    """Show the declared prefixes, and where they are warm."""
+    declared = _call("GET", url, model=model)["data"]
+    columns = with_model(COLUMNS, declared)
     table = Table(*(Column(column, overflow="fold") for column in columns), "tokens saved")
-    for prefix in found:
+    for prefix in declared:
         cells = prefix | {"warm": _warm(prefix)}
         table.add_row(*(str(cells[column]) for column in (*columns, "tokens_saved")))
     Console().print(table)
@@ -95,14 +111,14 @@ def rm(id: Id, model: Model = None, url: Url = LOCAL) -> None:  # noqa: A002
 
 
 def _until_warm(prefix: dict[str, Any], url: str, model: str | None) -> dict[str, Any]:
-    """Waits until all assigned replicas have the prefix warm."""
+    """Wait until the prefix is warm on all assigned replicas, and return its state."""
     deadline = time.monotonic() + WARM_S
     columns = (TextColumn("warming on"), MofNCompleteColumn(), TextColumn("replicas"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("")
         while not prefix["assigned_to"] or len(prefix["warm_on"]) < len(prefix["assigned_to"]):
             if time.monotonic() >= deadline:
-                fail(f"not warm after {WARM_S:g} s, only on {_warm(prefix)}; see replicas' logs")
+                fail(f"warm on {_warm(prefix)} replicas after {WARM_S:g} s; see the replicas' logs")
             time.sleep(POLL_S)
             prefix = _call("GET", url, prefix["id"], model)
             progress.update(
@@ -125,5 +141,5 @@ def _json(text: str | None) -> Any:
         return json.loads(text or "")
     except ValueError as error:
         raise typer.BadParameter(
-            f'the text is no JSON ({error}); expected [{{"role": "system", "content": "..."}}]'
+            f'the text is not JSON ({error}); expected [{{"role": "system", "content": "..."}}]'
         ) from None

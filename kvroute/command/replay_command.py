@@ -26,32 +26,32 @@ DEFAULT_LOAD = 0.8
 
 def replay(
     trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's format (JSON lines).")],
-    replicas: Annotated[int, typer.Option(min=1, help="Engines to replay it on.")] = 16,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of modelled replicas.")] = 16,
     engine: Annotated[
         str,
         typer.Option(
             metavar="NAME|FILE",
             help=f"Profile of each engine: {', '.join(PROFILES)}; or a JSON file with your own "
-            "numbers, as kvroute calibrate measures them.",
+            "numbers, such as kvroute calibrate writes.",
         ),
     ] = DEFAULT_ENGINE,
     kv_tokens: Annotated[
         int | None,
-        typer.Option(min=512, help="KV cache of each, in tokens (default: the engine's)."),
+        typer.Option(min=512, help="KV cache of each replica, in tokens (default: the profile's)."),
     ] = None,
     host_tokens: Annotated[
-        int, typer.Option(min=0, help="Cache of each in host memory, in tokens.")
+        int, typer.Option(min=0, help="Host memory for the cache of each replica, in tokens.")
     ] = 0,
     host_gb_per_s: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Speed of copies from there (default: the engine's)."),
+        typer.Option(min=0.001, help="Speed of copies from host memory (default: the profile's)."),
     ] = None,
     load: Annotated[
         float | None,
         typer.Option(
             min=0.01,
-            help="Arrivals as a share of saturation: of the prompt tokens that the best policy "
-            f"serves under overload (default: {DEFAULT_LOAD}).",
+            help="Arrivals as a share of saturation, the rate of prompt tokens that the best "
+            f"policy serves under overload (default: {DEFAULT_LOAD}).",
         ),
     ] = None,
     speed: Annotated[
@@ -62,22 +62,22 @@ def replay(
         float | None,
         typer.Option(
             min=0.001,
-            help="Requests a second, instead of --load; with --closed-loop, sessions started.",
+            help="Requests per second, instead of --load; with --closed-loop, started sessions.",
         ),
     ] = None,
     closed_loop: Annotated[
         bool,
         typer.Option(
             "--closed-loop",
-            help="A session's turn arrives as long after the last answer as in the trace.",
+            help="Each turn waits for the answer before it, then pauses as long as in the trace.",
         ),
     ] = False,
     sessions: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --closed-loop, instead of a speed: so many sessions run at once. When one "
-            "ends, the next of the trace starts.",
+            help="With --closed-loop, instead of a speed: number of sessions that run at once. "
+            "When one ends, the next session of the trace starts.",
         ),
     ] = None,
     policy: Annotated[
@@ -85,11 +85,11 @@ def replay(
     ] = "kvroute",
     routers: Annotated[int, typer.Option(min=1, help="Routers, each with its own view.")] = 1,
     index_delay_ms: Annotated[
-        float, typer.Option(min=0, help="From caching a block until routers know it.")
+        float, typer.Option(min=0, help="Time from caching a block until routers know it.")
     ] = 10.0,
     share_delay_ms: Annotated[
         float,
-        typer.Option(min=0, help="From a router's decision until other routers know it; or inf."),
+        typer.Option(min=0, help="Time from a decision until other routers know it; or inf."),
     ] = 5.0,
     slow: Annotated[
         str | None,
@@ -102,19 +102,20 @@ def replay(
         str | None,
         typer.Option(
             metavar="SHARE[:WRONG]",
-            help="Clients say when sessions end: 0.5:0.1 is half of the last turns, and wrongly a "
-            "tenth of all others.",
+            help="Share of last turns with the hint that the session ends, and share of all other "
+            "turns with a wrong hint, such as 0.5:0.1.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     model: Annotated[
-        str | None, typer.Option(help="Only requests for this model, if the log has several.")
+        str | None,
+        typer.Option(help="Replay only requests for this model, if the trace has several."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=2, help="Only the first so many requests.")
+        int | None, typer.Option(min=2, help="Replay only this number of requests, the first ones.")
     ] = None,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Policies that run at once, in processes of their own.")
+        int, typer.Option(min=1, help="Number of policies that run in parallel processes.")
     ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a list of objects instead of a table.")
@@ -162,9 +163,9 @@ def replay(
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
 
             def saturation() -> float:
-                found = saturation_rps(recorded, cluster, seed=seed, progress=progress, jobs=jobs)
-                notes.print(f"saturation: {found:.2f} requests/s")
-                return found
+                rate = saturation_rps(recorded, cluster, seed=seed, progress=progress, jobs=jobs)
+                notes.print(f"saturation: {rate:.2f} requests/s")
+                return rate
 
             arrivals = arrivals_at(pace, recorded, cluster.engine, saturation)
             notes.print(f"arrivals: {arrivals.summary}")
@@ -208,17 +209,17 @@ def _pace(
     *,
     closed_loop: bool,
 ) -> Pace:
-    if sum(each is not None for each in (load, speed, rate, sessions)) > 1:
+    if sum(value is not None for value in (load, speed, rate, sessions)) > 1:
         raise typer.BadParameter(
-            "--load, --speed, --rate and --sessions exclude each other; give one of them"
+            "--load, --speed, --rate and --sessions exclude each other; set one of them"
         )
     if sessions is not None and not closed_loop:
         raise typer.BadParameter(
-            f"--sessions {sessions} has a meaning only in a closed loop; add --closed-loop"
+            f"--sessions {sessions} works only in a closed loop; add --closed-loop"
         )
     if closed_loop and load is not None:
         raise typer.BadParameter(
-            "--load has no meaning with --closed-loop, where sessions wait for their answers; give "
+            "--load does not work with --closed-loop, where sessions wait for their answers; set "
             "--sessions, --rate or --speed"
         )
     if speed is None and rate is None and not closed_loop:
@@ -227,7 +228,7 @@ def _pace(
 
 
 def _slow(slow: str | None) -> tuple[float, float]:
-    """The share of slow replicas, and their speed as a multiple of the others'."""
+    """Return the share of slow replicas, and their speed as a multiple of the others'."""
     if slow is None:
         return 0.0, 1.0
     match _numbers(slow):
@@ -237,7 +238,7 @@ def _slow(slow: str | None) -> tuple[float, float]:
 
 
 def _ends(given: str | None) -> "Ends | None":
-    """The shares of right and of wrong ends. None: clients say nothing."""
+    """Return the shares of right and of wrong hints; None without hints."""
     from kvroute.replay.workload.sessions import Ends
 
     if given is None:
@@ -251,7 +252,7 @@ def _ends(given: str | None) -> "Ends | None":
 
 
 def _numbers(given: str) -> list[float]:
-    """Those between its colons; none if one is no number."""
+    """Return the numbers between the colons; empty if one part is no number."""
     try:
         return [*map(float, given.split(":"))]
     except ValueError:
@@ -259,12 +260,12 @@ def _numbers(given: str) -> list[float]:
 
 
 def _page() -> Callable[..., str]:
-    """Imported before the replay, which takes minutes."""
+    """Import the page's module now, since a replay takes minutes before it is needed."""
     try:
         from kvroute.replay.page import page
     except ModuleNotFoundError as error:
         raise typer.BadParameter(
-            f"--html draws with {error.name}, which is not installed; pip install matplotlib"
+            f"--html needs {error.name}, which is not installed; run pip install matplotlib"
         ) from None
     return page
 
@@ -283,5 +284,5 @@ def _names(policy: str) -> list[str]:
     unknown = [name for name in names if name not in POLICIES]
     if unknown:
         known = ", ".join(POLICIES)
-        raise typer.BadParameter(f"--policy names {unknown[0]!r}; known are {known} and all")
+        raise typer.BadParameter(f"--policy names {unknown[0]!r}; expected all or some of {known}")
     return names

@@ -1,4 +1,4 @@
-"""`kvroute scale` changes the number of replicas of a running cluster without losing requests."""
+"""Changes the number of replicas of a running cluster, for `kvroute scale`."""
 
 import logging
 import time
@@ -10,29 +10,38 @@ from dataclasses import dataclass
 from kvroute.deployments import APPLICATION, deployment, last_line
 from kvroute.local.progress import Progress
 
-POLL_S = 0.2
+POLL_S = 0.2  # seconds between two queries of the deployment's state
 
 
 class ScaleError(RuntimeError):
-    """The number of replicas is not possible; the message says why and what to do."""
+    """The requested number of replicas cannot be reached. The message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
     """The state of the replicas in Serve's controller."""
 
-    wanted: int
-    states: Mapping[str, int]  # STARTING, RUNNING, STOPPING and the like -> replicas
-    message: str  # why the actual state differs from the wanted one, if Serve knows
-    each: Mapping[str, float]  # Ray's resources for one replica: CPU, GPU -> amount
-    bounds: tuple[int, int] | None = None  # least and most, with autoscaling
+    target: int  # number of replicas that Serve tries to reach
+    states: Mapping[str, int]  # state, such as STARTING or RUNNING -> number of replicas
+    message: str  # why the number differs from the target, if Serve knows
+    per_replica: Mapping[str, float]  # Ray resource of one replica, such as CPU or GPU -> amount
+    bounds: tuple[int, int] | None = None  # smallest and largest number with autoscaling
 
 
 def scale(replicas: int, model: str | None, ray_address: str, progress: Progress) -> None:
-    """Returns when `replicas` are ready and removed ones have finished their requests.
+    """Change the number of replicas, and return when all changes are done.
 
-    model: None if there is only one. Raises ScaleError when there are too few resources, when
-    another user requests a different number meanwhile, and with autoscaling.
+    Then the new replicas are ready, and removed replicas have finished their requests.
+
+    Args:
+        replicas: The new number of replicas.
+        model: Name of the model; None if there is only one.
+        ray_address: Address of the cluster's Ray.
+        progress: Prints the states of the replicas.
+
+    Raises:
+        ScaleError: Resources are too small, another user changed the target meanwhile, or
+            autoscaling is on.
     """
     with _connected(ray_address):
         import ray
@@ -41,40 +50,40 @@ def scale(replicas: int, model: str | None, ray_address: str, progress: Progress
 
         name = deployment(model)
         deployed = _deployed(name)
-        refuse_own_size(deployed)
-        refuse_no_room(replicas, deployed, ray.available_resources())
+        check_not_autoscaling(deployed)
+        check_resources(replicas, deployed, ray.available_resources())
         set_replicas(APPLICATION, name, replicas)
         _wait(replicas, name, progress)
 
 
-def refuse_own_size(deployed: Deployed) -> None:
-    """Raises ScaleError with autoscaling, which would undo the change."""
+def check_not_autoscaling(deployed: Deployed) -> None:
+    """Raise ScaleError if autoscaling is on, because it would undo the change."""
     if deployed.bounds:
         least, most = deployed.bounds
         raise ScaleError(
-            f"the fleet finds its own size, now {deployed.wanted}, between {least} and {most} "
-            "replicas; serve it with another --replicas or --max-replicas, or without the latter"
+            f"autoscaling is on: {deployed.target} replicas now, {least} to {most} allowed. To set "
+            "the number by hand, restart without --max-replicas"
         )
 
 
-def refuse_no_room(replicas: int, deployed: Deployed, free: Mapping[str, float]) -> None:
-    """Raises ScaleError when Ray has too few resources for so many."""
-    there = sum(deployed.states.values())  # a stopping replica makes room for another
-    for name, amount in deployed.each.items():
-        room = there + int(free.get(name, 0.0) // amount) if amount else replicas
-        if replicas > room:
+def check_resources(replicas: int, deployed: Deployed, free: Mapping[str, float]) -> None:
+    """Raise ScaleError if Ray has too few resources for this number of replicas."""
+    running = sum(deployed.states.values())  # with stopping replicas, which free their resources
+    for name, amount in deployed.per_replica.items():
+        most = running + int(free.get(name, 0.0) // amount) if amount else replicas
+        if replicas > most:
             raise ScaleError(
-                f"{replicas} replicas of {amount:g} {name} are too many: {there} are there, and "
-                f"{free.get(name, 0.0):g} {name} is free; {room} is the most, until a machine joins"
+                f"not enough {name} for {replicas} replicas of {amount:g}: {running} run, and "
+                f"{free.get(name, 0.0):g} {name} is free, so {most} fit; add a machine for more"
             )
 
 
 def describe(deployed: Deployed) -> str:
-    """The fleet's state in words."""
+    """Return a line for the terminal about the state of the replicas."""
     ready = deployed.states.get("RUNNING", 0)
-    line = f"{ready} of {deployed.wanted} replicas ready"
+    line = f"{ready} of {deployed.target} replicas ready"
     if finishing := deployed.states.get("STOPPING", 0):
-        line += f", {finishing} taken away: finishing what they run, for --drain-timeout-s at most"
+        line += f", {finishing} draining (for --drain-timeout-s at most)"
     if deployed.message:
         line += f"; {last_line(deployed.message)}"
     return line
@@ -84,8 +93,10 @@ def _wait(replicas: int, name: str, progress: Progress) -> None:
     shown = ""
     while True:
         deployed = _deployed(name)
-        if deployed.wanted != replicas:
-            raise ScaleError(f"somebody else asked for {deployed.wanted} replicas; it stays so")
+        if deployed.target != replicas:
+            raise ScaleError(
+                f"another user changed the target to {deployed.target}; it stays there"
+            )
         if (line := describe(deployed)) != shown:
             progress.step(line)
             shown = line
@@ -96,7 +107,7 @@ def _wait(replicas: int, name: str, progress: Progress) -> None:
 
 @contextmanager
 def _connected(ray_address: str) -> Iterator[None]:
-    """Connects this process to the cluster as a Ray driver."""
+    """Connect this process to the cluster as a Ray driver."""
     import ray
 
     from kvroute.process.ray_internals import use_auth_token
@@ -108,7 +119,7 @@ def _connected(ray_address: str) -> Iterator[None]:
     except (ray.exceptions.RayError, RuntimeError, OSError) as error:
         raise ScaleError(
             f"the cluster's Ray at {ray_address} cannot be reached ({error}); "
-            "say this on a machine of the cluster, as the user who started it"
+            "run this on a machine of the cluster, as the user who started it"
         ) from None
     try:
         yield
@@ -119,12 +130,12 @@ def _connected(ray_address: str) -> Iterator[None]:
 def _deployed(name: str) -> Deployed:
     from kvroute.process.ray_internals import deployment_details
 
-    found = deployment_details(APPLICATION, name)
-    limits = found["deployment_config"].get("autoscaling_config")
+    details = deployment_details(APPLICATION, name)
+    limits = details["deployment_config"].get("autoscaling_config")
     return Deployed(
-        wanted=found["target_num_replicas"],
-        states=Counter(str(replica["state"].value) for replica in found["replicas"]),
-        message=found["message"],
-        each=found["required_resources"],
+        target=details["target_num_replicas"],
+        states=Counter(str(replica["state"].value) for replica in details["replicas"]),
+        message=details["message"],
+        per_replica=details["required_resources"],
         bounds=(limits["min_replicas"], limits["max_replicas"]) if limits else None,
     )

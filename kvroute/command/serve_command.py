@@ -15,38 +15,38 @@ def serve(command_line: Any) -> None:
     """Start a cluster and serve it until Ctrl-C."""
     from kvroute.local.launch import run
 
-    given = asdict(command_line)
+    values = asdict(command_line)
     try:
-        settings = load({name: value for name, value in given.items() if value not in (None, [])})
+        settings = load({name: value for name, value in values.items() if value not in (None, [])})
     except SettingsError as error:
         fail(str(error))
     raise typer.Exit(run(settings))
 
 
 def _annotation(name: str, field: FieldInfo) -> Any:
-    """The option for Typer; its value is None when the command line omits it."""
-    described = option(field)
-    default = described.default or field.default or "none"
-    kind: Any = described.kind or field.annotation
+    """Return the option for Typer. Its value is None if the command line omits it."""
+    text_of = option(field)
+    default = text_of.default or field.default or "none"
+    kind: Any = text_of.kind or field.annotation
     choices = ", ".join(_choices(kind))
-    text = f"{described.help} One of {choices}." if choices else described.help
-    given = typer.Option(
+    text = f"{text_of.help} One of {choices}." if choices else text_of.help
+    typer_option = typer.Option(
         *flags(name, field),
         help=f"{text} (default: {default}; {', '.join(env_names(name, field))})",
         metavar="<choice>" if choices else None,  # short, to leave room for the help texts
         show_default=False,
-        rich_help_panel=described.group,
+        rich_help_panel=text_of.group,
     )
-    return Annotated[kind | None, given]
+    return Annotated[kind | None, typer_option]
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The values of a Literal, or of an optional Literal."""
-    kinds = (kind, *get_args(kind))
-    return next((get_args(each) for each in kinds if get_origin(each) is Literal), ())
+    """Return the values of a Literal, or of an optional Literal."""
+    types = (kind, *get_args(kind))
+    return next((get_args(type_) for type_ in types if get_origin(type_) is Literal), ())
 
 
-Serve = make_dataclass(  # Typer makes each field an option, and calls the class with the values
+Serve = make_dataclass(  # Typer turns each field into an option, and calls this with the values
     "Serve",
     [(name, _annotation(name, field), None) for name, field in OPTIONS.items()],
     namespace={"__post_init__": serve, "__doc__": serve.__doc__},

@@ -18,7 +18,7 @@ COLUMNS = (
     *("gpu_seconds", "gpu_seconds_saved"),
 )
 CSV_COLUMNS = ("model", *COLUMNS, "failed")
-CACHED = ("hit", "unexpected_hit")  # causes
+CACHED = ("hit", "unexpected_hit")  # causes in the ledger that mean cached tokens
 
 
 class Format(StrEnum):
@@ -30,27 +30,27 @@ class Format(StrEnum):
 def tenants(
     since: Annotated[
         str | None,
-        typer.Option(metavar="DATE", help="First day, UTC (default: of 30)."),
+        typer.Option(metavar="DATE", help="First day, UTC (default: 30 days up to the last one)."),
     ] = None,
     until: Annotated[
         str | None, typer.Option(metavar="DATE", help="Last day (default: today).")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
-    format: Annotated[Format, typer.Option(help="How it is printed.")] = Format.TABLE,  # noqa: A002
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.TABLE,  # noqa: A002
     url: Url = LOCAL,
 ) -> None:
-    """Show what each tenant has used: requests, tokens, and GPU seconds spent and saved."""
+    """Show each tenant's requests, tokens, and GPU seconds spent and saved."""
     given = {"since": since, "until": until, "model": model}
     params = {name: value for name, value in given.items() if value is not None}
-    found = call("GET", url, "/v1/cluster/tenants", params=params)
-    rows = [_row(account) for account in found["data"]]  # who used most first
+    usage = call("GET", url, "/v1/cluster/tenants", params=params)
+    rows = [_row(account) for account in usage["data"]]  # the largest usage comes first
     if format is Format.JSON:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(usage, indent=1))
     elif format is Format.CSV:
         _print_csv(rows)
     else:
         Console().print(_table(rows))
-        typer.echo(f"{found['since']} to {found['until']}, in UTC")
+        typer.echo(f"{usage['since']} to {usage['until']}, in UTC")
 
 
 def _row(account: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +60,8 @@ def _row(account: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": account["model"],
         "tenant": account["tenant"],
-        "requests": sum(requests.values()) - requests["failed"],  # most went on elsewhere
+        "requests": sum(requests.values())
+        - requests["failed"],  # a failed request usually continues as another one
         "failed": requests["failed"],
         "prompt_tokens": prompt_tokens,
         "cached": round(cached / prompt_tokens, 4) if prompt_tokens else 0.0,

@@ -1,1 +1,1 @@
-"""`kvroute doctor` finds the problems of a running cluster and their remedies."""
+"""Finds problems of a running cluster and their remedies, for `kvroute doctor`."""

@@ -1,4 +1,4 @@
-"""Checks whether hits that were lost to eviction call for more memory, or for one more replica."""
+"""Checks whether a larger cache or one more replica would increase the share of cache hits."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,23 +9,25 @@ from prometheus_client.samples import Sample
 from kvroute.doctor.checks import Check, Facts
 from kvroute.doctor.load_checks import FEW_REQUESTS
 
-WORTH = 0.03  # of all prompt tokens: the least that a larger cache has to bring
-MUCH_EVICTED = 0.05  # of all prompt tokens
-BROKEN_PROMISES = 0.01  # of all prompt tokens
+# Shares of all prompt tokens:
+WORTH = 0.03  # additional hits of a larger cache from which it is recommended
+MUCH_EVICTED = 0.05  # misses by eviction from which a finding adds that no more memory helps
+BROKEN_PROMISES = 0.01  # promised tokens that were evicted too early, from which a warning follows
 ENGINE = "kvroute_engine_"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReading:
-    """What a replica has counted since its start."""
+    """A replica's counters since its start."""
 
     prompt_tokens: float
     cached_tokens: float
-    ghost_hit_tokens: Mapping[float, float]  # by the size of a cache, over the one that it has
+    # Relative size of a larger cache -> tokens that it would have found in addition.
+    ghost_hit_tokens: Mapping[float, float]
 
 
 def reading(samples: Iterable[Sample]) -> CacheReading | None:
-    """Of a process's metrics; None: it is no replica."""
+    """Return the counters in a process's metrics; None if the process is no replica."""
     found, ghosts = dict[str, float](), dict[float, float]()
     for sample in samples:
         if sample.name == f"{ENGINE}ghost_hit_tokens_total":
@@ -40,17 +42,22 @@ def reading(samples: Iterable[Sample]) -> CacheReading | None:
 def judge(
     model: str, hits: Facts, replicas: Sequence[CacheReading], *, is_busy: bool
 ) -> Iterator[Check]:
-    """hits: the ledger of one router's recent requests. replicas: of the model. is_busy: requests
-    wait for replicas. Of few requests nothing is said."""
+    """Check the cache of one model; yields nothing after only a few requests.
+
+    Args:
+        model: Name of the model.
+        hits: The ledger of one router's recent requests.
+        replicas: Counters of the model's replicas.
+        is_busy: Whether requests wait for replicas.
+    """
     total, prompt_tokens = sum(hits["tokens"].values()), sum(r.prompt_tokens for r in replicas)
     if not prompt_tokens or hits["requests"] < FEW_REQUESTS:
         return
     yield from _promises(hits, total)
     evicted = hits["tokens"]["evicted"] / total
     gains = _gains(replicas, prompt_tokens)
-    finding = (
-        f"{evicted:.0%} of prompt tokens were lost to eviction; {_told(model, replicas, gains)}"
-    )
+    finding = f"{evicted:.0%} of prompt tokens were lost to eviction; "
+    finding += _hit_shares(model, replicas, gains)
     best = max(gains.values())
     if best < WORTH:
         neither = ": neither more memory nor one more replica helps"
@@ -68,31 +75,32 @@ def _promises(hits: Facts, total: int) -> Iterator[Check]:
     promised = hits.get("evicted", {}).get("promised", 0) / total
     if promised >= BROKEN_PROMISES:
         finding = f"{promised:.0%} of prompt tokens were evicted before the time that was promised"
-        remedy = "more memory for caches, or fewer and shorter promises: docs/retention.md"
+        remedy = "more memory for caches, or fewer or shorter promises: see docs/retention.md"
         yield Check("cache", "warning", finding, remedy)
 
 
 def _gains(replicas: Sequence[CacheReading], prompt_tokens: float) -> dict[float, float]:
-    """The additional share of prompt tokens that caches of each size would have found."""
+    """Return the additional share of prompt tokens that a cache of each size would have found."""
     return {
         size: sum(replica.ghost_hit_tokens[size] for replica in replicas) / prompt_tokens
         for size in sorted(replicas[0].ghost_hit_tokens)
     }
 
 
-def _told(model: str, replicas: Sequence[CacheReading], gains: Mapping[float, float]) -> str:
+def _hit_shares(model: str, replicas: Sequence[CacheReading], gains: Mapping[float, float]) -> str:
     cached = sum(replica.cached_tokens for replica in replicas)
     share = cached / sum(replica.prompt_tokens for replica in replicas)
     larger = ", ".join(f"{share + gain:.0%} at {size:g}x" for size, gain in gains.items())
-    return f"since their start, caches of {model} found {share:.0%}; larger ones: {larger}"
+    return (
+        f"hit share of {model} since its start: {share:.0%}; estimated for larger caches: {larger}"
+    )
 
 
 def _one_more(replicas: int, gains: Mapping[float, float]) -> str:
-    """It adds its cache to the others'; copies of what they have count for nothing."""
+    """Return the gain of one more replica, as if its cache held no copies of the others' blocks."""
     return f"{_points(gains, (replicas + 1) / replicas)} at most"
 
 
 def _points(gains: Mapping[float, float], size: float) -> str:
-    """Of hit share."""
     gain = float(np.interp(size, [1.0, *gains], [0.0, *gains.values()]))
     return f"+{100 * gain:.1f} points of hit share"

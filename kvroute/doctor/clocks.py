@@ -1,4 +1,4 @@
-"""Clock differences are bounded with the timestamps in responses of each process."""
+"""Bounds the differences between clocks from the timestamps in the processes' responses."""
 
 from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvroute.doctor.checks import Check
 
-AGREED_S = 1.0
+AGREED_S = 1.0  # seconds; clocks that certainly differ by more are reported
 REMEDY = "keep the clocks of all nodes in step: chrony, or another NTP client"
 
 
@@ -18,23 +18,30 @@ class Offset(NamedTuple):
 
     @property
     def least_s(self) -> float:
-        """The smallest possible difference; negative: the clock is behind."""
+        """Return the smallest possible difference; negative if the clock is behind."""
         return max(self.low_s, 0.0) + min(self.high_s, 0.0)
 
     def beyond(self, other: "Offset") -> "Offset":
-        """The offset of this clock to the other one; both are relative to the same third clock."""
+        """Return this clock's offset to the other; both offsets refer to the same third clock."""
         return Offset(self.low_s - other.high_s, self.high_s - other.low_s)
 
 
 def offset(
     clock_s: float, *, sent_s: float, received_s: float, resolution_s: float = 0.0
 ) -> Offset:
-    """The offset of a clock that was read, rounded down, between a request and its response."""
+    """Return the offset of a clock that was read between a request and its response.
+
+    Args:
+        clock_s: The clock's reading, rounded down to `resolution_s`.
+        sent_s: Time of the request on this computer's clock.
+        received_s: Time of the response on this computer's clock.
+        resolution_s: Resolution of the reading.
+    """
     return Offset(clock_s - received_s, clock_s + resolution_s - sent_s)
 
 
 def dated(header: str | None, *, sent_s: float, received_s: float) -> Offset | None:
-    """The offset of the clock that wrote an HTTP Date header; None without a readable header."""
+    """Return the offset of the clock that wrote an HTTP Date header, or None without one."""
     try:
         clock_s = parsedate_to_datetime(header or "").timestamp()
     except ValueError:
@@ -43,8 +50,14 @@ def dated(header: str | None, *, sent_s: float, received_s: float) -> Offset | N
 
 
 def judge(router: Offset, redis: Offset | None, processes: Mapping[str, Offset]) -> Iterator[Check]:
-    """router and processes: offsets to this computer's clock. redis: offset to the router's."""
-    ahead_s = {name: each.beyond(router).least_s for name, each in processes.items()}
+    """Check that the clocks agree.
+
+    Args:
+        router: Offset of the router's clock to this computer's.
+        redis: Offset of Redis's clock to the router's, if it is known.
+        processes: Process -> offset of its clock to this computer's.
+    """
+    ahead_s = {name: clock.beyond(router).least_s for name, clock in processes.items()}
     if redis is not None:
         ahead_s["Redis"] = redis.least_s
     apart = {name: by_s for name, by_s in ahead_s.items() if abs(by_s) > AGREED_S}
@@ -52,10 +65,10 @@ def judge(router: Offset, redis: Offset | None, processes: Mapping[str, Offset])
         yield Check("clocks", "wrong", f"{name} is {_away(by_s)} the router", REMEDY)
     if abs(router.least_s) > AGREED_S:
         finding = f"the router is {_away(router.least_s)} this computer"
-        yield Check("clocks", "warning", finding, "see whose clock is wrong")
+        yield Check("clocks", "warning", finding, "correct the clock that is wrong")
     elif not apart:
-        others = f", and {len(ahead_s)} of the cluster with both" if ahead_s else ""
-        yield Check("clocks", "ok", f"the router's agrees with this computer's{others}")
+        others = f", and with {len(ahead_s)} others of the cluster" if ahead_s else ""
+        yield Check("clocks", "ok", f"the router's clock agrees with this computer's{others}")
 
 
 def _away(by_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The doctor queries a running cluster step by step and turns each response into checks."""
+"""Queries a running cluster step by step, and turns each response into checks."""
 
 import importlib.metadata
 import time
@@ -12,19 +12,19 @@ from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_port
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
 
-WAIT_S = 60.0  # the timeout of a request; canaries and audits involve every replica
+WAIT_S = 60.0  # timeout of a request in seconds; canaries and audits involve every replica
 
-Step = Callable[[str], object]  # called with a description of the current step
+Step = Callable[[str], object]  # receives a description of each step, for the terminal
 
 
 def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> Iterator[Check]:
-    """The checks in order, as far as the cluster responds."""
+    """Yield the checks in order, as far as the cluster responds."""
     try:
         health = httpx.get(f"{url.rstrip('/')}/health", timeout=WAIT_S).json()
         ready = int(health["replicas"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         finding = f"no kvroute answers at {url} ({error})"
-        remedy = "start one (kvroute serve), or write another --url"
+        remedy = "start a cluster (kvroute serve), or set another --url"
         yield Check("cluster", "wrong", finding, remedy)
         return
     with httpx.Client(base_url=url, timeout=WAIT_S, headers=key_headers()) as client:
@@ -35,7 +35,7 @@ def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> 
 
 
 class _RefusedError(Exception):
-    """The cluster returned an error; the message is the cluster's."""
+    """The cluster returned an error. The message is the cluster's."""
 
 
 class _ForbiddenError(_RefusedError):
@@ -48,28 +48,28 @@ class _Collection:
         self._step = step
 
     def run(self, *, has_replicas: bool, audit: bool) -> Iterator[Check]:
-        yield from self._attempt("diagnosis", "asking a router what it sees", self._diagnosis)
+        yield from self._attempt("diagnosis", "querying a router's diagnosis", self._diagnosis)
         if has_replicas:
             yield from self._attempt("canary", "sending each replica a canary", self._canary)
             if audit:
-                yield from self._attempt("audit", "comparing all accounts of blocks", self._audit)
+                yield from self._attempt("audit", "comparing all counts of blocks", self._audit)
 
     def _attempt(
-        self, name: str, doing: str, part: Callable[[], Iterable[Check]]
+        self, name: str, step: str, part: Callable[[], Iterable[Check]]
     ) -> Iterable[Check]:
-        """The checks of one part, or one check that says why there are none."""
-        self._step(doing)
+        """Return the checks of one part, or one check with the error."""
+        self._step(step)
         try:
             return list(part())
         except _ForbiddenError as error:
-            return [Check(name, "warning", f"not checked: {error}", "ask with another key")]
+            return [Check(name, "warning", f"not checked: {error}", "use another API key")]
         except _RefusedError as error:
-            return [Check(name, "wrong", str(error), "see to that, and ask again")]
+            return [Check(name, "wrong", str(error), "correct this, then run the doctor again")]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            finding = f"the answer cannot be had or read: {error!r}"
+            finding = f"the response did not arrive or cannot be read: {error!r}"
             return [Check(name, "wrong", finding, "see the router's log; is it another version?")]
 
-    def _ask(self, method: str, path: str) -> Any:
+    def _request(self, method: str, path: str) -> Any:
         answer = self._client.request(method, path)
         found = answer.json()
         if answer.is_error:
@@ -79,7 +79,7 @@ class _Collection:
 
     def _diagnosis(self) -> Iterator[Check]:
         sent_s = time.time()
-        found = self._ask("GET", "/v1/cluster/diagnosis")
+        found = self._request("GET", "/v1/cluster/diagnosis")
         router = clocks.offset(found["now_s"], sent_s=sent_s, received_s=time.time())
         replicas, ours = found["replicas"], importlib.metadata.version("kvroute")
         yield from checks.deployments(found["serve"]["deployments"])
@@ -101,10 +101,10 @@ class _Collection:
 
     def _processes(self, router: Offset, found: checks.Facts) -> Iterator[Check]:
         replicas, redis = found["replicas"], found["redis"]
-        self._step("asking each process for its metrics")
+        self._step("reading each process's metrics")
         probes = list[metrics_ports.Probe]()
         try:
-            targets = self._ask("GET", "/v1/metrics/targets")
+            targets = self._request("GET", "/v1/metrics/targets")
             probes = metrics_ports.probes(targets, metrics_headers())
             yield from metrics_ports.judge(probes)
             yield from metrics_ports.judge_missing(replicas["leases_s"] or (), targets)
@@ -113,15 +113,20 @@ class _Collection:
             for model, caches in metrics_ports.caches(probes).items():
                 yield from cache_size.judge(model, found["hits"], caches, is_busy=is_busy)
         except _RefusedError as error:
-            yield Check("ports", "warning", f"not known: {error}", "see to that, and ask again")
-        each = {probe.who: probe.clock for probe in probes if probe.clock}
+            yield Check(
+                "ports",
+                "warning",
+                f"not checked: {error}",
+                "correct this, then run the doctor again",
+            )
+        processes = {probe.process: probe.clock for probe in probes if probe.clock}
         ahead = Offset(*redis["clock_ahead_s"]) if "clock_ahead_s" in redis else None
-        yield from clocks.judge(router, ahead, each)
+        yield from clocks.judge(router, ahead, processes)
 
     def _canary(self) -> Iterator[Check]:
-        found = self._ask("POST", "/v1/cluster/canary")
+        found = self._request("POST", "/v1/cluster/canary")
         return checks.canary(found["replicas"], found["router"])
 
     def _audit(self) -> Iterator[Check]:
-        found = self._ask("GET", "/v1/cluster/audit")
+        found = self._request("GET", "/v1/cluster/audit")
         return (checks.audit(replica, found["router"]) for replica in found["replicas"])

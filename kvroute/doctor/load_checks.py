@@ -1,4 +1,4 @@
-"""Checks of recent requests: causes of missed hits, changed chats, busy replicas, and waits."""
+"""Checks of recent requests: causes of cache misses, changed chats, busy replicas and waits."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,72 +6,75 @@ from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
 
-LONG_S = 5.0  # of prefill in a queue
-FEW_REQUESTS = 20  # fewer are not judged
-LONG_WAIT_S = 1.0  # for a replica with room
-REFUSALS = {
+LONG_S = 5.0  # seconds of prefill in a replica's queue, or of the mean wait: more is a warning
+FEW_REQUESTS = 20  # number of recent requests below which cache hits are not judged
+LONG_WAIT_S = 1.0  # seconds that the oldest request may wait for a replica without a warning
+REFUSALS = {  # reason -> end of the sentence "3 requests ..."
     "forecast": "would have waited too long",
     "deadline": "had waited too long",
-    "full": "found too many waiting",
+    "full": "met a full queue",
     "no_replica": "found no replica",
-    "no_seat": "had to wait too long for a seat of their session",
+    "no_seat": "waited too long for a seat of their session",
 }
 BIGGER = "more replicas, or a larger --max-replicas"
 
 
 class Limit(NamedTuple):
-    share: float  # of all prompt tokens, above which it is a warning
+    share: float  # share of all prompt tokens above which a cause of misses is a warning
     meaning: str
     remedy: str
 
 
-LIMITS = {
+LIMITS = {  # cause of misses in the ledger -> limit
     "stale": Limit(
         0.1,
         "the router expected tokens in caches that did not have them",
-        "ask again with --audit; look at kvroute_publisher_lag_seconds",
+        "run the doctor with --audit; see kvroute_publisher_lag_seconds",
     ),
     "spilled": Limit(
         0.2,
-        "prompts did not go where they are cached, since it is busy there",
-        "more replicas; or declare what many prompts begin with: kvroute prefixes add",
+        "replicas that had the prompts cached were too busy to get them",
+        "add replicas; or declare prefixes that many prompts share: kvroute prefixes add",
     ),
     "unpinned": Limit(
         0.1,
         "named prefixes were cached nowhere",
-        "kvroute prefixes list says where they are warm; a larger --pin-share",
+        "kvroute prefixes list shows where they are warm; a larger --pin-share pins more",
     ),
     "evicted": Limit(
         0.2,
-        "what was cached is no more: evicted, cleared, or lost with its replica",
-        "more memory for caches, or more replicas; has one been cleared, or replaced?",
+        "the blocks were evicted, cleared, or lost with their replica",
+        "add memory for caches, or replicas; was a cache cleared or a replica replaced?",
     ),
 }
 
-
-BROKEN_SHARE = 0.05
-MOVE = "put what changes, such as dates and ids, behind what stays: into the last user message"
-REMEDIES = {
+BROKEN_SHARE = 0.05  # share of prompt tokens missed after a changed place: more is a warning
+MOVE = "put changing text, such as dates and ids, at the end: into the last user message"
+REMEDIES = {  # part of the chat that changes -> remedy; other parts: MOVE
     "tools": "send the same tools in the same order with each turn",
-    "template": "does it move tools, or drop thoughts? chat_template_kwargs may keep them",
+    "template": "does the template move tools or drop thoughts? chat_template_kwargs may keep them",
 }
 SLOW = (
-    "requests avoid it already; look at its GPU's temperature and clocks (nvidia-smi -q -d "
-    "PERFORMANCE) and at other programs on its machine, or replace it"
+    "routers already send it fewer requests; check its GPU's temperature and clocks (nvidia-smi -q "
+    "-d PERFORMANCE) and other programs on its machine, or replace it"
 )
-WHERE = {
+WHERE = {  # part of the chat that changes -> its description
     "system": "in the system message",
     "developer": "in the developer's message",
     "user": "in a user's message",
     "assistant": "in an assistant's message",
     "tool": "in a tool's result",
     "tools": "in the definitions of tools",
-    "template": "while all messages stay",
+    "template": "although all messages are the same",
 }
 
 
 def hits(found: Facts) -> Iterator[Check]:
-    """found: the ledger of one router's requests in the last window_s seconds."""
+    """Check the causes of cache misses.
+
+    Args:
+        found: The ledger of one router's requests in the last window_s seconds.
+    """
     tokens, requests = found["tokens"], found["requests"]
     total = sum(tokens.values())
     if requests < FEW_REQUESTS:
@@ -79,24 +82,32 @@ def hits(found: Facts) -> Iterator[Check]:
         return
     broken = list(_broken(tokens.get("broken", 0), found.get("broken") or (), total))
     yield from broken
-    troubles = [cause for cause in LIMITS if tokens[cause] > LIMITS[cause].share * total]
-    for cause in troubles:
+    causes = [cause for cause in LIMITS if tokens[cause] > LIMITS[cause].share * total]
+    for cause in causes:
         share, limit = tokens[cause] / total, LIMITS[cause]
         finding = f"{cause}: {share:.0%} of the prompts' tokens; {limit.meaning}"
         yield Check("hits", "warning", finding, limit.remedy)
-    if not troubles and not broken:
+    if not causes and not broken:
         yield Check("hits", "ok", _shares(tokens, total) + f", of {total:,} in {_minutes(found)}")
 
 
 def _broken(tokens: int, places: Sequence[Facts], total: int) -> Iterator[Check]:
-    """places: where chats change, the costliest first."""
+    """Check for chats that change before their end.
+
+    Args:
+        tokens: Tokens that were missed because a chat changed.
+        places: Places where chats change, the costliest first.
+        total: All prompt tokens.
+    """
     notable = [place for place in places if place["tokens"] > BROKEN_SHARE * total]
     for place in notable:
-        share = f"{place['tokens'] / total:.0%} of prompt tokens were missed since chats change"
+        share = (
+            f"{place['tokens'] / total:.0%} of prompt tokens missed the cache because chats change"
+        )
         remedy = REMEDIES.get(place["role"], MOVE)
         yield Check("hits", "warning", f"{share} {_where(place)}", remedy)
     if not notable and tokens > BROKEN_SHARE * total:
-        share = f"{tokens / total:.0%} of prompt tokens were missed since chats change"
+        share = f"{tokens / total:.0%} of prompt tokens missed the cache because chats change"
         yield Check("hits", "warning", f"{share} at many places before their end", MOVE)
 
 
@@ -106,19 +117,23 @@ def _where(place: Facts) -> str:
 
 
 def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
-    """backlogs_s: prefill queued or running on each replica."""
+    """Check the replicas' queues.
+
+    Args:
+        backlogs_s: Replica -> seconds of prefill that are queued or running.
+    """
     if not backlogs_s:
         return
     median_s = statistics.median(backlogs_s.values())
     busy = {replica_id: s for replica_id, s in backlogs_s.items() if s > LONG_S}
     if median_s > LONG_S:
-        finding = f"half of the replicas have {median_s:.0f} s of prefill queued, or more"
+        finding = f"half of the replicas have at least {median_s:.0f} s of prefill queued"
         yield Check("load", "warning", finding, BIGGER)
         return
     for replica_id, backlog_s in busy.items():
         finding = f"replica {replica_id} has {backlog_s:.0f} s of prefill queued"
-        finding += f", half of the fleet no more than {median_s:.1f} s"
-        remedy = "kvroute explain says why a prompt goes there; is it slower than the others?"
+        finding += f", and half of the replicas at most {median_s:.1f} s"
+        remedy = "kvroute explain shows why prompts go there; is it slower than the others?"
         yield Check("load", "warning", finding, remedy)
     if not busy:
         longest_s = max(backlogs_s.values())
@@ -126,20 +141,27 @@ def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
 
 
 def speeds(slow: Mapping[str, float]) -> Iterator[Check]:
-    """Judge the replicas' speeds.
+    """Check for replicas that are far slower than the others.
 
     Args:
-        slow: replicas that the router found to be far slower than the others, and how many times.
+        slow: Slow replica -> factor by which it is slower than the others.
     """
-    for replica_id, times in slow.items():
-        finding = f"replica {replica_id} computes prompts {times:.1f} times as slowly as the others"
+    for replica_id, factor in slow.items():
+        finding = (
+            f"replica {replica_id} computes prompts {factor:.1f} times as slowly as the others"
+        )
         yield Check("speed", "warning", finding, SLOW)
     if not slow:
         yield Check("speed", "ok", "no replica is far slower than the others")
 
 
 def is_busy(backlogs_s: Mapping[str, float], found: Iterable[Facts]) -> bool:
-    """Whether requests wait since the whole fleet computes. found: as for `queues`."""
+    """Return whether requests wait because the whole fleet is busy.
+
+    Args:
+        backlogs_s: Replica -> seconds of prefill that are queued or running.
+        found: The routers' queues, as for `queues`.
+    """
     if backlogs_s and statistics.median(backlogs_s.values()) > LONG_S:
         return True
     return any(
@@ -149,14 +171,18 @@ def is_busy(backlogs_s: Mapping[str, float], found: Iterable[Facts]) -> bool:
 
 
 def queues(found: Iterable[Facts]) -> Iterator[Check]:
-    """found: what waits in one router, and what did in the last minutes, for each model."""
+    """Check the waits of requests.
+
+    Args:
+        found: One router's queue for each model: waiting requests and recent waits.
+    """
     for queue in found:
-        troubles = [*_waiting(queue), *_refused(queue)]
-        yield from troubles or [_have_waited(queue)]
+        problems = [*_waiting(queue), *_refused(queue)]
+        yield from problems or [_have_waited(queue)]
 
 
 def _waiting(queue: Facts) -> Iterator[Check]:
-    """Requests that only fill what others leave are not told: they are there to wait."""
+    """Check the normal queue; background requests are left out, since they are meant to wait."""
     here, everywhere = queue["lines"]["default"], queue["all_routers"]["requests"]
     if here["oldest_s"] < LONG_WAIT_S:
         return
@@ -169,7 +195,6 @@ def _waiting(queue: Facts) -> Iterator[Check]:
 
 
 def _refused(queue: Facts) -> Iterator[Check]:
-    """Those that would have waited too long, or did."""
     refused = queue["recent"]["refused"]
     if not refused:
         return
@@ -177,7 +202,7 @@ def _refused(queue: Facts) -> Iterator[Check]:
     finding = f"{_plural(sum(refused.values()), 'request')} for {queue['model']} refused in "
     finding += f"{_minutes(queue['recent'])}: {reasons}"
     options = "--max-seat-wait-s" if refused.keys() == {"no_seat"} else "--max-wait-s"
-    yield Check("queue", "warning", finding, f"{BIGGER}; a larger {options} for more patience")
+    yield Check("queue", "warning", finding, f"{BIGGER}; or a larger {options}")
 
 
 def _have_waited(queue: Facts) -> Check:
@@ -199,8 +224,8 @@ def _shares(tokens: Mapping[str, int], total: int) -> str:
     cached = (tokens["hit"] + tokens["unexpected_hit"]) / total
     missed = [cause for cause, n in tokens.items() if n and cause not in ("hit", "unexpected_hit")]
     missed.sort(key=lambda cause: -tokens[cause])
-    each = [f"{cause} {tokens[cause] / total:.0%}" for cause in missed]
-    return ", ".join([f"{cached:.0%} of prompt tokens from a cache", *each])
+    shares = [f"{cause} {tokens[cause] / total:.0%}" for cause in missed]
+    return ", ".join([f"{cached:.0%} of prompt tokens from a cache", *shares])
 
 
 def _plural(count: int, noun: str) -> str:

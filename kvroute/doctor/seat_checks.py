@@ -1,27 +1,31 @@
-"""The seats of sessions in words: how many are held, who waits for one, and what helps."""
+"""Checks the seats of sessions: how many are taken, how many requests wait for one, and why."""
 
 from collections.abc import Iterable, Iterator
 
 from kvroute.doctor.checks import Check, Facts
 
 REMEDY = (
-    "more replicas, or host memory for caches (--host-cache-gb); --max-sessions off lets all send, "
-    "and computes again what they evict from each other"
+    "add replicas, or host memory for caches (--host-cache-gb); with --max-sessions off no request "
+    "waits, but sessions evict each other's blocks, which are then computed again"
 )
 
 
 def seats(found: Iterable[Facts]) -> Iterator[Check]:
-    """found: the seats of each model whose sessions may need them, as one router sees them."""
-    for each in found:
-        is_waiting = each["is_limited"] and each["all_routers"]["waiting"]
+    """Check whether requests wait for a seat.
+
+    Args:
+        found: One router's view of each model's seats.
+    """
+    for model in found:
+        is_waiting = model["is_limited"] and model["all_routers"]["waiting"]
         if is_waiting:
-            yield Check("seats", "warning", seated(each), REMEDY)
+            yield Check("seats", "warning", seated(model), REMEDY)
         else:
-            yield Check("seats", "ok", _free(each))
+            yield Check("seats", "ok", _free(model))
 
 
 def seated(seats: Facts) -> str:
-    """Say who holds seats and who waits, while sessions need them."""
+    """Return how many sessions have seats and how many requests wait, while seats are limited."""
     waiting = seats["all_routers"]["waiting"]
     text = f"{_counted(seats['seats'], 'session')} of {seats['sessions']:,} for {seats['model']} "
     text += f"with a seat, since {_why(seats)}; {_counted(waiting, 'request')} waiting for one"

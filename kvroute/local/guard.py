@@ -1,5 +1,7 @@
-"""Ray's library aborts its process when Ray's head service (GCS) is lost, so it runs in a child:
-whatever becomes of that, this process ends all that was started."""
+"""A parent process that ends every process of the cluster, however its child ends.
+
+Ray's library aborts its process when Ray's head service (GCS) is lost, so Ray runs in a child.
+"""
 
 import os
 import signal
@@ -19,18 +21,20 @@ from kvroute.local.processes import (
 )
 from kvroute.local.signals import STOPPING
 
-GRACE_S = 3.0  # for processes that remain after the orderly stop
+GRACE_S = 3.0  # seconds that remaining processes have to end before they are killed
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Runs this in a child process, which gets this one's signals, and returns its exit code, or 1
-    when it was killed. No process that it started is left."""
+    """Run `work` in a child process and return its exit code, or 1 if it was killed.
+
+    Signals to this process are forwarded to the child. No process that it started is left.
+    """
     adopt_orphans()
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os._exit(_run(work))
-    _pass_signals_on(child)
+    _forward_signals(child)
     try:
         ended, status = os.wait()
         while ended != child:  # an orphan that became this process's
@@ -42,12 +46,12 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def head_service() -> psutil.Process:
-    """The process of Ray's head service, which this process has started."""
-    return next(each for each in psutil.Process().children() if each.name() == HEAD_SERVICE)
+    """Return the process of Ray's head service, a child of this process."""
+    return next(child for child in psutil.Process().children() if child.name() == HEAD_SERVICE)
 
 
 def _run(work: Callable[[], int]) -> int:
-    os.setpgid(0, 0)  # a terminal's Ctrl-C comes through the parent only, and once
+    os.setpgid(0, 0)  # own group: a terminal's Ctrl-C arrives once, through the parent
     die_with_parent()
     try:
         return work()
@@ -59,12 +63,12 @@ def _run(work: Callable[[], int]) -> int:
         sys.stderr.flush()
 
 
-def _pass_signals_on(child: int) -> None:
-    def pass_on(number: int, _frame: FrameType | None) -> None:
+def _forward_signals(child: int) -> None:
+    def forward(number: int, _frame: FrameType | None) -> None:
         try:
             os.kill(child, number)
-        except ProcessLookupError:  # it has ended, and what it left is being ended
+        except ProcessLookupError:  # the child has ended; only its descendants are left
             kill_descendants()
 
     for number in STOPPING:
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)

@@ -1,7 +1,7 @@
-"""Ray's head service (GCS) starts again when it dies: `python -m kvroute.local.head_service`.
+"""Restarts Ray's head service (GCS) when it dies: `python -m kvroute.local.head_service`.
 
-Ray's daemons and workers go on without it for a minute. It comes back with all that it knew, since
-deploy/node.sh lets it keep that on the head's disk, so answers go on and so do later requests.
+Ray's daemons and workers run on without the service for a minute. deploy/node.sh stores its state
+on the head's disk, so the service restarts with that state and requests continue to be served.
 """
 
 import os
@@ -14,13 +14,13 @@ import psutil
 from kvroute.local.processes import is_alive
 
 HEAD_SERVICE = "gcs_server"
-DAEMON = "raylet"  # Ray's other process on a head, which ends with Ray
-CHECK_INTERVAL_S = 0.25
-PAUSE_S = 1.0  # `ray stop` ends the daemon first; between two starts
+DAEMON = "raylet"  # Ray's daemon on the head: it ends when Ray is stopped
+CHECK_INTERVAL_S = 0.25  # seconds between two checks of the service
+PAUSE_S = 1.0  # seconds between a death and a restart, in which `ray stop` ends the daemon too
 
 
 def main() -> None:
-    """On a head, after `ray start`; returns when Ray is stopped."""
+    """Watch the head service after `ray start`, and return when Ray is stopped."""
     service, daemon = _running(HEAD_SERVICE), _running(DAEMON)
     command, folder, environment = service.cmdline(), service.cwd(), service.environ()
     outputs = [os.readlink(f"/proc/{service.pid}/fd/{number}") for number in (1, 2)]
@@ -30,16 +30,22 @@ def main() -> None:
             continue
         time.sleep(PAUSE_S)
         if is_alive(daemon):
-            print(f"{HEAD_SERVICE} has died; starting it again", flush=True)
+            print(f"{HEAD_SERVICE} has died; restarting it", flush=True)
             service = _start(command, folder, environment, outputs)
     if is_alive(service):
         service.terminate()
 
 
 def _running(name: str) -> psutil.Process:
-    """This user's youngest process of that name."""
-    mine = [each for each in psutil.process_iter() if each.name() == name and _is_mine(each)]
-    return max(mine, key=psutil.Process.create_time)
+    """Return this user's youngest process with the name."""
+    return max(
+        (
+            process
+            for process in psutil.process_iter()
+            if process.name() == name and _is_mine(process)
+        ),
+        key=psutil.Process.create_time,
+    )
 
 
 def _is_mine(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""`kvroute serve` runs a whole cluster in the foreground until a signal stops it."""
+"""Starts a whole cluster in the foreground and runs it until a signal stops it."""
 
 import importlib.util
 import json
@@ -22,30 +22,30 @@ from kvroute.deployments import APPLICATION, ROUTERS
 from kvroute.keys import key_file
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
-from kvroute.local.haproxy.health import tell_of_stop
+from kvroute.local.haproxy.health import fail_health_checks
 from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.last_answers import finish_answers
 from kvroute.local.ports import free_port, is_local, why_not
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError
-from kvroute.local.ray_cluster import EVERY_ADDRESS, deploy, gpu_count, local_ray
+from kvroute.local.ray_cluster import WILDCARD_ADDRESSES, deploy, gpu_count, local_ray
 from kvroute.local.signals import StopSignals
-from kvroute.local.vllm_check import complaints_of_vllm
+from kvroute.local.vllm_check import vllm_errors
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
 from kvroute.process.metrics_port import NoMetricsError, read_token
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Found, ModelSettings
 from kvroute.settings.serve import ServeSettings
 
-POLL_S = 0.2
-STARTS_AGAIN = "everything is being ended, then start it again"
+POLL_S = 0.2  # seconds between two checks of the head service, or of /health
 
 
 def run(settings: ServeSettings) -> int:
-    """Serves until a signal and returns 0, or 1 after a failure. It leaves no process behind."""
-    private = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))  # short: it will hold sockets
-    folder = private / "ray"  # Ray opens its folder to every user, and cannot open the one above
+    """Serve until a signal arrives and return 0, or 1 after a failure. No process is left."""
+    # /tmp, because the path of a Unix socket may have at most 108 bytes.
+    private = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))
+    folder = private / "ray"  # Ray makes this one readable to all users; its parent stays private
     logs = folder / "session_latest" / "logs"
     exit_code = 1
     try:
@@ -65,11 +65,13 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
             while is_alive(head):
                 signals.sleep(POLL_S)
             progress.fail(
-                f"{HEAD_SERVICE} has ended, and Ray cannot go on without it; {STARTS_AGAIN}"
+                f"{HEAD_SERVICE} has ended, and Ray cannot run without it; shutting down, then run "
+                "kvroute serve again"
             )
-            os._exit(1)  # without Ray's own shutdown, which waits for what is lost
+            os._exit(1)  # skips ray.shutdown(), which would wait for the lost head service
         except BaseException as error:  # a signal inside Ray can raise any exception
-            if signals.has_come or isinstance(error, SystemExit):  # Ray's own SIGTERM handler
+            # Ray's own SIGTERM handler raises SystemExit.
+            if signals.was_received or isinstance(error, SystemExit):
                 return 0
             if not isinstance(error, StartError):
                 raise
@@ -88,58 +90,63 @@ def _start(
     progress: Progress,
     running: ExitStack,
 ) -> None:
-    """Returns when the cluster is ready; `running` has everything that was started."""
+    """Start the cluster, and register in `running` how its parts are stopped."""
     deadline = time.monotonic() + settings.start_timeout_s
-    refuse_taken_port(settings.host, settings.port)
-    refuse_strangers(settings.host, settings.api_keys, insecure=settings.insecure)
-    refuse_bad_tls(settings.tls_cert, settings.tls_key)
-    refuse_bad_token(settings.metrics_token_file)
-    refuse_closed_folder(settings.request_log)
-    refuse_missing_engine(settings.each)
-    refuse_engine_args(settings.each, progress)
+    check_port(settings.host, settings.port)
+    check_access(settings.host, settings.api_keys, insecure=settings.insecure)
+    check_tls(settings.tls_cert, settings.tls_key)
+    check_metrics_token(settings.metrics_token_file)
+    check_request_log(settings.request_log)
+    check_engine_installed(settings.each)
+    check_engine_args(settings.each, progress)
     redis_url = _redis(settings, progress, running)
-    models = [_model(one, progress) for one in settings.each]
+    paths = [_model(options, progress) for options in settings.each]
     progress.step("starting Ray")
     running.enter_context(local_ray(settings, folder))
-    signals.install()  # again: Ray replaced a handler
+    signals.install()  # again, because Ray has replaced a handler
     progress.step("Ray is up")
     gpus = gpus_per_replica(settings.each, gpu_count())
-    each = settings.decided(
-        [Found(model, count) for model, count in zip(models, gpus, strict=True)],
+    models = settings.decided(
+        [Found(path, count) for path, count in zip(paths, gpus, strict=True)],
         redis_url=redis_url,
         cluster=cluster_id(socket.gethostname(), settings.port),
         local_only=is_local_only(settings),
     )
-    deploy(_application(settings, each), progress, signals, deadline)
+    deploy(_application(settings, models), progress, signals, deadline)
     if settings.api_keys is None and not is_local(settings.host):
-        progress.say(f"INSECURE: no API keys, and everybody who reaches {settings.host} is let in")
+        progress.say(
+            f"INSECURE: without API keys, everyone who can reach {settings.host} has access"
+        )
     scheme = "https" if settings.tls_cert else "http"
-    url = f"{scheme}://{EVERY_ADDRESS.get(settings.host, settings.host)}:{settings.port}"
+    url = f"{scheme}://{WILDCARD_ADDRESSES.get(settings.host, settings.host)}:{settings.port}"
     health = _wait_until_healthy(url, signals, deadline)
     running.callback(finish_answers, _routers(), progress, within_s=settings.drain_s)
-    running.callback(tell_of_stop, folder)
+    running.callback(fail_health_checks, folder)
     progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
-    _announce(each, url, health, progress)
+    _announce(models, url, health, progress)
 
 
-def refuse_taken_port(host: str, port: int) -> None:
-    """Raises StartError when the port is taken, or the address does not exist."""
+def check_port(host: str, port: int) -> None:
+    """Raise StartError if the port is taken or the address does not exist."""
     if (error := why_not(host, port)) is not None:
         raise StartError(
-            f"port {port} on {host} cannot be had ({os.strerror(error.errno or 0)}); "
+            f"cannot listen on port {port} of {host} ({os.strerror(error.errno or 0)}); "
             f"try --port {free_port()}, or another --host"
         )
 
 
-def refuse_strangers(host: str, api_keys: Path | None, *, insecure: bool) -> None:
-    """Raises StartError for a file of keys that cannot be used, and for an address that others
-    reach without keys."""
+def check_access(host: str, api_keys: Path | None, *, insecure: bool) -> None:
+    """Check the key file, and that an address which other machines can reach has keys.
+
+    Raises:
+        StartError: The key file is unusable, or other machines could connect without a key.
+    """
     if api_keys is None:
         if insecure or is_local(host):
             return
         raise StartError(
-            f"--host is {host}, which others reach, and there are no API keys: give --api-keys "
-            "FILE (see kvroute keys), or say --insecure"
+            f"--host is {host}, which other machines can reach, and there are no API keys; set "
+            "--api-keys FILE (kvroute keys add makes one), or --insecure to let everyone in"
         )
     try:
         file = key_file.read(api_keys)
@@ -150,17 +157,17 @@ def refuse_strangers(host: str, api_keys: Path | None, *, insecure: bool) -> Non
 
 
 def is_local_only(settings: ServeSettings) -> bool:
-    """Whether only this computer is to reach the cluster, and needs no keys."""
+    """Return whether only this computer can reach the cluster, which then needs no keys."""
     has_guard = settings.api_keys is not None or settings.insecure
     return is_local(settings.host) and not has_guard
 
 
-def refuse_bad_tls(cert: Path | None, key: Path | None) -> None:
-    """Raises StartError when they are no pair."""
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Raise StartError unless certificate and key belong together."""
     if cert is None and key is None:
         return
     if cert is None or key is None:
-        raise StartError("--tls-cert and --tls-key belong together; give both, or none")
+        raise StartError("--tls-cert and --tls-key belong together; set both or neither")
     try:
         check_pair(cert, key)
     except OSError as error:  # ssl.SSLError is one
@@ -171,16 +178,18 @@ def refuse_bad_tls(cert: Path | None, key: Path | None) -> None:
         ) from None
 
 
-def refuse_bad_token(file: Path | None) -> None:
-    """Raises StartError when there is no token in the file."""
+def check_metrics_token(file: Path | None) -> None:
+    """Raise StartError if the file has no token."""
+    if file is None:
+        return
     try:
-        _ = file and read_token(file)
+        read_token(file)
     except NoMetricsError as error:
         raise StartError(str(error)) from None
 
 
-def refuse_closed_folder(request_log: Path | None) -> None:
-    """Creates the folder. Raises StartError when it is not writable."""
+def check_request_log(request_log: Path | None) -> None:
+    """Create the folder of the request log. Raise StartError if it is not writable."""
     if request_log is None:
         return
     try:
@@ -188,14 +197,14 @@ def refuse_closed_folder(request_log: Path | None) -> None:
         tempfile.TemporaryFile(dir=request_log).close()
     except OSError as error:
         raise StartError(
-            f"--request-log is {str(request_log)!r}, and nothing can be written there "
-            f"({error.strerror}); name another folder"
+            f"--request-log is {str(request_log)!r}, which is not writable ({error.strerror}); "
+            "name another folder"
         ) from None
 
 
-def refuse_missing_engine(each: Sequence[CheckedOptions]) -> None:
-    """Raises StartError when a model needs vLLM and it is not installed."""
-    engines = {one.engine for one in each}
+def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
+    """Raise StartError if a model needs vLLM and vLLM is not installed."""
+    engines = {model.engine for model in models}
     if "vllm" in engines and importlib.util.find_spec("vllm") is None:
         raise StartError(
             "vLLM is not installed; run `pip install 'kvroute[gpu]'`, or 'kvroute[cpu]' with "
@@ -203,37 +212,42 @@ def refuse_missing_engine(each: Sequence[CheckedOptions]) -> None:
         )
 
 
-def refuse_engine_args(each: Sequence[CheckedOptions], progress: Progress) -> None:
-    """Raises StartError when vLLM would reject the engine arguments of a model."""
-    if not any(one.engine_args for one in each):
+def check_engine_args(models: Sequence[CheckedOptions], progress: Progress) -> None:
+    """Raise StartError if vLLM would reject the engine arguments of a model."""
+    if not any(model.engine_args for model in models):
         return
-    progress.step("checking --engine-args by vLLM's own types")
-    for one, complaints in zip(each, complaints_of_vllm(each), strict=True):
-        if complaints:
-            of_model = f" of {one.name}" if len(each) > 1 else ""
-            raise StartError(f"--engine-args{of_model}: " + "; ".join(complaints))
+    progress.step("checking --engine-args against vLLM's types")
+    for model, errors in zip(models, vllm_errors(models), strict=True):
+        if errors:
+            of_model = f" of {model.name}" if len(models) > 1 else ""
+            raise StartError(f"--engine-args{of_model}: " + "; ".join(errors))
 
 
 def cluster_id(host: str, port: int) -> str:
-    """The default of --cluster: stable over restarts, and different for each cluster of a host."""
+    """Return the default of --cluster: stable over restarts, unique among a host's clusters."""
     return re.sub(r"[^\w.-]", "-", f"{host}-{port}")
 
 
-def gpus_per_replica(each: Sequence[CheckedOptions], available: int) -> list[int]:
-    """The GPUs for a replica of each model: the user's number, else 1 a rank if there are. Raises
-    StartError when all replicas together need more than there are."""
+def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[int]:
+    """Return the number of GPUs for one replica of each model.
+
+    It is the user's number, else one GPU per rank, or 0 on a machine without GPUs.
+
+    Raises:
+        StartError: All replicas together need more GPUs than are available.
+    """
     default = min(1, available)
-    gpus = [_gpus_wanted(settings, default) for settings in each]
-    needed = sum(one.most_replicas * count for one, count in zip(each, gpus, strict=True))
+    gpus = [_gpus_wanted(model, default) for model in models]
+    needed = sum(model.most_replicas * count for model, count in zip(models, gpus, strict=True))
     if needed > available:
         replicas = " and ".join(
-            f"{one.most_replicas} replicas of {count} GPUs"
-            for one, count in zip(each, gpus, strict=True)
+            f"{model.most_replicas} replicas of {count} GPUs"
+            for model, count in zip(models, gpus, strict=True)
         )
-        number = "--max-replicas" if any(one.max_replicas for one in each) else "--replicas"
+        option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
         raise StartError(
-            f"{replicas} need {needed}, and {available} can be used here; lower {number} or "
-            "--gpus-per-replica (0: CPUs)"
+            f"{replicas} need {needed} GPUs, and this machine has {available} that can be used; "
+            f"lower {option} or --gpus-per-replica (0: run on CPUs)"
         )
     return gpus
 
@@ -255,7 +269,7 @@ def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> s
 
 def _model(settings: CheckedOptions, progress: Progress) -> str:
     if settings.model == BUILTIN_MODEL and not is_converted():
-        progress.step(f"preparing {BUILTIN_MODEL}, this once (about 15 s)")
+        progress.step(f"preparing {BUILTIN_MODEL} (about 15 s, the first time only)")
     try:
         model = resolve(settings.model)
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
@@ -265,10 +279,10 @@ def _model(settings: CheckedOptions, progress: Progress) -> str:
 
 
 def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> dict[str, Any]:
-    """What /health says then."""
+    """Poll /health until it answers 200, and return its body."""
     while time.monotonic() < deadline:
         try:
-            # Its own address need not be the name in its certificate.
+            # Not verified: the certificate need not name this address.
             answer = httpx.get(f"{url}/health", trust_env=False, timeout=5, verify=False)
             if answer.status_code == 200:
                 return dict(answer.json())
@@ -279,15 +293,15 @@ def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> dict
 
 
 def _announce(
-    each: Sequence[ModelSettings], url: str, health: Mapping[str, Any], progress: Progress
+    models: Sequence[ModelSettings], url: str, health: Mapping[str, Any], progress: Progress
 ) -> None:
-    for one in each:
-        of_model = f" ({one.served_model_name})" if len(each) > 1 else ""
-        progress.say(f"reuse_cache: {one.prefix_caching}{of_model}")
+    for model in models:
+        of_model = f" ({model.served_model_name})" if len(models) > 1 else ""
+        progress.say(f"reuse_cache: {model.prefix_caching}{of_model}")
     for reason, replicas in Counter(health["degraded"].values()).items():
-        progress.say(f"DEGRADED: {replicas} replicas are routed to by load alone: {reason}")
+        progress.say(f"DEGRADED: {replicas} replicas get requests by load only: {reason}")
     hello = [{"role": "user", "content": "Hello"}]
-    body = json.dumps({"model": each[0].served_model_name, "messages": hello}, ensure_ascii=False)
+    body = json.dumps({"model": models[0].served_model_name, "messages": hello}, ensure_ascii=False)
     progress.say(
         f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
         f"{shlex.quote(body)}"
@@ -302,7 +316,8 @@ def _routers() -> Any:
     return handle_without_a_loop(APPLICATION, ROUTERS)
 
 
-def _application(settings: ServeSettings, each: Sequence[ModelSettings]) -> Any:
-    from kvroute.app import application  # imports Ray, whose environment is ready only now
+def _application(settings: ServeSettings, models: Sequence[ModelSettings]) -> Any:
+    # Imported late: it imports Ray, which reads environment variables that local_ray() sets.
+    from kvroute.app import application
 
-    return application(settings, each)
+    return application(settings, models)

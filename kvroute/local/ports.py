@@ -1,4 +1,4 @@
-"""Finds free ports on this computer."""
+"""Free ports on this computer."""
 
 import os
 import random
@@ -6,17 +6,20 @@ import socket
 from collections import deque
 from ipaddress import ip_address
 
-# Below Linux's ephemeral ports, so that no outgoing connection and none of Ray's many servers gets
-# the port by chance in the seconds until a server binds it.
+# Ports to choose from. They lie below Linux's ephemeral ports, so that no outgoing connection and
+# none of Ray's many servers takes a chosen port in the seconds until its server binds it.
 QUIET = range(20_000, 30_000)
 
-MOST_CLAIMS = 64
-_claims = deque[int]()  # file descriptors
+MOST_CLAIMS = 64  # ports that a process reserves at a time; the oldest reservation is released
+_claims = deque[int]()  # file descriptors of the sockets that hold this process's reservations
 
 
 def free_port() -> int:
-    """A port that is free on all addresses. No other call on this computer returns it, until this
-    process ends or has asked for MOST_CLAIMS more."""
+    """Return a port that is free on all addresses, and reserve it.
+
+    No other call on this computer returns the port until this process ends or has reserved
+    MOST_CLAIMS more ports.
+    """
     while True:
         port = random.choice(QUIET)
         if why_not("", port) is None and _claim(port):
@@ -24,7 +27,7 @@ def free_port() -> int:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this computer reaches the address."""
+    """Return whether only this computer can reach the address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -32,8 +35,11 @@ def is_local(host: str) -> bool:
 
 
 def _claim(port: int) -> bool:
-    """Whether nobody else has claimed it. The claim is a name in Linux's abstract namespace: it is
-    taken at once, by one process, and goes with it."""
+    """Reserve the port, and return False if another process has reserved it.
+
+    The reservation is a name in Linux's abstract socket namespace: only one process can hold it,
+    and it ends with that process.
+    """
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0kvroute-port-{port}")
@@ -47,7 +53,7 @@ def _claim(port: int) -> bool:
 
 
 def why_not(host: str, port: int) -> OSError | None:
-    """The error of an attempt to listen there; None when the port is free."""
+    """Return the error of an attempt to listen on the port, or None if the port is free."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""No process outlives the one that started it."""
+"""Ends child processes, so that none outlives the process that started it."""
 
 import ctypes
 import signal
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 
 import psutil
 
-PR_SET_PDEATHSIG = 1  # both from linux/prctl.h
+PR_SET_PDEATHSIG = 1  # this and the next number are from linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded now: imports are unsafe after a fork
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork, after which an import is unsafe
 
 
 def adopt_orphans() -> None:
-    """From now on, orphaned descendants become children of this process and can be found."""
+    """Make orphaned descendants children of this process, so that it can find them."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    """Runs in a child before its program: the kernel will kill it when its parent thread ends."""
+    """Have the kernel kill this process when its parent thread ends; call this in the child."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def end_descendants(*, grace_s: float) -> None:
-    """Ends all descendants with SIGTERM, and kills those that are left after grace_s."""
+    """End all descendants with SIGTERM, and kill those that still run after `grace_s`."""
     terminated = _descendants()
     for process in terminated:
         _send(process, signal.SIGTERM)
@@ -33,7 +33,7 @@ def end_descendants(*, grace_s: float) -> None:
 
 
 def kill_descendants(*, deadline_s: float = 5.0, spare: str = "") -> None:
-    """Kills all descendants, including new ones, but for those with the name `spare`."""
+    """Kill all descendants, including new ones, except those with the name `spare`."""
     deadline = time.monotonic() + deadline_s
     while (left := _descendants(spare)) and time.monotonic() < deadline:
         for process in left:
@@ -42,7 +42,6 @@ def kill_descendants(*, deadline_s: float = 5.0, spare: str = "") -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -50,8 +49,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def _descendants(spare: str = "") -> Sequence[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if not spare or _name(each) != spare]
+    descendants = psutil.Process().children(recursive=True)
+    return [process for process in descendants if not spare or _name(process) != spare]
 
 
 def _name(process: psutil.Process) -> str:
@@ -65,4 +64,4 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
-        return  # ended by itself
+        return  # the process has ended by itself

@@ -1,4 +1,4 @@
-"""The terminal shows the progress while a cluster starts."""
+"""Prints the progress of a start on the terminal."""
 
 import time
 
@@ -10,7 +10,7 @@ class StartError(RuntimeError):
 
 
 class Progress:
-    """One line per event, with the seconds since the start."""
+    """Prints one line per event, with the seconds since the start."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, markup=False, soft_wrap=True)

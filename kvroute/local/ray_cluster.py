@@ -1,4 +1,4 @@
-"""A private Ray with Ray Serve runs on this computer for one run of `kvroute serve`."""
+"""A private Ray with Ray Serve on this computer, for one run of `kvroute serve`."""
 
 import logging
 import os
@@ -25,17 +25,18 @@ from kvroute.settings.serve_environment import serve_environment
 from kvroute.wire.server import HOST as REPLICA_HOST
 
 LOOPBACK = "127.0.0.1"
-EVERY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # to listen on -> to be reached at
-LOGICAL_CPUS = 1000  # one per process; large, so that Ray's accounting limits nothing
-OBJECT_STORE_BYTES = 200_000_000
-SHUTDOWN_S = 10.0  # for Serve and again for Ray, before they are killed
-POLL_S = 0.5  # each time Serve reports on all replicas
-SHOWN_CHARS = 4000  # the end of a replica's error
+# Wildcard address to listen on -> loopback address at which this computer reaches the server.
+WILDCARD_ADDRESSES = {"0.0.0.0": LOOPBACK, "::": "::1"}
+LOGICAL_CPUS = 1000  # CPUs declared to Ray, one per process; so many that they limit nothing
+OBJECT_STORE_BYTES = 200_000_000  # bytes of Ray's object store, which kvroute hardly uses
+SHUTDOWN_S = 10.0  # seconds for Serve, then again for Ray, to shut down before they are killed
+POLL_S = 0.5  # seconds between two queries of Serve's status, which covers all replicas
+SHOWN_CHARS = 4000  # printed characters of a replica's error, counted from its end
 
 
 @contextmanager
 def local_ray(settings: ServeSettings, folder: Path) -> Iterator[None]:
-    """Ray and Serve run, with all their files in the folder, until the block ends."""
+    """Run Ray and Serve, with all their files in the folder, until the block ends."""
     try:
         _start(settings, folder)
         yield
@@ -44,9 +45,10 @@ def local_ray(settings: ServeSettings, folder: Path) -> Iterator[None]:
 
 
 def deploy(application: Any, progress: Progress, signals: StopSignals, deadline: float) -> None:
-    """Returns when every replica of every deployment is ready, each with a line of progress.
+    """Deploy the application, and print a line for each replica that gets ready.
 
-    Raises StartError when one cannot start, or the deadline passes.
+    Raises:
+        StartError: A replica cannot start, or not all are ready at the deadline.
     """
     from ray import serve
 
@@ -58,7 +60,7 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
     shown: set[str] = set()
     while time.monotonic() < deadline:
         status = serve.status().applications[APPLICATION]
-        _refuse_final_errors(status.deployments)
+        _raise_final_errors(status.deployments)
         _show(status.deployments, shown, progress)
         if status.status == "RUNNING":
             return
@@ -69,7 +71,7 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
 
 
 def gpu_count() -> int:
-    """The GPUs that Ray sees and the installed engine can use."""
+    """Return the number of GPUs that Ray sees and the installed engine can use."""
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0)) if vllm_build.is_for_gpus() else 0
@@ -97,12 +99,14 @@ def _start(settings: ServeSettings, folder: Path) -> None:
             logging_config=logging_config(settings.log_format),
         )
     except (ray.exceptions.RayError, RuntimeError, OSError) as error:
-        raise StartError(f"Ray does not start: {error}") from None
+        raise StartError(f"Ray cannot start: {error}") from None
 
 
 def _start_node(folder: Path, *, attempts: int = 3) -> None:
-    """Ray gives its node 30 s to start, which is too little on a computer that is busy: then what
-    has started is ended, and starts again."""
+    """Start Ray's node; after a timeout, kill its processes and try again.
+
+    Ray gives its node 30 s, which is too short on a busy computer.
+    """
     import ray
 
     try:
@@ -117,7 +121,7 @@ def _start_node(folder: Path, *, attempts: int = 3) -> None:
             _node_ip_address=LOOPBACK,
             _temp_dir=str(folder),
         )
-    except Exception as error:  # Ray raises no narrower one
+    except Exception as error:  # Ray raises no narrower type
         if attempts == 1 or "timed out during startup" not in str(error):
             raise RuntimeError(str(error)) from error
         kill_descendants(spare=REDIS_SERVER)
@@ -129,29 +133,31 @@ def _stop() -> None:
     from ray import serve
 
     if not ray.is_initialized():
-        return  # serve.shutdown would start a Ray to stop
+        return  # otherwise serve.shutdown() would start a Ray in order to stop it
     with open(os.devnull, "w") as silence, redirect_stdout(silence):
-        # Ray reports each actor that it stops as a failed task.
-        # Ray ends a process of which a thread still uses it when it is shut down.
+        # The output is dropped because Ray reports each actor that it stops as a failed task.
+        # ray.shutdown() ends this process if a thread still uses Ray, so it is skipped then.
         if _within(SHUTDOWN_S, serve.shutdown):
             _within(SHUTDOWN_S, ray.shutdown)
 
 
-def _refuse_final_errors(deployments: Mapping[str, Any]) -> None:
-    """Raises StartError as soon as one replica has found that none can run its model; Serve would
-    start more of them."""
+def _raise_final_errors(deployments: Mapping[str, Any]) -> None:
+    """Raise StartError if a replica has found that no replica can run its model.
+
+    Serve itself would start further replicas.
+    """
     for name, status in deployments.items():
-        if words := final_error(status.message):
+        if error := final_error(status.message):
             model = model_of(name)
-            options = options_for(words)
+            options = options_for(error)
             raise StartError(
-                f"vLLM cannot run {model or 'this model'} as it is configured: {words}"
+                f"vLLM cannot run {model or 'this model'} as it is configured: {error}"
                 + (f"\nkvroute's options for that: {options}" if options else "")
             )
 
 
 def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -> None:
-    """Prints new lines only: `shown` has the earlier ones."""
+    """Print the lines that are not in `shown`, and add them to it."""
     for line in _lines(deployments):
         if line not in shown:
             shown.add(line)
@@ -160,54 +166,55 @@ def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -
 
 def _lines(deployments: Mapping[str, Any]) -> Iterator[str]:
     for name, status in deployments.items():
-        who, model = name.partition(":")[0].lower(), model_of(name)
+        kind, model = name.partition(":")[0].lower(), model_of(name)
         of_model = f" of {model}" if model else ""
         wanted = sum(status.replica_states.values())
         for number in range(1, status.replica_states.get("RUNNING", 0) + 1):
-            yield f"{who} {number} of {wanted}{of_model} is ready"
+            yield f"{kind} {number} of {wanted}{of_model} is ready"
         if "Error:" in status.message:
-            yield f"{who}{of_model} cannot start yet: {last_line(status.message)}"
+            yield f"{kind}{of_model} cannot start yet: {last_line(status.message)}"
 
 
 def _reason(status: Any) -> str:
-    """The messages of the deployments."""
-    messages = [each.message for each in status.deployments.values() if each.message]
+    """Return the deployments' messages, or else the application's."""
+    deployments = status.deployments.values()
+    messages = [deployment.message for deployment in deployments if deployment.message]
     return plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
 
 
 def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
-    """Ray reads these when it is imported; its processes inherit them."""
+    """Set the variables that Ray reads when it is imported; its processes inherit them."""
     host = settings.host
     os.environ |= serve_environment() | {
         # HAProxy's ports and files have fixed defaults, which would conflict between two clusters.
-        # The proxies behind it would even share ports and serve each other's requests.
+        # The fallback proxies of two clusters would even share ports and mix up their requests.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         MOST_REQUESTS: str(settings.max_requests),
         IDLE_TIMEOUT_S: str(settings.idle_timeout_s),
-        METRICS_HOST: "" if host in EVERY_ADDRESS else host,
+        METRICS_HOST: "" if host in WILDCARD_ADDRESSES else host,
         REPLICA_HOST: LOOPBACK,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / ADMIN_SOCKET),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        # No load balancer needs time to notice that this one drains.
+        # Minimal draining time, since no load balancer has to notice that HAProxy drains.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
     }
 
 
 def _keep_token_private() -> None:
-    """Ray lets every user read the token that it makes, with which one can run anything here."""
+    """Make Ray's token unreadable to other users, who could run any program with it."""
     with suppress(FileNotFoundError):
         (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
 def _within(seconds: float, action: Callable[[], object]) -> bool:
-    """Whether the action has ended in that time. Processes that remain are killed later."""
+    """Return whether the action ends in time. Remaining processes are killed later."""
     worker = threading.Thread(target=action, daemon=True)
     worker.start()
     worker.join(seconds)

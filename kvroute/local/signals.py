@@ -1,4 +1,4 @@
-"""The first Ctrl-C, SIGTERM or SIGHUP stops in order, the second one at once."""
+"""The first SIGINT, SIGTERM or SIGHUP stops the cluster in order; the second kills it at once."""
 
 import os
 import signal
@@ -7,44 +7,44 @@ from types import FrameType
 
 from kvroute.local.processes import kill_descendants
 
-NOTICE = b"\nstopping; the same again kills everything at once\n"
+NOTICE = b"\nstopping; a second Ctrl-C or signal kills everything at once\n"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(BaseException):
-    """A signal requested a stop. As with KeyboardInterrupt, `except Exception` ignores it."""
+    """A signal requested a stop. Like KeyboardInterrupt, it passes `except Exception`."""
 
 
 class StopSignals:
     """Raises Stopped in the main thread when the first signal arrives.
 
-    Native code may convert it to another exception; then `has_come` shows the signal.
+    Native code may replace that exception by another one; `was_received` is True in any case.
     """
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.was_received = False
         self._is_stopping = False
         self.install()
 
     def install(self) -> None:
-        """Sets the signal handlers, again after ray.init(), which replaces SIGTERM's."""
+        """Install the signal handlers; needed again after ray.init(), which replaces SIGTERM's."""
         for number in STOPPING:
             signal.signal(number, self._on_signal)
 
     def begin_stop(self) -> None:
-        """From now on a signal is the second one."""
+        """Let the next signal kill everything, as a second one would."""
         self._is_stopping = True
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps; raises Stopped also when the signal's own exception was lost in a callback."""
+        """Sleep, then raise Stopped if a signal arrived whose exception was lost in a callback."""
         time.sleep(seconds)
-        if self.has_come:
+        if self.was_received:
             raise Stopped
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_stopping:
             kill_descendants()
             os._exit(128 + signal.SIGINT)
-        self.has_come = self._is_stopping = True
+        self.was_received = self._is_stopping = True
         os.write(1, NOTICE)  # print() may be the interrupted call
         raise Stopped

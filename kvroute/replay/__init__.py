@@ -1,1 +1,1 @@
-"""A trace on modelled replicas, under any policy."""
+"""Replays a trace on modelled replicas under any routing policy."""

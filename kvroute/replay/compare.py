@@ -1,4 +1,4 @@
-"""Policies are compared on one trace at one arrival rate, a share of the highest possible rate."""
+"""Compares policies on one trace at one arrival rate, and finds the highest possible rate."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,9 +18,11 @@ from kvroute.replay.workload.trace import (
     native_rps,
 )
 
-REFERENCES = ("kvroute", "sglang")  # the saturation is the best throughput of these under overload
-OVERLOAD = 1.05  # arrivals over throughput; with more, a policy can delay long prompts for ever
-OVERLOAD_STEPS = 4  # each comes nearer to that, from above
+REFERENCES = ("kvroute", "sglang")  # policies whose best throughput under overload is saturation
+# Arrivals as a multiple of the throughput. Under more overload, a policy could delay long prompts
+# for ever.
+OVERLOAD = 1.05
+OVERLOAD_STEPS = 4  # number of runs with ever smaller overload until it is OVERLOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,12 @@ def compare(
     loop: Loop = OPEN_LOOP,
     jobs: int = 1,
 ) -> list[Run]:
-    """One run for each policy, in their order; so many at a time, in processes of their own."""
+    """Return one run for each policy, in their order; `jobs` of them run in parallel processes."""
     if jobs == 1:
-        return [_watched(each, requests, cluster, seed, loop, progress) for each in policies]
+        return [_watched(name, requests, cluster, seed, loop, progress) for name in policies]
     task = progress.add_task(", ".join(policies), total=len(policies))
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        runs = [pool.submit(_run, each, requests, cluster, seed, loop) for each in policies]
+        runs = [pool.submit(_run, name, requests, cluster, seed, loop) for name in policies]
         for _ in as_completed(runs):
             progress.advance(task)
         return [run.result() for run in runs]
@@ -60,11 +62,15 @@ def saturation_rps(
     progress: Progress,
     jobs: int = 1,
 ) -> float:
-    """The rate of requests at which the best reference policy can just serve as many prompt tokens
-    as come: measured in tokens, while a little more come than are served.
+    """Return the highest rate of requests whose prompt tokens the best reference policy can serve.
 
-    A policy that delays long prompts serves more requests with the same work, and a few more
-    tokens too, since those at a prompt's start take less: the more, the greater the overload.
+    It is measured in prompt tokens, under an overload of OVERLOAD. A count of requests would be
+    wrong: a policy that delays long prompts serves more requests with the same work. It also serves
+    a few more tokens, since the first tokens of a prompt take less time than its last. Both effects
+    grow with the overload, so the overload is small.
+
+    Raises:
+        TraceError: The trace is too short.
     """
     tokens = sum(request.input_tokens for request in recorded) / len(recorded)
 
@@ -74,19 +80,19 @@ def saturation_rps(
         most = max(run.summary.prompt_tokens_per_s for run in runs)
         if not most:
             raise TraceError(
-                f"{len(recorded)} requests are too few to find the saturation; give --rate or "
-                "--speed, such as 1, instead of --load"
+                f"{len(recorded)} requests are too few to find the saturation; set --rate or "
+                "--speed (such as 1) instead of --load"
             )
         return most / tokens
 
-    found = _prefill_bound_rps(recorded, cluster)
+    rate_rps = _prefill_bound_rps(recorded, cluster)
     for _ in range(OVERLOAD_STEPS):
-        found = served_rps(OVERLOAD * found)
-    return found
+        rate_rps = served_rps(OVERLOAD * rate_rps)
+    return rate_rps
 
 
 def _prefill_bound_rps(recorded: Sequence[Request], cluster: Cluster) -> float:
-    """The replicas' throughput if decoding took no time and every repeated block were a hit."""
+    """Return the throughput if decoding took no time and every repeated block were a hit."""
     prefill_s = sum(
         cluster.engine.prefill.seconds(hits, request.input_tokens)
         for request, hits in zip(recorded, ideal_hit_tokens(recorded), strict=True)

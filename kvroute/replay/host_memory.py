@@ -1,4 +1,4 @@
-"""A modelled replica's host memory, and the copies back to its engine: one at a time."""
+"""A modelled replica's host memory. Blocks are copied back to the engine one request at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,53 +13,55 @@ from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.copies import Copies
 from kvroute.replica.sim_engine.host_cache import HostCache
 
-T = TypeVar("T")  # a sequence of the engine
+T = TypeVar("T")  # type of the engine's sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Reload(Generic[T]):
-    """Blocks on their way to the engine."""
+    """A copy of blocks from host memory to the engine."""
 
-    end: int  # blocks of the prompt that are in the engine then
-    hashes: Sequence[Fingerprint]  # of those that are copied
-    sequence: T  # who waits for them
+    end: int  # number of the prompt's blocks in the engine after the copy
+    hashes: Sequence[Fingerprint]  # fingerprints of the copied blocks
+    sequence: T  # the sequence that waits for the copy
 
 
 class HostMemory(Generic[T]):
-    """Blocks are written through, in no time; copies back take theirs. clock: in seconds."""
+    """Blocks are written to host memory in no time; copies back to the engine take time."""
 
     def __init__(self, tier: HostTier, prefill: PrefillModel, clock: Callable[[], float]) -> None:
-        self.reload_s = 0.0  # spent on copies so far
-        self.begun_s: list[float] = []  # when copies end that the caller does not know of yet
+        self.reload_s = 0.0  # seconds spent on copies so far
+        self.begun_s: list[float] = []  # end times of new copies, which the caller reads and clears
         self._cache = HostCache(tier.blocks, clock)
         self._tier = tier
         self._prefill = prefill
         self._reloads = Copies[Reload[T]]()
         self._coming = set[Fingerprint]()
-        self._added: dict[Fingerprint, None] = {}  # since the last take_changes
+        self._added: dict[Fingerprint, None] = {}  # blocks stored since the last take_changes()
         self._dropped: dict[Fingerprint, None] = {}
 
     def __len__(self) -> int:
-        """Copies that have not ended."""
+        """Return the number of copies that have not ended."""
         return len(self._reloads)
 
     def held(self) -> Iterator[Fingerprint]:
-        """The blocks that are here; those of answers are negative."""
+        """Return the blocks in host memory; those of answers are negative."""
         return iter(self._cache)
 
     def worth(self, request: Request, hits: int) -> int:
-        """How many blocks are reloaded behind the engine's hits: those that are here, or none where
-        computing them takes no longer."""
+        """Return how many blocks after the engine's hits are worth a copy.
+
+        Returns 0 if computing these blocks takes no longer than copying them.
+        """
         blocks, size = self._cache.hits(request.reusable, hits), request.block_tokens
         compute_s = self._prefill.seconds(hits * size, (hits + blocks) * size)
         return blocks if self._tier.reload_s(blocks) < compute_s else 0
 
     def is_coming(self, block: Fingerprint) -> bool:
-        """It is being copied for another request."""
+        """Return whether the block is being copied for another request."""
         return block in self._coming
 
     def reload(self, sequence: T, request: Request, hits: int, blocks: int, now_s: float) -> float:
-        """Begins a copy, or queues it behind those before; returns when it ends."""
+        """Start a copy after all earlier copies, and return the time of its end."""
         copy_s = self._tier.reload_s(blocks)
         end, hashes = hits + blocks, request.blocks[hits : hits + blocks]
         ends_s = self._reloads.begin(Reload(end, hashes, sequence), copy_s, now_s)
@@ -70,23 +72,23 @@ class HostMemory(Generic[T]):
         return ends_s
 
     def end_reload(self) -> Reload[T]:
-        """The first copy has ended."""
+        """Remove and return the first copy, which has ended."""
         reload = self._reloads.pop()
         self._coming.difference_update(reload.hashes)
         return reload
 
     def store(self, blocks: Sequence[Fingerprint]) -> None:
-        """A prompt's first blocks, or all of them and its answer's."""
+        """Store the first blocks of a prompt, or all blocks of a prompt and its answer."""
         new, dropped = self._cache.store(blocks)
         _change(self._added, self._dropped, new)
         _change(self._dropped, self._added, dropped)
 
     def release(self, blocks: Sequence[Fingerprint], keep: Keep) -> None:
-        """Their request has ended; it says how to keep them."""
+        """Apply the retention hint of a request that has ended to its blocks."""
         self._cache.use(blocks, keep)
 
     def take_changes(self) -> tuple[list[Fingerprint], list[Fingerprint]]:
-        """What routers hear: members that were added, and those that were dropped."""
+        """Return the index entries that were added and dropped since the last call."""
         added, self._added = self._added, {}
         dropped, self._dropped = self._dropped, {}
         return [*map(in_host, added)], [*map(in_host, dropped)]
@@ -95,8 +97,10 @@ class HostMemory(Generic[T]):
 def _change(
     to: dict[Fingerprint, None], against: dict[Fingerprint, None], blocks: Iterable[Fingerprint]
 ) -> None:
-    """Notes blocks; one that was noted in the other way is as it was before. Answers' blocks, which
-    are negative, match nothing."""
+    """Record changed blocks in `to`; a block in `against` is removed there instead.
+
+    Answers' blocks, which are negative, match no request and are not recorded.
+    """
     for block in blocks:
         if block in against:
             del against[block]

@@ -1,7 +1,7 @@
-"""A modelled replica works like vLLM: chunked prefill, batched decode, a paged prefix cache.
+"""A model of a vLLM replica: chunked prefill, batched decode, a paged prefix cache.
 
-An admitted request reserves blocks for its whole response, so nothing is preempted. It may wait for
-a copy of blocks from host memory before it joins the batch, while others run.
+An admitted request reserves blocks for its whole response, so no request is preempted. A request
+may wait for a copy of blocks from host memory before it joins the batch; others run meanwhile.
 """
 
 import math
@@ -25,8 +25,8 @@ class Running:
     """A request in the engine."""
 
     request: Request
-    computed: int  # prompt tokens in the cache, hits included
-    blocks: list[int]  # of the cache, for its prompt and its answer
+    computed: int  # number of prompt tokens in the cache, hits included
+    blocks: list[int]  # cache blocks of the prompt and its answer
     keep: Keep
 
 
@@ -37,23 +37,23 @@ class StepResult:
     first_tokens: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     added: list[Fingerprint] = field(default_factory=list)
-    removed: list[Fingerprint] = field(default_factory=list)  # before `added`
+    removed: list[Fingerprint] = field(default_factory=list)  # removed before `added` was added
 
 
 def blocks_needed(request: Request) -> int:
-    """The KV blocks that a request holds at its end."""
+    """Return the number of KV blocks that a request holds at its end."""
     return -(-(request.input_tokens + request.output_tokens) // request.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The running steps: one with prefill, or several with decodes only."""
+    """The scheduled steps: one step with prefill, or several steps of decodes only."""
 
     started_s: float
     steps: int
     first_s: float  # duration of the first step
-    growth_s: float  # by which each takes longer than the one before
-    chunks: Sequence[tuple[Running, int]] = ()  # prompt tokens computed, in one step
+    growth_s: float  # time by which each step takes longer than the step before
+    chunks: Sequence[tuple[Running, int]] = ()  # sequence, prompt tokens that the step computes
 
     @property
     def ends_s(self) -> float:
@@ -61,7 +61,7 @@ class Plan:
         return self.started_s + k * self.first_s + self.growth_s * k * (k - 1) / 2
 
     def steps_by(self, now_s: float) -> int:
-        """Steps that are done or running at that time: at least one."""
+        """Return the number of steps that have started by that time, at least one."""
         past_s = now_s - self.started_s
         linear_s = self.first_s - self.growth_s / 2
         # the root of  growth/2 k^2 + linear k = past, in the form that allows growth = 0
@@ -69,37 +69,40 @@ class Plan:
         return min(self.steps, max(1, math.ceil(root)))
 
 
-Waiting = tuple[float, int, Request, Keep]  # its turn, its arrival; then what it is
+Waiting = tuple[float, int, Request, Keep]  # order time, number of arrival, request, its hint
 
 
 class Replica:
-    """The caller drives it: `arrive` at any time, `end_step` at the time it names, and `end_reload`
-    at the times that `host` names."""
+    """A modelled replica, which the caller drives.
+
+    The caller calls `arrive` at any time, `end_step` at the end of the plan, and `end_reload` at
+    the times in `host.begun_s`.
+    """
 
     def __init__(
         self, model: EngineModel, capacity_blocks: int, host: HostTier | None = None
     ) -> None:
         self.cache = PagedCache(capacity_blocks, self._evicted, lambda: self._now_s)
-        self.hit_tokens: dict[int, int] = {}  # request index -> its cached tokens
-        self.host_tokens: dict[int, int] = {}  # those of them that come from host memory
-        self.reload_wait_s: dict[int, float] = {}  # for which it waited for these
+        self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
+        self.host_tokens: dict[int, int] = {}  # request index -> cached tokens from host memory
+        self.reload_wait_s: dict[int, float] = {}  # request index -> seconds of wait for their copy
         self.host: HostMemory[Running] | None = None
         if host is not None:
             self.host = HostMemory(host, model.prefill, lambda: self._now_s)
-        self.prefill_s = 0.0  # spent on prompts so far
-        self._now_s = 0.0  # of the last call
+        self.prefill_s = 0.0  # seconds spent on prompts so far
+        self._now_s = 0.0  # time of the last call
         self.plan: Plan | None = None
         self._model = model
         self._capacity_blocks = capacity_blocks
-        self._pending_tokens: dict[int, int] = {}  # request without a first token -> to compute
+        self._pending_tokens: dict[int, int] = {}  # request without first token -> tokens
         self._waiting: list[Waiting] = []  # heap
-        self._behind: list[Waiting] = []  # whose blocks are being copied for another request
+        self._behind: list[Waiting] = []  # their blocks are being copied for another request
         self._prefilling: list[Running] = []
         self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index
         self._arrivals = count()
         self._steps = 0
-        self._context_tokens = 0  # of all decodes
-        self._added: list[Fingerprint] = []  # since the last step ended
+        self._context_tokens = 0  # context tokens of all decodes together
+        self._added: list[Fingerprint] = []  # blocks cached since the last step ended
         self._removed: list[Fingerprint] = []
         self._answers = 0  # hashes of responses' blocks are negative: no request matches them
 
@@ -111,19 +114,25 @@ class Replica:
         new_tokens: int | None = None,
         keep: Keep | None = None,
     ) -> None:
-        """Queues a request, to be admitted in the order of now_s + order_s. Planned decode steps
-        are shortened, so that it can be admitted. new_tokens: to compute, as the router expects.
-        keep: what is said of its blocks."""
+        """Queue a request, and shorten planned decode steps so that it can be admitted.
+
+        Args:
+            request: The request.
+            now_s: Present time.
+            order_s: Requests are admitted in the order of now_s + order_s.
+            new_tokens: Prompt tokens to compute, as the router expects; None: by the cache.
+            keep: Retention hint for its blocks.
+        """
         self._now_s = now_s
         heappush(self._waiting, (now_s + order_s, next(self._arrivals), request, keep or KEEP))
         self._pending_tokens[request.index] = (
             self._missing_tokens(request) if new_tokens is None else new_tokens
         )
         if self.plan is None or self._waiting[0][2] is request:
-            self._look_again(now_s)
+            self._shorten_plan(now_s)
 
     def end_reload(self, now_s: float) -> None:
-        """The first copy from host memory has ended: its request joins the batch."""
+        """End the first copy from host memory: its request joins the batch."""
         assert self.host is not None
         self._now_s = now_s
         reload = self.host.end_reload()
@@ -134,10 +143,10 @@ class Replica:
         self._prefilling.append(sequence)
         while self._behind:
             heappush(self._waiting, self._behind.pop())
-        self._look_again(now_s)
+        self._shorten_plan(now_s)
 
     def end_step(self) -> StepResult:
-        """The planned steps are over; the next ones have begun, if there is work."""
+        """End the planned steps, start the next ones if there is work, and return the results."""
         assert self.plan is not None
         plan, self.plan = self.plan, None
         self._now_s = plan.ends_s
@@ -173,7 +182,6 @@ class Replica:
             result.finished.append(request)
 
     def report(self) -> Report:
-        """Its load now."""
         used_blocks = self._capacity_blocks - len(self.cache.free)
         return Report(
             Load(running=self._running, waiting=self._queued, used_blocks=used_blocks),
@@ -181,7 +189,7 @@ class Replica:
         )
 
     def _missing_tokens(self, request: Request) -> int:
-        """Of its prompt, as the cache is now."""
+        """Return the number of prompt tokens that neither cache holds now."""
         hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
         if self.host is not None:
             hits += self.host.worth(request, hits)
@@ -193,8 +201,8 @@ class Replica:
         last_step = self._steps + request.output_tokens - 1
         heappush(self._decoding, (last_step, request.index, sequence))
 
-    def _look_again(self, now_s: float) -> None:
-        """There is more to run: planned decode steps are shortened, so that it can be."""
+    def _shorten_plan(self, now_s: float) -> None:
+        """Start new steps, or shorten planned decode steps, because there is more to run."""
         plan = self.plan
         if plan is None:
             self._start(now_s)
@@ -225,7 +233,7 @@ class Replica:
         )
 
     def _chunks(self, budget: int) -> list[tuple[Running, int]]:
-        """The prompt tokens of the next step: first come, first served."""
+        """Return the prompt tokens of the next step, first come, first served."""
         chunks: list[tuple[Running, int]] = []
         for sequence in self._prefilling:
             budget -= self._chunk(sequence, budget, chunks)
@@ -244,7 +252,7 @@ class Replica:
         return chunks
 
     def _is_coming(self, request: Request) -> bool:
-        """What it lacks is being copied for another request: both will share it."""
+        """Return whether its first missing block is being copied for another request."""
         if self.host is None or not self._reloading:
             return False
         missing = (block for block in request.reusable if block not in self.cache)
@@ -252,7 +260,7 @@ class Replica:
         return first is not None and self.host.is_coming(first)
 
     def _reload(self, admitted: Running) -> bool:
-        """Whether it waits for blocks from host memory."""
+        """Start a copy from host memory if it is worth it, and return whether one started."""
         request = admitted.request
         hits = admitted.computed // request.block_tokens
         blocks = 0 if self.host is None else self.host.worth(request, hits)
@@ -265,8 +273,11 @@ class Replica:
         return True
 
     def _chunk(self, sequence: Running, budget: int, chunks: list[tuple[Running, int]]) -> int:
-        """Schedules prompt tokens. As in vLLM, their blocks are cached at once: another request in
-        the same step can reuse them."""
+        """Schedule prompt tokens, and return their number.
+
+        As in vLLM, their blocks are cached at once, so another request in the same step can reuse
+        them.
+        """
         tokens = min(budget, sequence.request.input_tokens - sequence.computed)
         if tokens <= 0:
             return 0
@@ -276,8 +287,7 @@ class Replica:
         return tokens
 
     def _admit(self, request: Request, keep: Keep) -> Running | None:
-        """Reserves blocks for prompt and response; None, without any change, while too few are
-        free."""
+        """Reserve blocks for prompt and response; return None if too few are free."""
         needed = blocks_needed(request)
         hits = self.cache.admit(request.reusable, needed)
         if hits is None:
@@ -287,7 +297,7 @@ class Replica:
         return Running(request, tokens, blocks, keep)
 
     def _fill(self, sequence: Running, start: int, end: int) -> None:
-        """Caches the prompt's blocks that become full between two lengths."""
+        """Cache the prompt's blocks that become full between two lengths."""
         request = sequence.request
         full = slice(start // request.block_tokens, end // request.block_tokens)
         for block, hash_ in zip(sequence.blocks[full], request.blocks[full], strict=False):
@@ -296,7 +306,7 @@ class Replica:
             self.cache.store(block, hash_)
 
     def _release(self, sequence: Running) -> None:
-        """Its full blocks, the answer's included, are cached and free from now on."""
+        """Cache its full blocks, including the answer's, and free all its blocks."""
         request, size = sequence.request, sequence.request.block_tokens
         full = (request.input_tokens + request.output_tokens) // size
         answer: list[Fingerprint] = []
@@ -311,7 +321,7 @@ class Replica:
             self.host.release(blocks, sequence.keep)
 
     def _write_through(self, sequence: Running) -> None:
-        """Its computed blocks are in host memory too from now on, as far as they have room."""
+        """Write its computed blocks to host memory, as far as there is room."""
         if self.host is not None:
             request = sequence.request
             self.host.store(request.blocks[: sequence.computed // request.block_tokens])
@@ -330,7 +340,7 @@ class Replica:
 
     @property
     def _sequences(self) -> int:
-        """Those that hold blocks."""
+        """Return the number of sequences that hold blocks."""
         return self._running + self._reloading
 
     @property

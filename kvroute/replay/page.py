@@ -1,4 +1,4 @@
-"""A replay's results are one self-contained HTML page: table, plots and parameters."""
+"""A self-contained HTML page with a replay's results: tables, plots and parameters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -13,8 +13,8 @@ from kvroute.replay.session_times import done_over_time
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 
-QUANTILES = np.linspace(0, 1, 201)
-WINDOWS = 30  # of time, over which hits are averaged
+QUANTILES = np.linspace(0, 1, 201)  # quantiles of the plot of times to first token
+WINDOWS = 30  # number of equal time windows in the plot of hit shares
 
 Ints = NDArray[np.int64]
 
@@ -67,7 +67,7 @@ def page(
     parameters: Mapping[str, object],
     loop: Loop = OPEN_LOOP,
 ) -> str:
-    """The whole document."""
+    """Return the whole document."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -77,13 +77,13 @@ def page(
 <p class="note">{TABLE_NOTE}{f" {SESSIONS_NOTE}" if loop.sessions else ""}</p>
 <div class="plots">{"".join(map(_figure, plots(requests, runs, loop)))}</div>
 <h2>Parameters</h2>
-<dl>{"".join(_parameter(*each) for each in parameters.items())}</dl>
+<dl>{"".join(_parameter(*item) for item in parameters.items())}</dl>
 </body></html>
 """
 
 
 def first_tokens(requests: Sequence[Request], runs: Sequence[Run]) -> list[Line]:
-    """Quantiles of the time to first token of the measured requests, in seconds."""
+    """Return quantiles of the measured requests' time to first token, in seconds."""
 
     def points(run: Run) -> list[tuple[float, float]]:
         waits_s = np.array(run.outcome.first_token_s) - run.outcome.arrival_s
@@ -95,7 +95,7 @@ def first_tokens(requests: Sequence[Request], runs: Sequence[Run]) -> list[Line]
 
 
 def hits_over_time(requests: Sequence[Request], runs: Sequence[Run]) -> list[Line]:
-    """Percent of the prompt tokens that were cached, by arrival window; also the ideal."""
+    """Return the percentage of cached prompt tokens by arrival window, and the ideal."""
     input_tokens = np.array([request.input_tokens for request in requests])
     recorded_s = [request.arrival_s for request in requests]
     ideal = _shares_over_time(recorded_s, input_tokens, ideal_hit_tokens(requests))
@@ -113,7 +113,7 @@ def hits_over_time(requests: Sequence[Request], runs: Sequence[Run]) -> list[Lin
 def _shares_over_time(
     arrivals_s: Sequence[float], input_tokens: Ints, hit_tokens: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """The middle of each arrival window in seconds, and the percentage there."""
+    """Return the middle of each arrival window in seconds, and its percentage of hits."""
     after_s = np.array(arrivals_s) - min(arrivals_s)
     span_s = after_s.max()
     window = np.minimum(WINDOWS * after_s // span_s, WINDOWS - 1).astype(int)
@@ -126,11 +126,11 @@ def _shares_over_time(
 
 
 def balance(runs: Sequence[Run]) -> list[Line]:
-    """Seconds of prefill per replica, as descending steps."""
+    """Return seconds of prefill per replica, as descending steps."""
 
     def points(run: Run) -> list[tuple[float, float]]:
         falling = sorted(run.outcome.prefill_s, reverse=True)
-        return [(float(n + end), each) for n, each in enumerate(falling) for end in (0, 1)]
+        return [(float(n + end), s) for n, s in enumerate(falling) for end in (0, 1)]
 
     return _lines(runs, points)
 
@@ -147,8 +147,8 @@ def plots(
         "time to first token (s)",
         "requests answered by then (%)",
         first_tokens(requests, runs),
-        "Further left is sooner: compare the lines at 50% for the usual request, and near the top "
-        "for the slowest ones.",
+        "Lines further left are faster: compare them at 50% for the typical request, and near the "
+        "top for the slowest requests.",
         is_log=True,
         y_end=100.0,
     )
@@ -157,16 +157,16 @@ def plots(
         "time since the first arrival (s)",
         "prompt tokens found cached (%)",
         hits_over_time(requests, runs),
-        "Higher is better: what a line lacks to the ideal, one shared cache that forgets nothing, "
-        "was computed more than once.",
+        "Higher is better. The gap to the ideal, one shared cache without eviction, "
+        "is the share of tokens that were computed more than once.",
     )
     yield Plot(
         "Replica balance",
         "replicas, the busiest first",
         "time spent on prefill (s)",
         balance(runs),
-        "A flat line is work spread evenly and a low one is less work, since hits need no prefill; "
-        "a steep left end is a replica that gets too much.",
+        "A flat line means evenly spread work. A low line means less work, since hits need no "
+        "prefill. A steep left end means that one replica gets too much work.",
     )
     if loop.sessions:
         yield Plot(
@@ -174,7 +174,7 @@ def plots(
             "time since the first arrival (s)",
             "sessions that have ended (%)",
             _lines(runs, lambda run: done_over_time(loop, run.outcome)),
-            "Further left is sooner: a line's end is the last session.",
+            "Lines further left are faster. A line ends with the last session.",
             y_end=100.0,
         )
 

@@ -1,4 +1,4 @@
-"""Line plots are drawn as SVG with matplotlib, in the colours of the page."""
+"""Draws line plots as SVG with matplotlib, in the colours of the page."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-SIZE_IN = (5.2, 4.2)  # the page scales it
+SIZE_IN = (5.2, 4.2)  # width and height of a plot in inches; the page scales it
 LEGEND_COLUMNS = 3
 
 # The page's CSS defines these names for light and dark mode. Plots are drawn with placeholder
@@ -22,8 +22,8 @@ COLOURS = {f"#0000{n:02x}": f"var(--c{n})" for n in range(1, 7)}
 TEXT, RULE = "#000100", "#000200"
 NAMES = {**COLOURS, TEXT: "var(--quiet)", RULE: "var(--rule)"}
 
-PARAMETERS: dict[Any, Any] = {  # matplotlib names its own as literals
-    "svg.fonttype": "none",  # text stays text
+PARAMETERS: dict[Any, Any] = {  # Any, as matplotlib declares the names as literals
+    "svg.fonttype": "none",  # text is not converted to paths
     "font.family": "sans-serif",
     "text.parse_math": False,
     "text.color": TEXT,
@@ -40,23 +40,23 @@ PARAMETERS: dict[Any, Any] = {  # matplotlib names its own as literals
 class Line:
     name: str
     points: Sequence[tuple[float, float]]
-    is_reference: bool = False  # no competitor
+    is_reference: bool = False  # a reference, not a policy: drawn in grey
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
     title: str
-    x_title: str  # with its unit
+    x_title: str  # title of the x axis, with its unit
     y_title: str
     lines: Sequence[Line]
-    caption: str  # one sentence: how to read it
-    is_log: bool = False  # the x axis
-    y_end: float | None = None  # None: a little above the highest point
+    caption: str  # how to read the plot
+    is_log: bool = False  # whether the x axis is logarithmic
+    y_end: float | None = None  # end of the y axis; None: a little above the highest point
 
 
 def svg(plot: Plot) -> str:
-    """An SVG element for an HTML page, with its title and the lines' names for screen readers."""
-    # The salt: ids differ between the plots of a page.
+    """Return an SVG element for an HTML page, with a label for screen readers."""
+    # The salt makes the ids of a page's plots differ.
     with matplotlib.rc_context(PARAMETERS | {"svg.hashsalt": plot.title}):
         figure = Figure(SIZE_IN, layout="constrained")
         _draw(figure.add_subplot(), plot)

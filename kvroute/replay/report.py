@@ -13,8 +13,8 @@ from kvroute.replay.simulate import Outcome
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 
-WARM_UP = 10  # the first tenth of the requests fills the caches and is not measured
-SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # of prompts, in tokens
+WARM_UP = 10  # one request in WARM_UP, the first ones, fills the caches and is not measured
+SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the prompt sizes, in tokens
 
 Column = tuple[str, str, str]  # heading, field of Summary, format
 Floats = NDArray[np.float64]
@@ -64,27 +64,28 @@ HOST_COLUMNS: Sequence[Column] = (
 @dataclass(frozen=True, slots=True)
 class Summary:
     policy: str
-    hit_share: float  # of the prompt tokens
-    ideal_share: float  # of the hits with one shared, unlimited cache
+    hit_share: float  # share of the prompt tokens that were cached
+    ideal_share: float  # hits as a share of those with one shared, unlimited cache
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
-    tpot_p90_ms: float  # between two tokens of a response
-    throughput_rps: float  # first tokens a second, while requests arrive
-    prompt_tokens_per_s: float  # of the prompts with these first tokens, cached ones included
-    imbalance: float  # prefill seconds of the busiest replica, over the mean
-    ttft_p90_under_4k_s: float | None  # of the prompts of that many tokens; None: there are none
+    tpot_p90_ms: float  # time between two tokens of a response
+    throughput_rps: float  # first tokens per second until the last request arrives
+    prompt_tokens_per_s: float  # prompt tokens of these requests per second, cached ones included
+    imbalance: float  # prefill time of the busiest replica, as a multiple of the mean
+    # 90th percentile of the TTFT by prompt size; None without prompts of that size.
+    ttft_p90_under_4k_s: float | None
     ttft_p90_4k_16k_s: float | None
     ttft_p90_16k_48k_s: float | None
     ttft_p90_over_48k_s: float | None
-    gpu_hit_share: float  # these two make up hit_share
-    host_hit_share: float
-    reload_s: float  # seconds of copies from host memory, of all replicas
-    reload_wait_ms: float  # for these copies, of a request that had one, in the mean
+    gpu_hit_share: float  # part of hit_share that was in GPU memory
+    host_hit_share: float  # part of hit_share that was in host memory only
+    reload_s: float  # seconds that all replicas spent on copies from host memory
+    reload_wait_ms: float  # mean wait for a copy, of requests that had one
     session_times: SessionTimes
 
     def row(self) -> dict[str, str | float | None]:
-        """Return all figures by name, those of sessions among them."""
+        """Return all figures by name, including those of sessions."""
         row = asdict(self)
         times: dict[str, str | float | None] = row.pop("session_times")
         return row | times
@@ -125,14 +126,17 @@ def summarise(
 
 
 def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """The results of all requests; then those of sessions, in a closed loop; then the replicas'
-    balance, and the TTFT by prompt size; then the hits by tier, where host memory was of use."""
+    """Yield the tables with the results.
+
+    The first is about requests. In a closed loop, tables about sessions follow. Then come balance
+    and TTFT by prompt size, and, if host memory was used, hits by tier.
+    """
     for columns in table_columns(summaries):
         yield _table(summaries, columns)
 
 
 def table_columns(summaries: Sequence[Summary]) -> list[Sequence[Column]]:
-    """Of each table."""
+    """Return the columns of each table."""
     has_host = any(summary.reload_s for summary in summaries)
     has_sessions = any(summary.session_times.sessions for summary in summaries)
     return [
@@ -144,7 +148,7 @@ def table_columns(summaries: Sequence[Summary]) -> list[Sequence[Column]]:
 
 
 def cells(summary: Summary, columns: Sequence[Column]) -> list[str]:
-    """The summary's values as they are shown."""
+    """Return the summary's values as text."""
     row = summary.row()
     return ["-" if row[name] is None else form.format(row[name]) for _, name, form in columns]
 
@@ -164,7 +168,7 @@ _SIZE_FIELDS = [name for _, name, _ in MORE_COLUMNS[2:]]
 def _p90_by_size_s(input_tokens: Floats, ttft_s: Floats) -> list[float | None]:
     groups = np.digitize(input_tokens, SIZE_LIMITS)
     by_size = [ttft_s[groups == group] for group in range(1, len(SIZE_LIMITS))]
-    return [float(np.percentile(each, 90)) if each.size else None for each in by_size]
+    return [float(np.percentile(times_s, 90)) if times_s.size else None for times_s in by_size]
 
 
 def _tpot_p90_ms(requests: Sequence[Request], outcome: Outcome, measured: slice) -> float:

@@ -1,4 +1,4 @@
-"""How long the sessions of a closed loop take, and how many of their turns are answered."""
+"""Durations of a closed loop's sessions, and the rate of answered turns."""
 
 from dataclasses import dataclass
 
@@ -8,26 +8,26 @@ from numpy.typing import NDArray
 from kvroute.replay.simulate import Outcome
 from kvroute.replay.workload.closed_loop import Loop
 
-MOST = 0.9  # of the sessions: when they are done is reported
+MOST = 0.9  # share of the sessions whose end is reported as most_sessions_s
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTimes:
-    """Of all sessions of a replay. None in an open loop, where sessions are not known."""
+    """Figures over all sessions of a replay; None in an open loop, which has no sessions."""
 
     sessions: int | None = None
     session_mean_s: float | None = None  # from a session's first arrival to its last token
     session_p50_s: float | None = None
     session_p90_s: float | None = None
-    slowdown_p50: float | None = None  # over the time that the same session takes alone
+    slowdown_p50: float | None = None  # as a multiple of the session's duration on an idle replica
     slowdown_p90: float | None = None
     slowdown_p99: float | None = None
-    turns_per_min: float | None = None  # answered until a session ends and none is left to start
+    turns_per_min: float | None = None  # while all slots for sessions are in use
     most_sessions_s: float | None = None  # from the first arrival until 90% of all have ended
 
 
 def session_times(loop: Loop, outcome: Outcome) -> SessionTimes:
-    """Return what a replay's sessions took; thinking counts, as it does for their users."""
+    """Return the figures of a replay's sessions; their durations include thinking times."""
     if not loop.sessions:
         return SessionTimes()
     starts_s = np.array([outcome.arrival_s[session.turns[0]] for session in loop.sessions])
@@ -53,7 +53,7 @@ def session_times(loop: Loop, outcome: Outcome) -> SessionTimes:
 
 
 def session_ends_s(loop: Loop, outcome: Outcome) -> NDArray[np.float64]:
-    """Return when each session had its last token."""
+    """Return the time of each session's last token."""
     return np.array([outcome.finished_s[session.turns[-1]] for session in loop.sessions])
 
 

@@ -1,4 +1,4 @@
-"""A trace runs through modelled routers and replicas, event by event, in modelled time."""
+"""A discrete-event simulation of routers and replicas that serve a trace."""
 
 import math
 import random
@@ -26,42 +26,42 @@ class Cluster:
     """The cluster on which a trace is replayed."""
 
     replicas: int
-    kv_tokens: int  # of each replica's cache
+    kv_tokens: int  # tokens in each replica's cache
     routers: int = 1
-    index_delay_s: float = 0.010  # from the end of a step until routers know its blocks
-    share_delay_s: float = 0.005  # from a router's decision until others know it; inf: never
+    index_delay_s: float = 0.010  # time from the end of a step until routers know its blocks
+    share_delay_s: float = 0.005  # time from a decision until other routers know it; inf: never
     engine: EngineModel = ENGINE
-    slow_share: float = 0.0  # of the replicas; routers expect all to be as fast as `engine`
-    slow_speed: float = 1.0  # of these, as a multiple of the others'
-    host_tokens: int = 0  # of each replica's cache in host memory; 0: it has none
-    host_gb_per_s: float = HOST_GB_PER_S  # of copies from there
-    kv_bytes: int = KV_BYTES  # keys and values of a token
+    slow_share: float = 0.0  # share of slow replicas; routers expect the speed of `engine` from all
+    slow_speed: float = 1.0  # speed of slow replicas, as a multiple of the others' speed
+    host_tokens: int = 0  # tokens in each replica's host memory; 0: no host memory
+    host_gb_per_s: float = HOST_GB_PER_S  # speed of copies from host memory
+    kv_bytes: int = KV_BYTES  # bytes of a token's keys and values
 
     def host(self, block_tokens: int) -> HostTier | None:
-        """Of each replica, in blocks of so many tokens."""
+        """Return each replica's host memory, or None without one."""
         blocks = self.host_tokens // block_tokens
         bytes_per_s = 1e9 * self.host_gb_per_s
         return HostTier(blocks, block_tokens * self.kv_bytes, bytes_per_s) if blocks else None
 
     @property
     def speeds(self) -> list[float]:
-        """Of each replica, as a multiple of `engine`. Slow ones are spread among the others."""
+        """Return each replica's speed as a multiple of `engine`; slow ones are spread evenly."""
         counts = [int(n * self.slow_share + 1e-9) for n in range(self.replicas + 1)]
-        return [self.slow_speed if n < then else 1.0 for n, then in pairwise(counts)]
+        return [self.slow_speed if n < after else 1.0 for n, after in pairwise(counts)]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The results for each request, by its index, and for the replicas."""
+    """Results of the requests, by their index, and of the replicas."""
 
     arrival_s: list[float]
     first_token_s: list[float]
     finished_s: list[float]
     hit_tokens: list[int]
     prefill_s: list[float]  # seconds that each replica spent on prompts
-    host_tokens: list[int]  # hits that were copied from host memory
-    reload_wait_s: list[float]  # for which each waited for these
-    reload_s: list[float]  # seconds that each replica spent on these copies
+    host_tokens: list[int]  # hit tokens that were copied from host memory
+    reload_wait_s: list[float]  # seconds for which each request waited for its copy
+    reload_s: list[float]  # seconds that each replica spent on copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Arrival:
 @dataclass(frozen=True, slots=True)
 class StepEnd:
     replica: int
-    at_s: float  # the event is void if the plan was shortened since
+    at_s: float  # end of the plan; if the plan ends at another time now, the event is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """A router asks for the replicas' reports."""
+    """A router requests the replicas' reports."""
 
     router: int
 
@@ -108,7 +108,7 @@ class Poll:
 @dataclass(frozen=True, slots=True)
 class Reports:
     router: int
-    reports: Sequence[Report]  # of each replica
+    reports: Sequence[Report]  # in the replicas' order
 
 
 Event = Arrival | StepEnd | ReloadEnd | IndexChange | PeerMessage | Wake | Poll | Reports
@@ -124,11 +124,17 @@ def simulate(
     queued: Sequence[int] = (),
     on_first_token: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Replays the requests until the last is answered. Equal arguments give equal outcomes.
+    """Replay the requests until the last is answered. Equal arguments give equal outcomes.
 
-    follow_ups: by the index of a request, the one that comes after its answer.
-    queued: indices of requests. Whenever a request without a follow-up has its answer, the next of
-    these arrives. The arrival times of requests that wait for others do not count.
+    Args:
+        requests: The requests. Arrival times of those in `follow_ups` or `queued` are ignored.
+        cluster: The modelled cluster.
+        policy: Name of the routing policy.
+        seed: Seed of all random numbers.
+        follow_ups: Index of a request -> the request that arrives after its answer.
+        queued: Indices of requests. The next of them arrives when a request without a follow-up has
+            its answer.
+        on_first_token: Called at every first token.
     """
     _check_room(requests, cluster)
     return _Simulation(requests, cluster, policy, seed, follow_ups, queued, on_first_token).run()
@@ -166,9 +172,9 @@ class _Simulation:
             Replica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.host)
             for speed in cluster.speeds
         ]
-        self._wakes_s: dict[int, float] = {}  # by router: when it is asked again
-        self._order = count()  # of events at the same time
-        later = {*queued, *(each.index for each in follow_ups.values())}
+        self._wakes_s: dict[int, float] = {}  # router -> time of its next wake-up
+        self._order = count()  # order of events at the same time
+        later = {*queued, *(follow_up.index for follow_up in follow_ups.values())}
         self._events: list[tuple[float, int, Event]] = [
             (request.arrival_s, next(self._order), Arrival(request))
             for request in requests
@@ -207,16 +213,18 @@ class _Simulation:
                     for number, router in enumerate(self._routers):
                         if number != sender:
                             router.receive(message, now_s)
-                            self._ask(number, now_s)
+                            self._send(number, now_s)
                 case Wake(number):
-                    if self._wakes_s.get(number) == now_s:  # else an earlier one has replaced it
+                    if (
+                        self._wakes_s.get(number) == now_s
+                    ):  # else an earlier wake-up has replaced it
                         del self._wakes_s[number]
-                        self._ask(number, now_s)
+                        self._send(number, now_s)
                 case Poll(number):
                     self._poll(number, now_s)
                 case Reports(number, reports):
                     self._routers[number].reported(reports, now_s)
-                    self._ask(number, now_s)
+                    self._send(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
         self._outcome.reload_s = [
             replica.host.reload_s if replica.host is not None else 0.0 for replica in self._replicas
@@ -227,10 +235,10 @@ class _Simulation:
         self._outcome.arrival_s[request.index] = now_s
         router = self._router_of(request)
         self._routers[router].arrived(request, now_s)
-        self._ask(router, now_s)
+        self._send(router, now_s)
 
-    def _ask(self, router: int, now_s: float) -> None:
-        """The router sends what it wants to send now."""
+    def _send(self, router: int, now_s: float) -> None:
+        """Deliver the requests that the router sends now."""
         policy = self._routers[router]
         for request, chosen, order_s, new_tokens, keep in policy.sends(now_s):
             before = self._replicas[chosen].plan
@@ -245,7 +253,7 @@ class _Simulation:
             self._push(now_s + after_s, Wake(router))
 
     def _begin_polls(self) -> None:
-        """A single router gets no reports: it knows all that is sent."""
+        """Start the polls for reports. A single router needs none: it knows of all requests."""
         count = len(self._routers)
         for number, router in enumerate(self._routers):
             if count > 1 and router.report_s < math.inf:
@@ -263,9 +271,9 @@ class _Simulation:
         if plan is None or plan.ends_s != at_s:
             return
         result = self._replicas[replica].end_step()
-        self._announce(replica, result, at_s)
+        self._publish(replica, result, at_s)
         for request in result.first_tokens:
-            self._note_first_token(request.index, self._replicas[replica], at_s)
+            self._record_first_token(request.index, self._replicas[replica], at_s)
             self._routers[self._router_of(request)].first_token(request, at_s)
             self._on_first_token()
         self._unfinished -= len(result.finished)
@@ -283,9 +291,9 @@ class _Simulation:
         for router in {
             self._router_of(request) for request in (*result.first_tokens, *result.finished)
         }:
-            self._ask(router, at_s)
+            self._send(router, at_s)
 
-    def _note_first_token(self, index: int, replica: Replica, at_s: float) -> None:
+    def _record_first_token(self, index: int, replica: Replica, at_s: float) -> None:
         outcome = self._outcome
         outcome.first_token_s[index] = at_s
         outcome.hit_tokens[index] = replica.hit_tokens.pop(index)
@@ -300,7 +308,7 @@ class _Simulation:
             self._await_step(number)
         self._await_reloads(number)
 
-    def _announce(self, replica: int, result: StepResult, at_s: float) -> None:
+    def _publish(self, replica: int, result: StepResult, at_s: float) -> None:
         if result.added or result.removed:
             change = IndexChange(replica, result.added, result.removed)
             self._push(at_s + self._cluster.index_delay_s, change)
@@ -324,11 +332,11 @@ class _Simulation:
         return request.index % len(self._routers)
 
     def _share(self, router: int, at_s: float) -> None:
-        """Sends the router's latest events to the other routers."""
+        """Send the router's latest events to the other routers."""
         message = self._routers[router].take_message(at_s)
-        there_s = at_s + self._cluster.share_delay_s
-        if message is not None and len(self._routers) > 1 and there_s < math.inf:
-            self._push(there_s, PeerMessage(router, message))
+        received_s = at_s + self._cluster.share_delay_s
+        if message is not None and len(self._routers) > 1 and received_s < math.inf:
+            self._push(received_s, PeerMessage(router, message))
 
 
 def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:
@@ -336,5 +344,5 @@ def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:
     if most > cluster.kv_tokens:
         raise TraceError(
             f"a request of the trace needs room for {most} tokens, more than the "
-            f"{cluster.kv_tokens} of a replica; give --kv-tokens {most} at least"
+            f"{cluster.kv_tokens} of a replica; set --kv-tokens to {most} or more"
         )

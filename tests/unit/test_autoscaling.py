@@ -26,7 +26,7 @@ from kvroute import autoscaling
 from kvroute.app import GROW_DELAY_S, build
 from kvroute.autoscaling import Report, WaitPolicy, desired_replicas, queueing_s
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.command.scale import Deployed, ScaleError, refuse_own_size
+from kvroute.command.scale import Deployed, ScaleError, check_not_autoscaling
 from kvroute.contract.records import Description, ReplicaRecord
 from kvroute.replica.backlog import STEP_S, Backlog, occupancy
 from kvroute.replica.engine.kv_events import BlockRemoved, BlockStored
@@ -486,10 +486,10 @@ def test_fewer_at_most_than_at_least_are_refused() -> None:
         load({"replicas": 3, "max_replicas": 2})
 
 
-def test_nobody_is_to_scale_a_fleet_that_finds_its_own_size() -> None:
-    refuse_own_size(Deployed(3, {}, "", {}))
-    with pytest.raises(ScaleError, match=r"now 3, between 2 and 4 replicas; .*--max-replicas"):
-        refuse_own_size(Deployed(3, {}, "", {}, bounds=(2, 4)))
+def test_a_fleet_with_autoscaling_cannot_be_scaled_by_hand() -> None:
+    check_not_autoscaling(Deployed(3, {}, "", {}))
+    with pytest.raises(ScaleError, match=r"3 replicas now, 2 to 4 allowed.*--max-replicas"):
+        check_not_autoscaling(Deployed(3, {}, "", {}, bounds=(2, 4)))
 
 
 def replicas(cluster: Cluster) -> list[str]:

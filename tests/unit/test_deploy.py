@@ -1,4 +1,4 @@
-"""The files that start a cluster are what Ray expects, and start what was tested."""
+"""The files in deploy/ are valid for Ray, and start the versions that are tested."""
 
 import os
 import re
@@ -25,13 +25,13 @@ CLUSTERS = ("cluster.yaml", "deploy/gcp.yaml", "deploy/on-premises.yaml")
 
 
 def shipped_mounts(name: str) -> dict[str, str]:
-    """What a node is given of the checkout."""
+    """Return the files of the checkout that a node gets."""
     mounts: dict[str, str] = load(name)["file_mounts"]
     return {there: here for there, here in mounts.items() if not here.startswith("~")}
 
 
 def in_node_script(commands: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the commands with the functions of deploy/node.sh, at another port for Redis."""
+    """Run the commands with the functions of deploy/node.sh and another port for Redis."""
     functions = NODE_SCRIPT.partition("redis_port=6380\n")[2].rpartition('main "$@"')[0]
     functions = functions.partition('eval "$environment"\n')[2]
     token = "token=~/.ray/auth_token"
@@ -56,7 +56,7 @@ def test_ray_takes_the_cluster_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_nothing_of_rays_own_choice_is_installed(name: str) -> None:
+def test_ray_installs_no_version_of_its_own_choice(name: str) -> None:
     given, config = load(name), prepare_config(load(name))
     assert given["setup_commands"][-1] == "cd ~/kvroute && scripts/setup.sh gpu"
     assert config["worker_setup_commands"] == given["setup_commands"]
@@ -73,7 +73,7 @@ def test_every_node_starts_with_our_script(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_what_a_node_is_given_exists(name: str) -> None:
+def test_the_files_that_a_node_gets_exist(name: str) -> None:
     mounts = shipped_mounts(name)
     assert mounts == {f"~/kvroute/{path}": path for path in mounts.values()}
     assert all((ROOT / path).exists() for path in mounts.values())
@@ -98,7 +98,7 @@ def test_a_nodes_token_can_be_read_by_its_user_only(tmp_path: Path) -> None:
     assert token.stat().st_mode & 0o777 == 0o600
 
 
-def test_every_node_makes_the_same_password_of_the_token(tmp_path: Path) -> None:
+def test_every_node_derives_the_same_password_from_the_token(tmp_path: Path) -> None:
     passwords = []
     for name, token in (("head", "abc"), ("worker", "abc"), ("other", "abd")):
         give_token(tmp_path / name, token)
@@ -108,7 +108,7 @@ def test_every_node_makes_the_same_password_of_the_token(tmp_path: Path) -> None
     assert head == worker != other
 
 
-def test_the_heads_redis_asks_for_that_password_and_no_command_line_has_it(tmp_path: Path) -> None:
+def test_the_heads_redis_needs_that_password_and_no_command_line_shows_it(tmp_path: Path) -> None:
     give_token(tmp_path, "abc")
     password = in_node_script("redis_password", tmp_path).stdout.strip()
     port = free_port()
@@ -139,7 +139,7 @@ def give_token(home: Path, token: str) -> Path:
     return file
 
 
-def test_serve_takes_the_application_file() -> None:
+def test_serve_accepts_the_application_file() -> None:
     config = ServeDeploySchema.model_validate(load("deploy/serve.yaml"))
     assert config.applications[0].import_path == f"{build.__module__}:{build.__name__}"
 
@@ -152,7 +152,7 @@ def test_the_application_file_has_settings_only_and_names_our_deployments() -> N
 
 
 def test_a_shell_reads_the_environment_that_kvroute_serve_sets() -> None:
-    """deploy/node.sh does it in this way."""
+    """deploy/node.sh reads the environment in this way."""
     module = serve_environment.__module__
     assert f'environment=$(python -m {module})\neval "$environment"\n' in NODE_SCRIPT
     shell = f'eval "$({sys.executable} -m {module})" && env'

@@ -1,4 +1,4 @@
-"""The doctor says what is wrong with a cluster, what to do, and nothing of what is well."""
+"""The doctor reports what is wrong with a cluster and what to do about it."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def of_redis(**facts: Any) -> Check:
     return check
 
 
-def test_a_redis_that_keeps_what_it_is_told_is_well() -> None:
+def test_a_redis_that_evicts_nothing_is_ok() -> None:
     assert of_redis().grade == "ok"
     assert of_redis(maxmemory_bytes=10_000_000).grade == "ok"
 
@@ -90,13 +90,13 @@ def test_another_cluster_in_the_redis_is_named_and_one_of_the_same_name_is_a_war
     (apart,) = checks.clusters([{"own": OWN, "others": [other]}])
     (mixed,) = checks.clusters([{"own": OWN, "others": [twin]}])
     assert (alone.grade, apart.grade, mixed.grade) == ("ok", "ok", "warning")
-    assert "by 'other' too" in apart.finding
+    assert "by 'other', with separate data" in apart.finding
     assert "10.0.0.2:6379" in mixed.finding
     assert "--cluster" in mixed.remedy
     assert list(checks.clusters(None)) == []
 
 
-def test_what_could_not_be_read_lately_is_named_with_the_reason() -> None:
+def test_items_that_could_not_be_read_lately_are_named_with_the_reason() -> None:
     last = {"model": "m", "kind": "replica", "last": "b", "reason": "it is of version 2"}
     (well,) = checks.records([])
     (over,) = checks.records([last | {"count": 9, "age_s": 600.0}])
@@ -107,23 +107,25 @@ def test_what_could_not_be_read_lately_is_named_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "grade", "words"),
+    ("changed", "grade", "text"),
     [
-        ({}, "ok", "nobody else reaches"),
-        ({"host": "localhost"}, "ok", "nobody else reaches"),
-        ({"has_keys": True, "host": "0.0.0.0"}, "ok", "keys are needed"),
-        ({"host": "0.0.0.0"}, "warning", "everybody who reaches 0.0.0.0"),
-        ({"host": "::"}, "warning", "everybody who reaches ::"),
-        ({"host": "10.1.2.3"}, "warning", "everybody who reaches 10.1.2.3"),
-        ({"host": "example.org"}, "warning", "everybody who reaches example.org"),
-        ({"host": None}, "warning", "which Serve's controller does not tell"),
+        ({}, "ok", "only this machine can reach"),
+        ({"host": "localhost"}, "ok", "only this machine can reach"),
+        ({"has_keys": True, "host": "0.0.0.0"}, "ok", "need API keys"),
+        ({"host": "0.0.0.0"}, "warning", "everyone who can reach 0.0.0.0"),
+        ({"host": "::"}, "warning", "everyone who can reach ::"),
+        ({"host": "10.1.2.3"}, "warning", "everyone who can reach 10.1.2.3"),
+        ({"host": "example.org"}, "warning", "everyone who can reach example.org"),
+        ({"host": None}, "warning", "unknown: Serve's controller does not answer"),
         ({"has_keys": True, "problem": "no such file"}, "wrong", "no such file"),
     ],
 )
-def test_who_is_let_in(changed: dict[str, object], grade: str, words: str) -> None:
+def test_access_is_safe_with_keys_or_on_loopback(
+    changed: dict[str, object], grade: str, text: str
+) -> None:
     check = checks.access({"host": "127.0.0.1", "has_keys": False, "problem": ""} | changed)
     assert check.grade == grade
-    assert words in check.finding
+    assert text in check.finding
 
 
 def test_requests_that_do_not_come_through_haproxy_are_a_warning() -> None:
@@ -134,7 +136,7 @@ def test_requests_that_do_not_come_through_haproxy_are_a_warning() -> None:
     assert checks.haproxy(SERVE | {"throughput_optimized": False}).grade == "warning"
 
 
-def test_a_deployment_that_serve_cannot_bring_up_is_wrong_in_serves_words() -> None:
+def test_a_deployment_that_serve_cannot_start_is_wrong_with_serves_message() -> None:
     well = {"status": "HEALTHY", "message": "", "replicas": {"RUNNING": 2}}
     ill = {"status": "UNHEALTHY", "message": "No GPU.", "replicas": {"RUNNING": 1, "STARTING": 1}}
     assert [check.grade for check in checks.deployments({"Replica": well})] == ["ok"]
@@ -170,7 +172,7 @@ def of_hits(requests: int = 100, **tokens: int) -> list[Check]:
 
 
 def of_changes(*places: tuple[str, int, int]) -> list[Check]:
-    """Of 1,000 tokens. places: where chats changed: role, token, and how many tokens were lost."""
+    """Return the checks after chats of 1,000 tokens changed at (role, token, missed tokens)."""
     lost = sum(tokens for _, _, tokens in places)
     ledger = dict.fromkeys(CAUSES, 0) | {"hit": 1000 - lost, "broken": lost}
     names = ("role", "token", "tokens")
@@ -187,7 +189,7 @@ def test_a_cause_that_costs_many_hits_is_a_warning_with_its_share(cause: str) ->
     assert check.remedy
 
 
-def test_few_misses_are_told_largest_first_and_are_well() -> None:
+def test_few_misses_are_ok_and_listed_largest_first() -> None:
     (check,) = of_hits(hit=700, unexpected_hit=50, new=160, spilled=90)
     assert check.grade == "ok"
     assert check.finding == (
@@ -195,7 +197,7 @@ def test_few_misses_are_told_largest_first_and_are_well() -> None:
     )
 
 
-def test_what_changes_is_named_by_its_kind() -> None:
+def test_changing_text_is_named_by_its_kind() -> None:
     place = {"role": "system", "token": 7, "tokens": 500, "kind": "a date"}
     ledger = dict.fromkeys(CAUSES, 0) | {"hit": 500, "broken": 500}
     found = {"window_s": 300, "requests": 100, "tokens": ledger, "broken": [place]}
@@ -207,26 +209,29 @@ def test_chats_that_change_near_their_beginning_are_a_warning_with_the_place() -
     (check,) = of_changes(("system", 1203, 120))
     assert (check.name, check.grade) == ("hits", "warning")
     assert check.finding == (
-        "12% of prompt tokens were missed since chats change at token 1,203, in the system message"
+        "12% of prompt tokens missed the cache because chats change at token 1,203, "
+        "in the system message"
     )
     assert "last user message" in check.remedy
 
 
-def test_each_notable_place_is_told_and_many_small_ones_are_told_together() -> None:
+def test_large_places_are_reported_separately_and_small_ones_together() -> None:
     two = of_changes(("tools", 50, 110), ("user", 900, 70), ("tool", 9, 20))
     assert ["tools" in check.finding for check in two] == [True, False]
     assert "the same tools" in two[0].remedy
     (many,) = of_changes(*(("system", n * 100, 40) for n in range(3)))
-    assert many.finding.startswith("12% of prompt tokens were missed since chats change at many")
+    assert many.finding.startswith(
+        "12% of prompt tokens missed the cache because chats change at many"
+    )
 
 
-def test_chats_that_lose_little_are_well() -> None:
+def test_chats_with_few_misses_are_ok() -> None:
     (check,) = of_changes(("system", 1203, 30))
     assert check.grade == "ok"
     assert "broken 3%" in check.finding
 
 
-def test_a_few_requests_say_nothing() -> None:
+def test_few_requests_are_not_judged() -> None:
     (check,) = of_hits(requests=3, stale=100)
     assert check.grade == "ok"
 
@@ -239,7 +244,7 @@ def test_a_slow_replica_is_named() -> None:
     assert well.grade == "ok"
 
 
-def test_one_replica_with_a_long_queue_is_named_and_a_full_fleet_is_said() -> None:
+def test_one_replica_with_a_long_queue_is_named_and_a_busy_fleet_is_a_warning() -> None:
     (one,) = load_checks.load({"a": 30.0, "b": 0.5, "c": 0.0})
     assert (one.grade, "replica a has 30 s" in one.finding) == ("warning", True)
     (full,) = load_checks.load({"a": 30.0, "b": 20.0, "c": 10.0})
@@ -254,7 +259,7 @@ def test_another_version_of_the_command_is_a_warning() -> None:
     assert checks.versions(cluster, "0.2.0", None).grade == "warning"
 
 
-def test_canaries_that_were_seen_are_one_line_and_lost_ones_one_each() -> None:
+def test_successful_canaries_share_a_line_and_lost_ones_have_a_line_each() -> None:
     lost = CANARY | {"id": "b", "cause": "nothing published", "seen_s": None}
     lost["blocks"] = {"expected": 3, "redis": 0, "mirror": 0}
     ranks = [CANARY | {"id": id_} for id_ in ("a.0", "a.1", "c")]
@@ -266,12 +271,12 @@ def test_canaries_that_were_seen_are_one_line_and_lost_ones_one_each() -> None:
     assert wrong.remedy
 
 
-def test_a_canary_where_caching_is_off_is_well() -> None:
+def test_a_canary_without_caching_is_ok() -> None:
     (check,) = checks.canary([CANARY | {"cause": "caching is off"}], "r1")
     assert check.grade == "ok"
 
 
-def test_a_clock_is_wrong_only_when_it_is_so_for_sure() -> None:
+def test_a_clock_is_wrong_only_if_it_certainly_differs() -> None:
     here = Offset(-0.1, 0.1)
     assert [check.grade for check in clocks.judge(here, here, {"replica a": here})] == ["ok"]
     slow_answer = Offset(-3.0, 3.0)
@@ -288,7 +293,7 @@ def test_a_wrong_clock_of_this_computer_is_not_the_clusters_fault() -> None:
     assert (check.grade, check.finding) == ("warning", "the router is 7.0 s ahead of this computer")
 
 
-def test_a_date_header_tells_a_clock_to_the_second() -> None:
+def test_a_date_header_gives_a_clock_to_the_second() -> None:
     sent = clocks.dated(
         "Sat, 21 Nov 2026 14:00:00 GMT", sent_s=1795269600.2, received_s=1795269600.4
     )
@@ -297,7 +302,7 @@ def test_a_date_header_tells_a_clock_to_the_second() -> None:
     assert clocks.dated(None, sent_s=0, received_s=1) is None
 
 
-def test_one_port_that_is_closed_is_wrong_and_all_of_them_is_our_place_in_the_network() -> None:
+def test_one_closed_port_is_wrong_and_only_closed_ports_are_a_warning() -> None:
     well, closed = Probe("replica a", "10.0.0.1:1"), Probe("replica b", "10.0.0.2:1", "refused")
     assert [check.grade for check in metrics_ports.judge([well, well])] == ["ok"]
     (one,) = metrics_ports.judge([well, closed])
@@ -306,15 +311,15 @@ def test_one_port_that_is_closed_is_wrong_and_all_of_them_is_our_place_in_the_ne
     assert [check.grade for check in metrics_ports.judge([])] == ["ok"]
 
 
-def test_a_port_where_nobody_listens_is_named() -> None:
+def test_a_port_without_a_listener_is_named() -> None:
     labels = {"role": "replica", "replica": "a"}
     target = {"targets": [f"127.0.0.1:{free_port()}"], "labels": labels}
     (probe,) = metrics_ports.probes([target], {})
-    assert probe.who == "replica a"
-    assert "refused" in probe.trouble
+    assert probe.process == "replica a"
+    assert "refused" in probe.problem
 
 
-def test_a_process_that_asks_for_the_token_is_no_closed_port(tmp_path: Path) -> None:
+def test_a_process_that_needs_the_token_is_no_closed_port(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("right\n")
     exposition = Exposition("127.0.0.1", token_file=tmp_path / "token")
     target = {"targets": [exposition.address], "labels": {"role": "replica", "replica": "a"}}
@@ -324,25 +329,25 @@ def test_a_process_that_asks_for_the_token_is_no_closed_port(tmp_path: Path) -> 
         (right,) = metrics_ports.probes([target], {"authorization": "Bearer right"})
     finally:
         exposition.close()
-    assert right.trouble == ""
+    assert right.problem == ""
     for found in ([without], [right, wrong]):
         (check,) = metrics_ports.judge(found)
         assert check.grade == "warning"
         assert "KVROUTE_METRICS_TOKEN_FILE" in check.remedy
 
 
-def test_closed_ports_are_named_beside_those_that_ask_for_the_token() -> None:
-    asks = Probe("replica a", "10.0.0.1:1", metrics_ports.ASKS_FOR_TOKEN)
+def test_closed_ports_are_named_besides_ports_that_need_the_token() -> None:
+    locked = Probe("replica a", "10.0.0.1:1", metrics_ports.ASKS_FOR_TOKEN)
     closed = Probe("replica b", "10.0.0.2:1", "refused")
-    token, port = metrics_ports.judge([asks, closed])
+    token, port = metrics_ports.judge([locked, closed])
     assert (token.grade, token.finding) == (
         "warning",
-        "1 of 2 processes ask for a token: replica a",
+        "1 of 2 processes need a token: replica a",
     )
     assert (port.grade, port.finding) == ("wrong", "replica b at 10.0.0.2:1: refused")
 
 
-def test_a_replica_without_metrics_is_named_unless_nobody_has_them() -> None:
+def test_a_replica_without_metrics_is_named_unless_no_process_has_metrics() -> None:
     router = {"targets": ["h:1"], "labels": {"role": "router", "router": "r"}}
     replica = {"targets": ["h:2"], "labels": {"role": "replica", "replica": "a"}}
     assert not [*metrics_ports.judge_missing(["a.0", "a.1"], [router, replica])]
@@ -352,7 +357,7 @@ def test_a_replica_without_metrics_is_named_unless_nobody_has_them() -> None:
     assert not [*metrics_ports.judge_missing(["a", "b"], [])]
 
 
-def test_where_no_cluster_answers_the_doctor_says_so() -> None:
+def test_a_url_without_a_cluster_is_wrong() -> None:
     for url in (f"http://127.0.0.1:{free_port()}", "127.0.0.1", "http://["):
         (check,) = collect_checks(url, audit=True)
         assert check.grade == "wrong"
@@ -362,7 +367,7 @@ def test_where_no_cluster_answers_the_doctor_says_so() -> None:
 def of_caches(
     *gains: float, replicas: int = 2, is_busy: bool = False, promised: int = 0, **tokens: int
 ) -> list[Check]:
-    """gains: hit share that caches of 1.25, 1.5 and 2 times the size would have found besides."""
+    """Return the checks for caches whose 1.25, 1.5 and 2 fold size adds `gains` of hit share."""
     ledger = dict.fromkeys(CAUSES, 0) | tokens
     hits = {"requests": 100, "tokens": ledger, "evicted": {"promised": promised}}
     ghosts = dict(zip((1.25, 1.5, 2.0), (1000 * gain for gain in gains), strict=True))
@@ -375,8 +380,8 @@ def test_hits_that_a_larger_cache_would_find_call_for_memory_and_under_load_for_
     (idle,) = of_caches(0.02, 0.05, 0.08, hit=80, evicted=20)
     assert (idle.name, idle.grade) == ("cache", "warning")
     assert idle.finding == (
-        "20% of prompt tokens were lost to eviction; since their start, caches of m found 40%; "
-        "larger ones: 42% at 1.25x, 45% at 1.5x, 48% at 2x"
+        "20% of prompt tokens were lost to eviction; hit share of m since its start: 40%; "
+        "estimated for larger caches: 42% at 1.25x, 45% at 1.5x, 48% at 2x"
     )
     assert idle.remedy.startswith("more memory: +5.0 points of hit share with a cache of 1.5 times")
     (busy,) = of_caches(0.02, 0.05, 0.08, hit=80, evicted=20, is_busy=True)
@@ -390,7 +395,7 @@ def test_one_more_replica_brings_its_share_of_the_fleets_cache() -> None:
         assert f"+{points} points" in check.remedy
 
 
-def test_what_comes_back_too_late_for_any_cache_calls_for_neither() -> None:
+def test_no_remedy_is_named_if_larger_caches_would_not_help() -> None:
     (check,) = of_caches(0.0, 0.01, 0.029, hit=90, evicted=10, is_busy=True)
     assert (check.grade, check.remedy) == ("ok", "")
     assert check.finding.endswith("neither more memory nor one more replica helps")
@@ -401,21 +406,21 @@ def test_what_comes_back_too_late_for_any_cache_calls_for_neither() -> None:
     assert worth.grade == "warning"
 
 
-def test_broken_promises_are_a_warning_of_their_own() -> None:
+def test_broken_promises_are_a_separate_warning() -> None:
     kept, broken = (of_caches(0, 0, 0, hit=991 - n, evicted=n, promised=n) for n in (9, 10))
     assert [check.grade for check in kept] == ["ok"]
     assert [check.grade for check in broken] == ["warning", "ok"]
     assert broken[0].finding.startswith("1% of prompt tokens were evicted before the time")
 
 
-def test_of_few_requests_and_idle_replicas_nothing_is_said_of_caches() -> None:
+def test_caches_are_not_judged_by_few_requests_or_idle_replicas() -> None:
     hits = {"requests": 19, "tokens": {"evicted": 100}, "evicted": {"promised": 100}}
     some, idle = (CacheReading(n, 0, {1.25: n, 1.5: n, 2.0: n}) for n in (1000, 0))
     assert list(cache_size.judge("m", hits, [some], is_busy=False)) == []
     assert list(cache_size.judge("m", hits | {"requests": 99}, [idle], is_busy=False)) == []
 
 
-def test_a_replicas_metrics_have_what_is_to_be_known_of_its_cache() -> None:
+def test_a_replicas_metrics_contain_the_counters_of_its_cache() -> None:
     replica, router = (
         [sample for family in registry.collect() for sample in family.samples]
         for registry in (metrics_table.replica(), metrics_table.router())

@@ -1,4 +1,4 @@
-"""Serve's own configuration of HAProxy, without what it opens to everybody."""
+"""kvroute-haproxy corrects what Serve's configuration of HAProxy leaves open."""
 
 import json
 import re
@@ -42,13 +42,15 @@ def config() -> str:
         ("tune.bufsize {{ config.bufsize }}", "tune.bufsize 65536\n    tune.http.maxhdr 1000\n"),
     ],
 )
-def test_what_serve_opens_is_closed(config: str, open_line: str, closed_line: str) -> None:
+def test_lines_that_serve_leaves_open_are_restricted(
+    config: str, open_line: str, closed_line: str
+) -> None:
     assert open_line in TEMPLATE, "Serve has another configuration now"
     assert open_line not in config
     assert closed_line in config
 
 
-def test_a_head_must_come_in_time_and_all_else_stays(config: str) -> None:
+def test_a_head_must_arrive_in_time_and_other_lines_stay(config: str) -> None:
     assert "defaults\n    timeout http-request 10s\n    mode http" in config
     added = len(checks().splitlines()) + len(replies().splitlines())
     assert "tune.http.maxhdr" not in TEMPLATE
@@ -56,14 +58,14 @@ def test_a_head_must_come_in_time_and_all_else_stays(config: str) -> None:
     assert len(config.splitlines()) == len(TEMPLATE.splitlines()) + added
 
 
-def test_the_endpoint_alone_has_tls() -> None:
+def test_only_the_endpoint_has_tls() -> None:
     config = hardened(TEMPLATE, metrics_host="", error_page="/page", tls_pem="/folder/tls.pem")
     (line,) = (line for line in config.splitlines() if " ssl " in line)
     endpoint = "bind {{ config.frontend_host }}:{{ config.frontend_port }}"
     assert line.strip() == f"{endpoint} {TLS.format('/folder/tls.pem')}"
 
 
-def test_one_that_knows_no_router_listens_nowhere_beside_its_stand_in(config: str) -> None:
+def test_without_routers_haproxy_does_not_listen_while_a_stand_in_runs(config: str) -> None:
     assert re.search(r"\n +bind ", config)
     assert not re.search(r"\n +bind ", without_listeners(config))
     assert "stats socket" in without_listeners(config)
@@ -71,7 +73,7 @@ def test_one_that_knows_no_router_listens_nowhere_beside_its_stand_in(config: st
     assert knows_routers("backend a\n    server b 127.0.0.1:1 check\n")
 
 
-def test_more_requests_than_all_routers_take_are_refused() -> None:
+def test_requests_over_the_limit_of_all_routers_are_refused() -> None:
     config = """
     use_backend http-a if is_http-a
 backend http-a
@@ -92,7 +94,7 @@ backend http-a
     assert ServeSettings.model_fields["max_requests"].default == DEFAULT_MOST_REQUESTS
 
 
-def test_the_page_for_errors_is_one_that_clients_can_read() -> None:
+def test_clients_can_parse_the_error_page() -> None:
     head, _, body = unreachable_page().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 503 ")
     assert f"content-length: {len(body)}" in head

@@ -1,4 +1,4 @@
-"""Idle connections end, and cannot take all that HAProxy may hold."""
+"""Idle connections end, and never take all connections that HAProxy may hold."""
 
 import resource
 
@@ -45,20 +45,20 @@ frontend http_frontend
         "option splice-",
     ],
 )
-def test_serve_has_these_lines_still(line: str) -> None:
+def test_serves_configuration_still_has_these_lines(line: str) -> None:
     assert line in TEMPLATE
 
 
 @pytest.mark.parametrize(
     ("files", "memory_gb", "most"),
     [
-        (65_536, 64, 32_518),  # by files
-        (1_048_576, 64, 125_000),  # by memory
+        (65_536, 64, 32_518),  # limited by file descriptors
+        (1_048_576, 64, 125_000),  # limited by memory
         (resource.RLIM_INFINITY, 64, 125_000),
-        (256, 64, 64),  # hardly any files
+        (256, 64, 64),  # very few file descriptors
     ],
 )
-def test_as_many_as_files_and_memory_allow(
+def test_the_limit_follows_from_file_descriptors_and_memory(
     monkeypatch: pytest.MonkeyPatch, files: int, memory_gb: int, most: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))

@@ -1,4 +1,4 @@
-"""The installed HAProxy's own pages become JSON, and nothing else of it changes."""
+"""The built-in pages of the installed HAProxy become JSON, and nothing else changes."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_each_page_is_json_of_the_same_length() -> None:
         assert (error["type"], error["error"]["message"]) == ("error", MESSAGES[status])
 
 
-def test_all_else_stays() -> None:
+def test_the_rest_of_the_program_stays() -> None:
     before, after = PROGRAM.read_bytes(), replaced(PROGRAM.read_bytes())
     assert PAGE.sub(b"", before) != before
     start = min(found.start() for found in PAGE.finditer(before))

@@ -173,7 +173,7 @@ def test_a_key_can_be_less_urgent_than_others(tmp_path: Path) -> None:
     [
         (("add", "--tenant", "a b"), "--tenant is 'a b'"),
         (("add", "--tenant", "a", "--priority", "high"), "--priority is 'high'; expected inter"),
-        (("add", "--tenant", "other"), "--tenant is 'other', as accounts and metrics call"),
+        (("add", "--tenant", "other"), "--tenant is 'other', which accounts and metrics use"),
         (("add", "--tenant", "a", "--role", "root"), "--role is 'root'; expected use"),
         (("revoke", "0"), "ID is '0', which is no key of"),
         (("limit", "a b", "--max-requests", "1"), "TENANT is 'a b'; expected a tenant's name"),

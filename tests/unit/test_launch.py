@@ -1,4 +1,4 @@
-"""A start that cannot succeed is refused with what to write instead."""
+"""kvroute serve refuses a start that cannot succeed, and says which options to change."""
 
 import importlib.util
 import socket
@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from kvroute.deployments import final_error
 from kvroute.keys.key_file import new_file, new_key, write
 from kvroute.local.launch import (
+    check_access,
+    check_engine_installed,
+    check_port,
+    check_tls,
     gpus_per_replica,
-    refuse_bad_tls,
-    refuse_missing_engine,
-    refuse_strangers,
-    refuse_taken_port,
 )
 from kvroute.local.ports import free_port
 from kvroute.local.progress import StartError
@@ -23,41 +23,43 @@ from kvroute.settings.serve import ServeSettings, load
 from tests.support.certificates import certificate
 
 
-def test_a_taken_port_is_refused_with_another_one() -> None:
+def test_a_taken_port_is_refused_and_a_free_one_is_suggested() -> None:
     with socket.create_server(("127.0.0.1", free_port())) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 .* try --port 2"):
-            refuse_taken_port("127.0.0.1", port)
+        with pytest.raises(StartError, match=f"port {port} of 127.0.0.1 .* try --port 2"):
+            check_port("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
-def test_at_home_no_key_is_needed(host: str) -> None:
-    refuse_strangers(host, None, insecure=False)
+def test_a_loopback_address_needs_no_key(host: str) -> None:
+    check_access(host, None, insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
-def test_elsewhere_keys_are_needed_or_a_word(host: str, tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"others reach, .* --api-keys FILE .* --insecure"):
-        refuse_strangers(host, None, insecure=False)
-    refuse_strangers(host, None, insecure=True)
+def test_other_addresses_need_keys_or_insecure(host: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        StartError, match=r"other machines can reach, .* --api-keys FILE .* --insecure"
+    ):
+        check_access(host, None, insecure=False)
+    check_access(host, None, insecure=True)
     _, entry = new_key("acme", ["use"], "")
     write(tmp_path / "keys.json", replace(new_file(), keys=(entry,)))
-    refuse_strangers(host, tmp_path / "keys.json", insecure=False)
+    check_access(host, tmp_path / "keys.json", insecure=False)
 
 
-def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     with pytest.raises(StartError, match=r"--api-keys: .* No such file"):
-        refuse_strangers("127.0.0.1", path, insecure=False)
+        check_access("127.0.0.1", path, insecure=False)
     write(path, new_file())
     with pytest.raises(StartError, match="has no key; add one"):
-        refuse_strangers("127.0.0.1", path, insecure=True)
+        check_access("127.0.0.1", path, insecure=True)
 
 
 def test_a_certificate_needs_its_own_key(tmp_path: Path) -> None:
     one, other = certificate(tmp_path / "one"), certificate(tmp_path / "other")
-    refuse_bad_tls(None, None)
-    refuse_bad_tls(*one)
+    check_tls(None, None)
+    check_tls(*one)
     for cert, key, why in (
         (one[0], None, "belong together"),
         (None, one[1], "belong together"),
@@ -65,24 +67,24 @@ def test_a_certificate_needs_its_own_key(tmp_path: Path) -> None:
         (tmp_path / "none.pem", one[1], "No such file"),
     ):
         with pytest.raises(StartError, match=why):
-            refuse_bad_tls(cert, key)
+            check_tls(cert, key)
 
 
-def test_a_gpu_each_where_there_are_some_and_none_for_the_simulation() -> None:
+def test_a_replica_gets_one_gpu_if_there_is_one_and_a_simulated_replica_none() -> None:
     assert gpus_per_replica([load({})], available=8) == [1]
     assert gpus_per_replica([load({})], available=0) == [0]
     assert gpus_per_replica([load({"engine": "simulated"})], available=8) == [0]
 
 
-def test_each_rank_gets_a_gpu_where_there_are_some() -> None:
+def test_each_rank_gets_a_gpu_if_there_is_one() -> None:
     ranks = load({"data_parallel_size": 4})
     assert gpus_per_replica([ranks], available=8) == [4]
     assert gpus_per_replica([ranks], available=0) == [0]
-    with pytest.raises(StartError, match="2 replicas of 4 GPUs need 8, and 7 can be used"):
+    with pytest.raises(StartError, match=r"2 replicas of 4 GPUs need 8 GPUs, .* has 7"):
         gpus_per_replica([ranks], available=7)
 
 
-def test_an_error_that_every_start_would_repeat_is_told_apart() -> None:
+def test_an_error_that_every_start_would_repeat_is_final() -> None:
     error = "kvroute.contract.generation.CannotRunError: ValueError: no room for max_model_len"
     assert final_error(f"Traceback\n\x1b[36m  File\x1b[39m\n{error}") == error.split(": ", 1)[1]
     assert options_for(final_error(error)) == "--max-model-len"
@@ -90,25 +92,27 @@ def test_an_error_that_every_start_would_repeat_is_told_apart() -> None:
     assert options_for("the model is too large") == ""
 
 
-def test_more_gpus_than_there_are_are_refused() -> None:
-    with pytest.raises(StartError, match="2 replicas of 4 GPUs need 8, and 7 can be used"):
+def test_more_gpus_than_available_are_refused() -> None:
+    with pytest.raises(StartError, match=r"2 replicas of 4 GPUs need 8 GPUs, .* has 7"):
         gpus_per_replica([load({"gpus_per_replica": 4})], available=7)
 
 
-def test_all_models_together_may_not_need_more_gpus_than_there_are() -> None:
+def test_all_models_together_may_not_need_more_gpus_than_available() -> None:
     large, small = load({"gpus_per_replica": 2}), load({"replicas": 3})
     assert gpus_per_replica([large, small], available=7) == [2, 1]
     with pytest.raises(StartError, match="2 replicas of 2 GPUs and 3 replicas of 1 GPUs need 7"):
         gpus_per_replica([large, small], available=6)
 
 
-def test_there_must_be_gpus_for_as_many_replicas_as_there_may_be() -> None:
-    with pytest.raises(StartError, match=r"4 replicas of 1 GPUs need 4, and 2 .* --max-replicas"):
+def test_there_must_be_gpus_for_the_largest_number_of_replicas() -> None:
+    with pytest.raises(
+        StartError, match=r"4 replicas of 1 GPUs need 4 GPUs, .* has 2 .* --max-replicas"
+    ):
         gpus_per_replica([load({"replicas": 2, "max_replicas": 4})], available=2)
 
 
 def test_a_cluster_of_vllm_engines_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    refuse_missing_engine(ServeSettings(engine="simulated").each)
+    check_engine_installed(ServeSettings(engine="simulated").each)
     with pytest.raises(StartError, match=r"pip install 'kvroute\[gpu\]'"):
-        refuse_missing_engine(ServeSettings().each)
+        check_engine_installed(ServeSettings().each)

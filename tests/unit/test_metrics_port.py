@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
 
-from kvroute.local.launch import refuse_bad_token
+from kvroute.local.launch import check_metrics_token
 from kvroute.local.ports import free_port, why_not
 from kvroute.local.progress import StartError
 from kvroute.process.metrics_port import (
@@ -145,10 +145,10 @@ def test_a_file_without_a_token_never_means_that_none_is_asked_for(
     file.write_bytes(content)
     assert exposed(LOOPBACK, CollectorRegistry(), ports=(0,), token_file=file) is None
     with pytest.raises(StartError, match="has no token; write one word"):
-        refuse_bad_token(file)
+        check_metrics_token(file)
 
 
 def test_a_file_that_is_not_there_is_said_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(NoMetricsError, match=r"cannot be read .*; copy the file to every node"):
         read_token(tmp_path / "token")
-    refuse_bad_token(None)
+    check_metrics_token(None)

@@ -1,4 +1,4 @@
-"""Nobody is given a port that another was given and has not bound yet."""
+"""free_port() never returns a port that another caller has reserved and not bound yet."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ASK = "from kvroute.local import ports; ports.QUIET = range({first}, {last}); {t
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
-    """The only ports to choose from; nobody else chooses among them."""
+    """Restrict free_port() to three ports that no other process uses."""
     monkeypatch.setattr(ports, "_claims", deque())
     firsts = range(7000, 8000, 3)
     first = next(each for each in firsts if not any(taken(each + i) for i in range(3)))
@@ -29,26 +29,28 @@ def taken(port: int) -> bool:
     return ports.why_not("", port) is not None
 
 
-def test_one_process_is_given_each_port_once(three: range) -> None:
+def test_one_process_gets_each_port_once(three: range) -> None:
     assert sorted(ports.free_port() for _ in three) == list(three)
 
 
-def test_another_process_is_given_another_port(three: range) -> None:
+def test_another_process_gets_another_port(three: range) -> None:
     mine = {ports.free_port(), ports.free_port()}
     others = int(elsewhere(three, "print(ports.free_port())"))
     assert mine | {others} == set(three)
 
 
-def test_a_claim_ends_with_its_process(three: range) -> None:
+def test_a_reservation_ends_with_its_process(three: range) -> None:
     elsewhere(three, "[ports.free_port() for _ in range(3)]")
     assert sorted(ports.free_port() for _ in three) == list(three)
 
 
-def test_claims_have_a_bound(three: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_reservations_is_bounded(
+    three: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ports, "MOST_CLAIMS", 2)
     given = [ports.free_port() for _ in three]
     assert sorted(given) == list(three)
-    assert ports.free_port() == given[0]  # the oldest claim has made room
+    assert ports.free_port() == given[0]  # the oldest reservation was released
 
 
 def elsewhere(choice: range, then: str) -> str:

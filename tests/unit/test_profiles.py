@@ -92,7 +92,7 @@ def test_a_file_says_only_what_is_different(tmp_path: Path) -> None:
         ('{"step_s": NaN}', "step_s is nan; expected a finite number"),
         ('{"kv_tokens": 1.5}', "kv_tokens is 1.5; expected a valid integer, such as 800000"),
         ('{"kv_tokens": true}', "kv_tokens is True; expected a valid integer"),
-        ('{"steps": 1}', "'steps' is no number of an engine; there are prefill_tokens_per_s,"),
+        ('{"steps": 1}', "'steps' is no field of a profile; expected prefill_tokens_per_s,"),
         ("[]", 'expected an object such as {"prefill_tokens_per_s"'),
         ("{", "Invalid JSON"),
     ],

@@ -1,4 +1,4 @@
-"""What people see of the queue: what waits, for how long, and who was refused."""
+"""The queue as users see it: waiting requests, their waits, and refusals."""
 
 from typing import get_args
 
@@ -33,7 +33,7 @@ class Clock:
 
 
 def filled() -> Queue[None]:
-    """Two requests and a batch request wait here, and seven in another router."""
+    """Return a queue with two requests and a batch request, and seven in another router."""
     queue = Queue[None](lambda: 1.0)
     queue.add(Held(None, arrived_s=100.0, prefill_s=1.0))
     queue.add(Held(None, arrived_s=103.0, prefill_s=0.5))
@@ -42,10 +42,10 @@ def filled() -> Queue[None]:
     return queue
 
 
-# As JSON.
+# JSON.
 
 
-def test_what_waits_is_told_by_line_and_of_all_routers() -> None:
+def test_waiting_requests_are_shown_by_line_and_for_all_routers() -> None:
     assert waiting.as_json(filled(), 104.0) == {
         "requests": 3,
         "prefill_s": 3.5,
@@ -58,13 +58,13 @@ def test_what_waits_is_told_by_line_and_of_all_routers() -> None:
     }
 
 
-def test_a_router_that_is_gone_has_nothing_that_waits() -> None:
+def test_waiting_requests_of_a_router_that_is_gone_do_not_count() -> None:
     queue = filled()
     queue.forget("other")
     assert waiting.as_json(queue, 104.0)["all_routers"] == {"requests": 3, "prefill_s": 3.5}
 
 
-def test_waits_and_refusals_are_of_the_last_minutes() -> None:
+def test_waits_and_refusals_are_counted_for_some_minutes() -> None:
     clock = Clock()
     recent = RecentWaits(clock)
     recent.waited(Wait("interactive", "busy", 1.0))
@@ -85,10 +85,10 @@ def test_waits_and_refusals_are_of_the_last_minutes() -> None:
     assert recent.as_json() == RecentWaits().as_json()
 
 
-# As metrics and spans.
+# Metrics and spans.
 
 
-def test_metrics_have_waits_refusals_and_how_good_forecasts_were() -> None:
+def test_metrics_have_waits_refusals_and_the_accuracy_of_forecasts() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     metrics.export_queue(filled())
@@ -110,7 +110,7 @@ def test_metrics_have_waits_refusals_and_how_good_forecasts_were() -> None:
     assert (value("oldest_seconds", line="default") or 0) > 0
 
 
-def test_the_wait_is_a_span_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_has_its_own_span(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(tracing, "_exporter", lambda: exporter)
     traces = Tracing("kvroute-test", "1")
@@ -129,16 +129,16 @@ def test_the_wait_is_a_span_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-# What the doctor says of it.
+# The doctor.
 
 
 def judged(queue: Queue[None], *, at_s: float, recent: RecentWaits | None = None) -> list[Check]:
-    told = waiting.as_json(queue, at_s)
+    report = waiting.as_json(queue, at_s)
     recent = recent or RecentWaits()
-    return [*load_checks.queues([{"model": "m", **told, "recent": recent.as_json()}])]
+    return [*load_checks.queues([{"model": "m", **report, "recent": recent.as_json()}])]
 
 
-def test_requests_that_wait_for_long_are_a_warning_with_a_remedy() -> None:
+def test_long_waiting_requests_are_a_warning_with_a_remedy() -> None:
     (check,) = judged(filled(), at_s=104.0)
     assert (check.name, check.grade) == ("queue", "warning")
     assert check.finding == (
@@ -148,7 +148,7 @@ def test_requests_that_wait_for_long_are_a_warning_with_a_remedy() -> None:
     assert "--max-replicas" in check.remedy
 
 
-def test_requests_that_wait_for_a_moment_and_batch_requests_are_well() -> None:
+def test_short_waits_and_waiting_batch_requests_are_ok() -> None:
     queue = Queue[None](lambda: 1.0)
     queue.add(Held(None, arrived_s=0.0, prefill_s=1.0, is_batch=True))
     queue.add(Held(None, arrived_s=59.5, prefill_s=1.0))
@@ -176,7 +176,7 @@ def test_refused_requests_are_a_warning_with_reasons() -> None:
     for _ in range(3):
         recent.turned_away("default", "forecast")
     recent.turned_away("interactive", "deadline")
-    recent.turned_away("batch", "deadline")  # it said itself for how long it waits
+    recent.turned_away("batch", "deadline")  # the request had its own wait limit
     (check,) = judged(Queue(lambda: 1.0), at_s=0.0, recent=recent)
     assert check.grade == "warning"
     assert check.finding == (
@@ -185,21 +185,21 @@ def test_refused_requests_are_a_warning_with_reasons() -> None:
     assert "--max-wait-s" in check.remedy
 
 
-def test_the_doctor_has_words_for_each_refusal() -> None:
+def test_the_doctor_explains_every_reason_of_a_refusal() -> None:
     assert load_checks.REFUSALS.keys() == set(get_args(Refusal))
 
 
-# What `kvroute status` says of it.
+# `kvroute status`.
 
 
-def test_status_says_what_waits_where_something_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(queue: Queue[None]) -> str:
-        told = {"model": "m", **waiting.as_json(queue, 104.0)}
-        monkeypatch.setattr(cli, "call", lambda *_: {"replicas": [], "queues": [told]})
+def test_status_shows_waiting_requests_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def status_text(queue: Queue[None]) -> str:
+        report = {"model": "m", **waiting.as_json(queue, 104.0)}
+        monkeypatch.setattr(cli, "call", lambda *_: {"replicas": [], "queues": [report]})
         return CliRunner().invoke(cli.app, ["status"], env={"COLUMNS": "200"}).output
 
-    assert "for m wait" not in said(Queue(lambda: 1.0))
+    assert "for m wait" not in status_text(Queue(lambda: 1.0))
     assert (
         "10 requests for m wait for a replica with room: 11.5 s of prefill, 3 of them in the "
-        "router that answered, there for up to 14.0 s"
-    ) in said(filled())
+        "router that answered, the oldest for 14.0 s"
+    ) in status_text(filled())

@@ -1,4 +1,4 @@
-"""What a replay promises: the engine's arithmetic, fair policies, the same answer twice."""
+"""A replay: the engine model's arithmetic, fair policies, and reproducible results."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ KEYS = (
 
 
 def run(replica: Replica, arrivals: list[Request]) -> tuple[dict[int, float], dict[int, float]]:
-    """Drives one replica alone; when each request had its first token and its last."""
+    """Run one replica alone, and return the times of each request's first and last token."""
     first_s: dict[int, float] = {}
     last_s: dict[int, float] = {}
     coming = list(arrivals)
@@ -87,7 +87,7 @@ def test_a_long_prompt_is_computed_in_chunks_that_decodes_share() -> None:
     assert first_s[1] == pytest.approx(last_s[0])
 
 
-def test_an_arrival_waits_for_the_decode_step_under_way_and_no_longer() -> None:
+def test_an_arrival_waits_only_for_the_running_decode_step() -> None:
     arrivals = [request(0, [], 100, rest=500), request(1, [], rest=500, at_s=3.1)]
     first_s, _ = run(Replica(ROUND, 16), arrivals)
     decodes_end_s = 1.5 + 1.501 + 1.502  # the second one runs at 3.1 s
@@ -159,14 +159,14 @@ def test_equal_seeds_give_equal_outcomes() -> None:
     assert outcome(1) != outcome(2)
 
 
-def test_kvroute_finds_more_than_chance_does() -> None:
+def test_kvroute_has_more_hits_than_random_placement() -> None:
     def hits(policy: str) -> int:
         return sum(simulate(conversations(), Cluster(4, 200_000), policy).hit_tokens)
 
     assert hits("kvroute") > 1.2 * hits("random")
 
 
-def test_routers_that_tell_each_other_spread_a_rush_of_new_prompts() -> None:
+def test_routers_that_exchange_messages_spread_a_burst_of_new_prompts() -> None:
     rush = [request(i, list(range(100 * i, 100 * i + 20)), 10, at_s=i / 1000) for i in range(16)]
 
     def slowest_s(share_delay_s: float) -> float:
@@ -194,12 +194,12 @@ def test_a_prompt_has_only_its_full_blocks(trace: Path) -> None:
 def test_a_line_that_is_no_request_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"timestamp": 0}\n')
-    with pytest.raises(TraceError, match="line 1 is no request"):
+    with pytest.raises(TraceError, match="line 1 is not a request"):
         read(path, limit=None, seed=0)
 
 
 def line(at_ms: float, blocks: list[int], **more: object) -> str:
-    """A prompt of these blocks of 128 tokens and one more token, as in a request log."""
+    """Return a log line for a prompt of these blocks of 128 tokens and one more token."""
     row = {"timestamp": at_ms, "input_length": 128 * len(blocks) + 1, "output_length": 1}
     return json.dumps(row | {"hash_ids": blocks, "block_size": 128} | more) + "\n"
 
@@ -234,20 +234,20 @@ def test_failed_requests_are_not_replayed(tmp_path: Path) -> None:
 def test_a_line_with_blocks_of_another_size_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     path.write_text(line(0, [1]) + line(1, [1], block_size=64, hash_ids=[1, 2]))
-    with pytest.raises(TraceError, match="line 2 has blocks of 64 tokens, those before it 128"):
+    with pytest.raises(TraceError, match="line 2 has blocks of 64 tokens, earlier lines of 128"):
         read(path, limit=None, seed=0)
 
 
-def test_a_trace_too_short_for_a_saturation_asks_for_a_speed(tmp_path: Path) -> None:
+def test_a_trace_too_short_for_a_saturation_needs_a_speed(tmp_path: Path) -> None:
     path = tmp_path / "short.jsonl"
     path.write_text(line(0, [1]) + line(10, [1]))
     result = CliRunner().invoke(app, ["replay", str(path)])
-    assert "2 requests are too few to find the saturation; give --rate or --speed" in result.stderr
+    assert "2 requests are too few to find the saturation; set --rate or --speed" in result.stderr
     assert CliRunner().invoke(app, ["replay", str(path), "--speed", "1"]).exit_code == 0
 
 
 def test_a_request_that_no_replica_can_hold_says_how_much_it_needs() -> None:
-    with pytest.raises(TraceError, match="--kv-tokens 2048 at least"):
+    with pytest.raises(TraceError, match="--kv-tokens to 2048 or more"):
         simulate([request(0, [1, 2, 3])], Cluster(1, 1024), "kvroute")
 
 
@@ -260,7 +260,7 @@ def test_the_command_prints_the_agreed_keys(trace: Path) -> None:
     assert "saturation" in result.stderr
 
 
-def test_the_command_prints_a_table_for_people(trace: Path) -> None:
+def test_the_command_prints_a_table(trace: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(trace), "--speed", "2", "--limit", "50"])
     assert "kvroute" in result.stdout
     assert "TTFT p50" in result.stdout
@@ -269,10 +269,10 @@ def test_the_command_prints_a_table_for_people(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--policy", "best"], "known are"),
+        (["--policy", "best"], "expected all or some of"),
         (["--load", "0.5", "--speed", "2"], "exclude each other"),
         (["--rate", "5", "--speed", "2"], "exclude each other"),
-        (["--closed-loop", "--load", "0.5"], "give --sessions, --rate or --speed"),
+        (["--closed-loop", "--load", "0.5"], "set --sessions, --rate or --speed"),
         (["--closed-loop", "--sessions", "5", "--rate", "2"], "exclude each other"),
         (["--sessions", "5"], "add --closed-loop"),
         (["--slow", "half"], "expected SHARE:SPEED, such as 0.5:0.8"),
@@ -290,14 +290,14 @@ def test_a_wrong_option_says_what_is_right(trace: Path, options: list[str], mess
 def test_a_log_of_several_models_is_replayed_one_model_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("".join(line(n, [n], model="ab"[n % 2]) for n in range(5)))
-    with pytest.raises(TraceError, match="line 2 asked b, those before it a; choose with --model"):
+    with pytest.raises(TraceError, match="line 2 is for b, earlier lines for a; set --model"):
         read(path, limit=None, seed=0)
     assert [len(read(path, limit=None, seed=0, model=model)) for model in "ab"] == [3, 2]
-    with pytest.raises(TraceError, match="holds 0 requests of c"):
+    with pytest.raises(TraceError, match="has 0 requests of c"):
         read(path, limit=None, seed=0, model="c")
 
 
-def test_a_replica_reports_what_waits_what_runs_and_the_tokens_to_compute() -> None:
+def test_a_replica_reports_waiting_and_running_requests_and_pending_tokens() -> None:
     replica = Replica(ROUND, 20)
     replica.arrive(request(0, list(range(1, 19)), 2), 0.0)  # 19 blocks: all but one
     replica.arrive(request(1, [1, 2], rest=88), 0.1)
@@ -309,8 +309,8 @@ def test_a_replica_reports_what_waits_what_runs_and_the_tokens_to_compute() -> N
 
 
 @pytest.mark.parametrize("policy", ["kvroute", "llm-d"])
-def test_routers_that_hear_nothing_of_each_other_go_by_reports(policy: str) -> None:
-    """The second router's requests find out what the first one has done."""
+def test_routers_without_messages_use_the_replicas_reports(policy: str) -> None:
+    """The second router learns of the first router's requests from reports."""
     long = [request(2 * i, [], rest=100_000, at_s=0.01 * i) for i in range(7)]
     late = [request(2 * i + 1, [], rest=100, at_s=3.0 + 0.01 * i) for i in range(7)]
     cluster = Cluster(8, 400_000, routers=2, share_delay_s=float("inf"))
@@ -319,8 +319,8 @@ def test_routers_that_hear_nothing_of_each_other_go_by_reports(policy: str) -> N
     assert outcome.finished_s[1] - 3.0 < 0.1
 
 
-def test_routers_that_hear_late_of_each_other_keep_one_order() -> None:
-    """All short prompts come to one router, all long ones to the other."""
+def test_routers_with_late_messages_keep_one_order() -> None:
+    """One router receives all short prompts, the other all long ones."""
     long = [request(2 * i, [], rest=30_000, at_s=0.01 * i) for i in range(60)]
     short = [request(2 * i + 1, [], rest=8000, at_s=1.0 + 0.01 * i) for i in range(60)]
     requests = sorted(long + short, key=lambda each: each.index)
@@ -346,7 +346,7 @@ def test_a_slow_replica_takes_longer_and_routers_notice() -> None:
     assert slow_s / 4 < 0.7 * fast_s  # fewer requests
 
 
-def test_tokens_per_second_are_those_of_prompts_answered_while_requests_come() -> None:
+def test_tokens_per_second_count_prompts_answered_while_requests_arrive() -> None:
     requests = [
         request(0, [], rest=1000),
         request(1, [], rest=999_999, at_s=0.5),  # takes many times the rest
@@ -373,7 +373,7 @@ def test_first_tokens_are_timed_by_prompt_size() -> None:
 
 
 def test_the_saturation_is_not_raised_by_delaying_long_prompts() -> None:
-    """Requests a second are the tokens a second that are served, over a request's mean tokens."""
+    """The rate of requests is the rate of served tokens, divided by a request's mean tokens."""
     requests = [
         request(i, [], rest=60_000 if i % 10 == 0 else 1000, at_s=0.01 * i) for i in range(400)
     ]
@@ -408,6 +408,6 @@ def test_policies_compared_in_processes_have_the_same_results() -> None:
     assert summaries(2) == summaries(1)
 
 
-def test_a_rate_is_requests_a_second(trace: Path) -> None:
+def test_a_rate_is_in_requests_per_second(trace: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(trace), "--rate", "12.5", "--limit", "50"])
     assert "arrivals: 12.50 requests/s" in result.stderr

@@ -1,4 +1,4 @@
-"""So many sessions run at once, and a replay says how long sessions take."""
+"""A fixed number of sessions runs at once, and a replay reports their durations."""
 
 import json
 import re
@@ -27,7 +27,7 @@ ROOM = Cluster(2, 1_000_000)
 def turn(
     index: int, session: str, at_s: float, blocks: int = 1, answered_s: float | None = None
 ) -> Request:
-    """A prompt of the session's first blocks and 9 more tokens, with an answer of 20."""
+    """Return a prompt of the session's first blocks and 9 tokens, with an answer of 20 tokens."""
     start = sum(map(ord, session)) * 1000
     chain = tuple(Fingerprint(start + n) for n in range(1, blocks + 1))
     tokens = blocks * BLOCK_TOKENS + 9
@@ -35,7 +35,7 @@ def turn(
 
 
 def recorded(sessions: int = 6, turns: int = 4, pause_s: float = 5.0) -> list[Request]:
-    """Sessions that start one after the other, each with turns after equal pauses."""
+    """Return sessions that start one after the other, with turns after equal pauses."""
     coming = [
         turn(0, f"session {n}", n + pause_s * number, blocks=3 * number + 1)
         for n in range(sessions)
@@ -63,7 +63,7 @@ def active(loop: Loop, outcome: Outcome, at_s: float) -> int:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_so_many_sessions_run_until_none_is_left_to_start(count: int) -> None:
+def test_the_number_of_sessions_stays_until_none_is_left_to_start(count: int) -> None:
     requests, loop = starts_at_once(recorded(), count, ENGINE)
     outcome = replayed(requests, loop)
     last_start_s = max(outcome.arrival_s[session.turns[0]] for session in loop.sessions)
@@ -99,15 +99,15 @@ def test_turns_keep_their_order_and_their_think_times() -> None:
         assert requests[then.index].session == requests[before].session
 
 
-def test_every_session_starts_at_once_if_there_are_fewer() -> None:
+def test_all_sessions_start_at_once_if_there_are_fewer() -> None:
     requests, loop = starts_at_once(recorded(), 100, ENGINE)
     outcome = replayed(requests, loop)
     assert [outcome.arrival_s[session.turns[0]] for session in loop.sessions] == [0.0] * 6
 
 
 @pytest.mark.parametrize("speed", [0.01, 100.0])
-def test_agents_side_by_side_stay_sessions_of_their_own_at_any_speed(speed: float) -> None:
-    """The second one's first turn comes before the first one's answer; later they are apart."""
+def test_parallel_agents_stay_separate_sessions_at_any_speed(speed: float) -> None:
+    """The second agent's first turn arrives before the first agent's answer has ended."""
     names = [turn(n, "a", at_s, answered_s=5.0) for n, at_s in enumerate([0.0, 1.0, 10.0, 11.0])]
     apart = [*names, turn(4, "b", 100.0, answered_s=1.0)]
     for requests, loop in (
@@ -133,7 +133,7 @@ def outcome_of(times_s: list[tuple[float, float]]) -> Outcome:
     )
 
 
-def test_the_figures_of_sessions_are_those_computed_by_hand() -> None:
+def test_the_figures_of_sessions_equal_those_computed_by_hand() -> None:
     sessions = [Session([0, 2], 10.0), Session([1], 20.0), Session([3, 4], 5.0)]
     outcome = outcome_of([(0.0, 5.0), (0.0, 40.0), (10.0, 20.0), (20.0, 25.0), (30.0, 50.0)])
     assert asdict(session_times(Loop(sessions=sessions), outcome)) == pytest.approx(
@@ -157,7 +157,7 @@ def test_the_figures_of_sessions_are_those_computed_by_hand() -> None:
     ]
 
 
-def test_a_session_alone_is_slowed_down_by_nothing() -> None:
+def test_a_session_that_runs_alone_has_no_slowdown() -> None:
     requests, loop = starts_at_once(recorded(sessions=3), 1, ENGINE)
     times = session_times(loop, replayed(requests, loop))
     assert times.slowdown_p50 == pytest.approx(1.0, abs=0.01)
@@ -196,7 +196,7 @@ def trace(made: list[Request], tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_runs_so_many_sessions_at_once(trace: Path) -> None:
+def test_the_command_runs_a_number_of_sessions_at_once(trace: Path) -> None:
     options = ["--closed-loop", "--sessions", "5", "--replicas", "2"]
     result = CliRunner().invoke(app, ["replay", str(trace), "--json", *options])
     assert "arrivals: 12 sessions, 5 of them at once" in result.stderr
@@ -207,7 +207,7 @@ def test_the_command_runs_so_many_sessions_at_once(trace: Path) -> None:
     assert row["turns_per_min"] > 0
 
 
-def test_the_table_of_sessions_is_for_closed_loops_alone(trace: Path) -> None:
+def test_only_closed_loops_have_a_table_of_sessions(trace: Path) -> None:
     options = ["--replicas", "2", "--speed", "1"]
     shown = CliRunner().invoke(app, ["replay", str(trace), *options])
     assert "turns/min" not in shown.stdout

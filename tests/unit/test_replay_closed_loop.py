@@ -1,4 +1,4 @@
-"""In a closed loop, a turn waits for the answer before it, and then as long as in the trace."""
+"""In a closed loop, a turn waits for the earlier answer, then pauses as in the trace."""
 
 import json
 import math
@@ -22,7 +22,7 @@ ENGINE = EngineModel()
 def turn(
     index: int, session: str | None, at_s: float, blocks: int = 1, answered_s: float | None = None
 ) -> Request:
-    """A prompt of the session's first blocks and 9 more tokens, with an answer of 20."""
+    """Return a prompt of the session's first blocks and 9 tokens, with an answer of 20 tokens."""
     start = sum(map(ord, session or "")) * 1000
     chain = tuple(Fingerprint(start + n) for n in range(1, blocks + 1))
     tokens = blocks * BLOCK_TOKENS + 9
@@ -34,7 +34,7 @@ def replayed(requests: list[Request], cluster: Cluster) -> Outcome:
 
 
 def loop_of(requests: list[Request]) -> Loop:
-    """Return who waits for whom, at the trace's own speed."""
+    """Return the dependencies of requests at the trace's own speed."""
     return starts_at_speed(requests, 1.0, ENGINE)[1]
 
 
@@ -44,7 +44,7 @@ def test_on_an_idle_cluster_turns_arrive_as_recorded() -> None:
     assert outcome.arrival_s == pytest.approx([0.0, 10.0, 20.0, 30.0, 40.0])
 
 
-def test_a_turn_comes_later_when_the_answer_before_it_does() -> None:
+def test_a_turn_arrives_later_if_the_earlier_answer_is_late() -> None:
     long = Request(0, 0.0, 100_000, 1, ())  # takes about 10 s
     requests = [long, turn(1, "a", 0.1), turn(2, "a", 5.1)]
     outcome = replayed(requests, Cluster(1, 200_000))
@@ -54,7 +54,7 @@ def test_a_turn_comes_later_when_the_answer_before_it_does() -> None:
     assert outcome.arrival_s[2] == pytest.approx(outcome.finished_s[1] + think_s)
 
 
-def test_the_time_of_a_recorded_answer_is_no_thinking() -> None:
+def test_the_duration_of_a_recorded_answer_is_no_thinking_time() -> None:
     requests = [turn(0, "a", 0.0, answered_s=7.0), turn(1, "a", 10.0, answered_s=9.0)]
     assert loop_of(requests).follow_ups[0].think_s == pytest.approx(3.0)
     beside = [turn(0, "a", 0.0, answered_s=12.0), turn(1, "a", 10.0), turn(2, "a", 13.0)]
@@ -79,7 +79,7 @@ def test_requests_without_a_session_have_no_next_turn() -> None:
 
 
 def test_a_closed_loop_needs_two_sessions() -> None:
-    with pytest.raises(TraceError, match="two sessions at least"):
+    with pytest.raises(TraceError, match="at least two sessions"):
         native_starts_per_s([turn(0, "a", 0.0), turn(1, "a", 1.0)])
 
 

@@ -1,4 +1,4 @@
-"""Host memory in a replay: what is copied back, when, and what routers hear of it."""
+"""Host memory in a replay: which blocks are copied back and when, and how the index changes."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ SLOW = HostTier(blocks=100, block_bytes=100, bytes_per_s=100.0)  # 1 s
 
 
 def run(replica: Replica, arrivals: list[Request]) -> dict[int, float]:
-    """Drives one replica alone; when each request had its first token."""
+    """Run one replica alone, and return the time of each request's first token."""
     first_s: dict[int, float] = {}
     coming, reloads = list(arrivals), list[float]()
     while coming or reloads or replica.plan:
@@ -57,7 +57,7 @@ def run(replica: Replica, arrivals: list[Request]) -> dict[int, float]:
 
 
 def flooded(at_s: float = 20.0) -> list[Request]:
-    """A prompt, then others that push it out of a GPU cache of 6 blocks."""
+    """Return a prompt, and others that evict it from a GPU cache of 6 blocks."""
     return [
         request(0, [1, 2, 3]),
         request(1, [11, 12, 13, 14, 15], at_s=at_s / 2),
@@ -72,7 +72,7 @@ def test_a_block_that_the_gpu_has_evicted_is_copied_back() -> None:
     assert replica.reload_wait_s[2] == pytest.approx(0.3)
 
 
-def test_what_computes_sooner_than_it_is_copied_is_computed() -> None:
+def test_blocks_that_compute_faster_than_their_copy_are_computed() -> None:
     replica = Replica(ROUND, 6, SLOW)
     first_s = run(replica, [*flooded(), request(2, [1, 2, 3], at_s=20.0)])
     assert replica.hit_tokens[2] == 0
@@ -109,7 +109,7 @@ def test_copies_come_one_after_another() -> None:
     assert replica.reload_wait_s == {3: pytest.approx(0.3), 4: pytest.approx(0.6)}
 
 
-def test_who_needs_blocks_that_are_under_way_shares_them() -> None:
+def test_requests_share_a_running_copy_of_the_same_blocks() -> None:
     replica = Replica(ROUND, 6, FAST)
     again = [request(2, [1, 2, 3], at_s=20.0), request(3, [1, 2, 4], at_s=20.1)]
     run(replica, [*flooded(), *again])
@@ -120,7 +120,7 @@ def test_who_needs_blocks_that_are_under_way_shares_them() -> None:
 
 
 @pytest.mark.parametrize("blocks", [4, 30])
-def test_changes_tell_what_each_tier_gains_or_loses(blocks: int) -> None:
+def test_changes_list_the_blocks_that_each_tier_gains_or_loses(blocks: int) -> None:
     replica = Replica(ROUND, 12, replace_blocks(blocks))
     held: set[Fingerprint] = set()
     for coming in conversations(count=2, turns=6):
@@ -157,14 +157,14 @@ def test_host_memory_brings_hits_under_every_policy(policy: str) -> None:
     assert sum(two.reload_s) > 0 == sum(one.reload_s) == sum(one.host_tokens)
 
 
-def test_hits_are_told_by_tier() -> None:
+def test_hits_are_reported_by_tier() -> None:
     requests = conversations()
     summary = summarise("kvroute", requests, simulate(requests, cluster(400_000), "kvroute"))
     assert summary.hit_share == pytest.approx(summary.gpu_hit_share + summary.host_hit_share)
     assert summary.host_hit_share > 0 < summary.reload_wait_ms
 
 
-def test_host_memory_that_is_too_slow_is_as_none() -> None:
+def test_host_memory_that_is_too_slow_is_not_used() -> None:
     requests = conversations()
     none = simulate(requests, cluster(0), "sglang")
     slow = simulate(requests, cluster(400_000, host_gb_per_s=0.001), "sglang")

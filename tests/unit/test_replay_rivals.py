@@ -1,4 +1,4 @@
-"""Other routers' policies decide as their sources say."""
+"""The models of other routers' policies decide as their sources do."""
 
 import random
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ def prompt(index: int, tokens: int, blocks: Sequence[int] = ()) -> Request:
 
 
 def sent(policy: Policy, *requests: Request, now_s: float = 0.0) -> list[tuple[int, int]]:
-    """The index and the replica of each request that goes out when these have arrived."""
+    """Return the index and the replica of each request that is sent when these have arrived."""
     for request in requests:
         policy.arrived(request, now_s)
     return [(each.request.index, each.replica) for each in policy.sends(now_s)]
 
 
 def both_busy(policy: Policy) -> tuple[Request, Request]:
-    """Two requests that fill the two replicas."""
+    """Return two requests that fill the two replicas."""
     long = prompt(0, BUSY_TOKENS), prompt(1, BUSY_TOKENS)
     assert sorted(replica for _, replica in sent(policy, *long)) == [0, 1]
     return long
@@ -120,9 +120,7 @@ def test_llm_ds_speculation_ends_after_two_seconds() -> None:
 
 
 @pytest.mark.parametrize(("kind", "credit"), [(LMetric, 1.0), (LlmD, 0.8), (Dynamo, 0.75)])
-def test_a_block_in_host_memory_counts_what_its_product_says(
-    kind: type[Indexed], credit: float
-) -> None:
+def test_a_block_in_host_memory_has_its_products_weight(kind: type[Indexed], credit: float) -> None:
     policy = kind(replace(SETUP, host=HostTier(100, 1, 1.0)), random.Random(0))
     chain = [Fingerprint(block) for block in range(1, 5)]
     policy.index_changed(0, [*chain[:1], *map(in_host, chain)], [])
@@ -130,7 +128,7 @@ def test_a_block_in_host_memory_counts_what_its_product_says(
 
 
 @pytest.mark.parametrize("busy", [0, 1])
-def test_llm_d_goes_by_what_replicas_report(busy: int) -> None:
+def test_llm_d_uses_the_replicas_reports(busy: int) -> None:
     policy = LlmD(SETUP, random.Random(0))
     idle, loaded = Report(Load(), 0), Report(Load(waiting=3, used_blocks=900), 5000)
     policy.reported([loaded, idle] if busy == 0 else [idle, loaded], 0.0)

@@ -1,4 +1,4 @@
-"""What a replay shows of retention: what comes back stays, and what clients say of ends."""
+"""Retention in a replay: prompts that return stay cached, and clients' hints about ends."""
 
 import random
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ CLUSTER = Cluster(replicas=2, kv_tokens=60 * BLOCK_TOKENS)
 
 
 def chats_beside_a_batch_job(seed: int, *, prompts: int = 500) -> list[Request]:
-    """prompts: of the job."""
+    """Return chats beside a batch job of this number of prompts."""
     rng, fresh = random.Random(seed), count(1)
     requests = []
     for chat in range(CHATS):
@@ -44,21 +44,21 @@ def hit_tokens(requests: list[Request], policy: str = "kvroute") -> int:
     return sum(simulate(requests, CLUSTER, policy).hit_tokens)
 
 
-def test_chats_stay_beside_a_batch_job_and_with_lru_do_not() -> None:
+def test_chats_stay_cached_beside_a_batch_job_unlike_with_lru() -> None:
     requests = chats_beside_a_batch_job(1)
     learned = hit_tokens(requests)
     told = hit_tokens(with_ends(requests, Ends(right=1.0), seed=1))
     assert hit_tokens(requests, "kvroute-lru") < learned < told
 
 
-def test_wrong_ends_are_not_believed() -> None:
-    """Each turn says that it is the last one: those that go on are most of them."""
+def test_mostly_wrong_ends_are_ignored() -> None:
+    """Each turn has the hint that its session ends, and most sessions continue."""
     requests = chats_beside_a_batch_job(2, prompts=0)
     wrong = hit_tokens(with_ends(requests, Ends(right=1.0, wrong=1.0), seed=1))
     assert wrong > 0.9 * hit_tokens(requests)
 
 
-def test_ends_are_told_of_so_many_requests() -> None:
+def test_the_shares_of_requests_have_the_hint() -> None:
     requests = chats_beside_a_batch_job(3)
     last = {r.session: r.index for r in requests if r.session}.values()
     ends = set(last) | {r.index for r in requests if not r.session}

@@ -20,7 +20,7 @@ from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpPart
 from kvroute.contract.records import HostTier, ReplicaRecord
-from kvroute.local.launch import refuse_closed_folder
+from kvroute.local.launch import check_request_log
 from kvroute.local.progress import StartError
 from kvroute.replay.workload.trace import read
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
@@ -295,7 +295,7 @@ async def test_a_disk_that_hangs_costs_lines_and_no_time(
 def test_a_folder_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match=r"--request-log is '.*/file'.*name another folder"):
-        refuse_closed_folder(tmp_path / "file")
+        check_request_log(tmp_path / "file")
 
 
 @contextmanager

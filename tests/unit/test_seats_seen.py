@@ -1,4 +1,4 @@
-"""Whoever looks at a fleet sees whether sessions wait for seats, for how long and why."""
+"""Users see whether sessions wait for seats, for how long and why."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from kvroute.router.page import seats_now
 from tests.support.seated import Sessions
 
 
-def told(sessions: Sessions) -> dict[str, Any]:
+def report(sessions: Sessions) -> dict[str, Any]:
     return {"model": "m", **seats_now.as_json(sessions.seats, sessions.now_s)}
 
 
 def thrashing() -> Sessions:
-    """One session waits, since two have seats and the cache is full."""
+    """Return seats of which two are taken while a third session waits, as the cache is full."""
     sessions = Sessions()
     for session in (1, 2, 3):
         sessions.begin(session, 300)
@@ -26,30 +26,30 @@ def thrashing() -> Sessions:
 
 
 def test_the_doctor_warns_while_sessions_wait_and_says_why() -> None:
-    (check,) = seats([told(thrashing())])
+    (check,) = seats([report(thrashing())])
     assert (check.name, check.grade) == ("seats", "warning")
     assert check.finding == (
         "2 sessions of 3 for m with a seat, since the contexts of active sessions have 1,200 "
         "tokens and the caches room for 900; 1 request waiting for one, the first for 40 s"
     )
-    assert "more replicas" in check.remedy
+    assert "add replicas" in check.remedy
     assert "--max-sessions off" in check.remedy
 
 
-def test_without_waiting_sessions_all_is_well() -> None:
-    (check,) = seats([told(Sessions())])
+def test_without_waiting_sessions_the_check_is_ok() -> None:
+    (check,) = seats([report(Sessions())])
     assert (check.grade, check.finding) == ("ok", "0 active sessions for m; none needs a seat")
-    (check,) = seats([told(Sessions(most=7))])
+    (check,) = seats([report(Sessions(most=7))])
     assert check.grade == "ok"
     assert "--max-sessions is 7; 0 requests waiting" in check.finding
 
 
-def test_what_waits_in_other_routers_counts() -> None:
+def test_requests_that_wait_in_other_routers_count() -> None:
     here, there = thrashing(), Sessions()
     there.seats.hear("here", here.seats.report(here.now_s), 100.0)
     there.now_s = 105.0
-    assert told(there)["all_routers"] == {"waiting": 1, "oldest_s": 45.0}
-    assert "1 request waiting for one, the first for 45 s" in seated(told(there))
+    assert report(there)["all_routers"] == {"waiting": 1, "oldest_s": 45.0}
+    assert "1 request waiting for one, the first for 45 s" in seated(report(there))
 
 
 def test_metrics_have_the_seats_and_the_waits_for_them() -> None:

@@ -1,4 +1,4 @@
-"""A cluster that is slow to stop is ended all the same, and the command's exit code says so."""
+"""A cluster that is slow to stop is killed, and the exit code of kvroute serve is not 0."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""`kvroute tenants` prints what each tenant used, for people and for programs."""
+"""`kvroute tenants` prints each tenant's usage, as a table and for programs."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ TIMES = {"prefill_us": 1_500_000, "decode_us": 1_000_000_000, "saved_us": 4_250_
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the cluster answers, and what it was asked for."""
+    """Replace the cluster's answer, and return the query that the command sends."""
     accounts = [
         as_json("acme", USED | TIMES) | {"model": "m"},
         as_json("idle", {"refused": 1}) | {"model": "m"},
@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     served: dict[str, Any] = {"answer": answer}
 
     def call(method: str, url: str, path: str, *, params: dict[str, str]) -> Any:
-        served["asked"] = (method, path, params)
+        served["query"] = (method, path, params)
         return answer
 
     monkeypatch.setattr(tenants_command, "call", call)
@@ -40,7 +40,7 @@ def printed(*options: str) -> str:
     return result.stdout
 
 
-def test_people_see_sums_and_shares(served: dict[str, Any]) -> None:
+def test_the_table_has_sums_and_shares(served: dict[str, Any]) -> None:
     head, first, second = (line for line in printed().splitlines() if "┃" in line or "│" in line)
     assert "model" not in head
     cells = [cell.strip() for cell in first.strip("│").split("│")]
@@ -49,12 +49,12 @@ def test_people_see_sums_and_shares(served: dict[str, Any]) -> None:
     assert "2026-11-01 to 2026-11-23" in printed()
 
 
-def test_several_models_have_rows_of_their_own(served: dict[str, Any]) -> None:
+def test_each_model_has_its_own_rows(served: dict[str, Any]) -> None:
     served["answer"]["data"].append(as_json("acme", {"ok": 1}) | {"model": "n"})
     assert "model" in printed()
 
 
-def test_programs_get_all_of_it(served: dict[str, Any]) -> None:
+def test_json_and_csv_have_all_figures(served: dict[str, Any]) -> None:
     assert json.loads(printed("--format", "json")) == served["answer"]
     rows = [*csv.DictReader(StringIO(printed("--format", "csv")))]
     assert rows[0] == {
@@ -70,7 +70,7 @@ def test_programs_get_all_of_it(served: dict[str, Any]) -> None:
     }
 
 
-def test_the_cluster_is_asked_for_what_was_said(served: dict[str, Any]) -> None:
+def test_the_options_are_sent_as_the_query(served: dict[str, Any]) -> None:
     printed("--since", "2026-11-01", "--model", "m")
     params = {"since": "2026-11-01", "model": "m"}
-    assert served["asked"] == ("GET", "/v1/cluster/tenants", params)
+    assert served["query"] == ("GET", "/v1/cluster/tenants", params)

@@ -1,28 +1,30 @@
-"""How many connections HAProxy holds, and for how long one may stay idle."""
+"""HAProxy's limits on the number of connections and on their idle time."""
 
 import re
 import resource
 
 from kvroute.process.memory import memory_bytes
 
-DEFAULT_IDLE_S = 90.0
-FILES_EACH = 2  # to a client and to a router
-OTHER_FILES = 500  # listeners, health checks, HAProxy's own
-BYTES_EACH = 64_000  # of a connection with TLS; requests have buffers besides
-MEMORY_SHARE = 1 / 8
-NEAR = 0.8  # of the limit; from there on, a connection is closed behind its response
+DEFAULT_IDLE_S = 90.0  # default of --idle-timeout-s: seconds that a connection may stay idle
+FILES_EACH = 2  # file descriptors of one connection: to the client and to a router
+OTHER_FILES = 500  # file descriptors for listeners, health checks and HAProxy itself
+BYTES_EACH = 64_000  # memory of one connection with TLS, without its requests' buffers
+MEMORY_SHARE = 1 / 8  # share of the machine's memory for connections
+NEAR = 0.8  # share of the connection limit above which each connection closes after its response
 
 
 def limited(config: str, *, most: int, idle_s: float) -> str:
-    """Return Serve's configuration with these limits.
+    """Return Serve's configuration with limits on client connections.
 
-    Idle connections never fill more than the share NEAR. The rest is for those that are in use, for
-    health checks and for refusals. Of clients that owe a TLS handshake, a part of a body, or an
-    acknowledgement of what was sent, HAProxy has one limit. So it is no shorter than the default.
+    Idle connections never take more than the share NEAR of the limit. The rest is for connections
+    in use, for health checks and for refusals. HAProxy has one timeout for a client that does not
+    complete its TLS handshake, does not send its body, or does not acknowledge the response. This
+    timeout is never shorter than DEFAULT_IDLE_S.
 
     Args:
-        most: connections of clients.
-        idle_s: seconds without a request, after a first one.
+        config: Serve's configuration of HAProxy.
+        most: Largest number of client connections.
+        idle_s: Seconds that a connection may stay idle after its first request.
     """
     near = int(most * NEAR)
     close = f"    http-after-response set-header connection close if {{ fe_conn ge {near} }}\n"
@@ -37,7 +39,7 @@ def limited(config: str, *, most: int, idle_s: float) -> str:
 
 
 def most_connections() -> int:
-    """Return how many connections this process may have files and memory for."""
+    """Return for how many connections this process has file descriptors and memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     by_memory = int(memory_bytes() * MEMORY_SHARE / BYTES_EACH)
     if files == resource.RLIM_INFINITY:

@@ -1,22 +1,24 @@
-"""Errors that HAProxy answers by itself, as JSON in the shape of the route's API."""
+"""HAProxy's own error responses, as JSON in the format of the API that the client called."""
 
 import json
 
 MESSAGES = "{ path_beg /v1/messages }"  # HAProxy's condition for routes of Anthropic's API
-BUFFER_BYTES = 65_536  # a larger head is not read to its end, and is no more than malformed
-MOST_PARSED = 1000  # headers; likewise
-MOST_HEAD_BYTES = 16_384  # of all headers of a request
-MOST_HEADERS = 100
-MOST_URL_BYTES = 8192
+# HAProxy parses a request's head up to these two sizes, and answers larger heads as malformed
+# HTTP. They exceed the limits below, so that most oversized requests get an exact message.
+BUFFER_BYTES = 65_536
+MOST_PARSED = 1000  # headers
+MOST_HEAD_BYTES = 16_384  # largest size of all headers of a request together
+MOST_HEADERS = 100  # largest number of headers of a request
+MOST_URL_BYTES = 8192  # largest size of a request's URL
 UNREACHABLE = "no router of this cluster can be reached; try again"
-UNREACHABLE_BODY = "txn.unreachable"  # HAProxy's variable for the error in the shape of the route
-EARLY = {  # errors that HAProxy finds before it has the whole request
+UNREACHABLE_BODY = "txn.unreachable"  # HAProxy's variable with the error in the API's format
+EARLY = {  # status -> message of errors that HAProxy finds before it has the whole request
     400: "the client closed its side of the connection before the answer; keep it open",
-    408: "the request did not come in time; send it faster",
+    408: "the request did not arrive in time; send it faster",
     500: "the server failed to answer",
 }
-ANTHROPICS = {"server_error": "overloaded_error"}  # its names for types of errors
-VALID_ID = "^[!-~]{1,128}$"  # a request's id, as routers take it
+ANTHROPICS = {"server_error": "overloaded_error"}  # OpenAI's type of an error -> Anthropic's type
+VALID_ID = "^[!-~]{1,128}$"  # request ids that routers accept
 
 
 def openais(message: str, *, kind: str, code: str | None = None) -> str:
@@ -29,13 +31,13 @@ def anthropics(message: str, *, kind: str) -> str:
 
 
 def for_both(message: str, *, kind: str) -> str:
-    """Return an error that clients of both APIs read, for requests of an unknown route."""
+    """Return an error that clients of both APIs can parse, for requests to an unknown route."""
     error = {"message": message, "type": kind, "param": None, "code": None}
     return json.dumps({"type": "error", "error": error})
 
 
 def unreachable_page() -> str:
-    """Return the whole response for a router that was lost, for HAProxy's `errorfile`."""
+    """Return the HTTP response that HAProxy's `errorfile` sends if a router was lost."""
     body = for_both(UNREACHABLE, kind="server_error")
     head = (
         "HTTP/1.1 503 Service Unavailable",
@@ -47,7 +49,7 @@ def unreachable_page() -> str:
 
 
 def replies() -> str:
-    """Return the lines for errors that no rule finds."""
+    """Return the configuration of errors that HAProxy finds without a rule."""
     early = "".join(
         f"    http-error status {status} content-type application/json "
         f"string {_quoted(for_both(message, kind=_kind(status)))}\n"
@@ -68,17 +70,20 @@ def refusal(
     code: str | None = None,
     headers: str = "",
 ) -> str:
-    """Return the rules that refuse requests, one for each API.
+    """Return the rules that refuse requests, one rule for each API.
 
     Args:
-        when: HAProxy's condition.
-        headers: as HAProxy's rules have them, with a space behind.
+        status: HTTP status of the refusal.
+        message: Message of the error.
+        when: HAProxy's condition for a refusal.
+        kind: OpenAI's type of the error.
+        code: OpenAI's code of the error.
+        headers: Further headers in HAProxy's syntax, with a space at the end.
     """
     rule = f"    http-request return status {status} content-type application/json {headers}"
-    own = anthropics(message, kind=kind), openais(message, kind=kind, code=code)
     return (
-        f"{rule}string {_quoted(own[0])} if {when} {MESSAGES}\n"
-        f"{rule}string {_quoted(own[1])} if {when}\n"
+        f"{rule}string {_quoted(anthropics(message, kind=kind))} if {when} {MESSAGES}\n"
+        f"{rule}string {_quoted(openais(message, kind=kind, code=code))} if {when}\n"
     )
 
 
@@ -92,7 +97,7 @@ def _quoted(text: str) -> str:
 
 
 def _request_id() -> str:
-    """Return the rules that name a request in each response: the client's own id, or a new one."""
+    """Return the rules that add an id to each response: the client's own id, or a new one."""
     own, header = "var(txn.request_id)", "x-request-id"
     return (
         "    unique-id-format %[uuid]\n"
@@ -105,7 +110,7 @@ def _request_id() -> str:
 
 
 def _unreachable() -> str:
-    """Return the rules that choose the error for the time when no router can be reached."""
+    """Return the rules that format the error for requests that reach no router."""
     rule = f"    http-request set-var-fmt({UNREACHABLE_BODY})"
     return (
         f"{rule} {_quoted(openais(UNREACHABLE, kind='server_error'))}\n"
@@ -114,7 +119,7 @@ def _unreachable() -> str:
 
 
 def checks() -> str:
-    """Return the rules for all requests, before any other one."""
+    """Return the rules that HAProxy applies first to every request."""
     return "".join(
         (
             _request_id(),

@@ -1,12 +1,12 @@
-"""HAProxy's own health check, /-/healthz, fails while the cluster stops."""
+"""Makes HAProxy's health check /-/healthz fail while the cluster stops."""
 
 import re
 import socket
 from contextlib import closing, suppress
 from pathlib import Path
 
-ADMIN_SOCKET = "admin.sock"  # in the node's folder within the cluster's own
-STOPPING = "proc.stopping"  # a variable of HAProxy's process
+ADMIN_SOCKET = "admin.sock"  # file of HAProxy's admin socket, in the node's folder
+STOPPING = "proc.stopping"  # HAProxy's process variable: true while the cluster stops
 STATEMENT = f"experimental-mode on; set var {STOPPING} bool(true)\n"
 RULE = (
     "    http-request return status 503 content-type text/plain string stopping hdr retry-after 1 "
@@ -14,15 +14,22 @@ RULE = (
 )
 
 
-def failing_when_told(config: str) -> str:
-    """Return Serve's configuration with a rule for a HAProxy that was told of a stop."""
+def with_stopping_rule(config: str) -> str:
+    """Return Serve's configuration with a rule that fails health checks while STOPPING is set."""
     return re.sub(r"^( +acl healthcheck .*\n)", rf"\g<1>{RULE}", config, flags=re.MULTILINE)
 
 
-def tell_of_stop(folder: Path) -> None:
-    """Have each HAProxy of the cluster with this folder fail its health checks from now on."""
+def fail_health_checks(folder: Path) -> None:
+    """Set STOPPING in each HAProxy of the cluster, so that its health checks fail.
+
+    Args:
+        folder: The cluster's folder, which has a folder with an admin socket for each node.
+    """
     for path in folder.glob(f"*/{ADMIN_SOCKET}"):
-        with closing(socket.socket(socket.AF_UNIX)) as client, suppress(OSError):  # it has ended
+        with (
+            closing(socket.socket(socket.AF_UNIX)) as client,
+            suppress(OSError),
+        ):  # that HAProxy has ended
             client.settimeout(1.0)
             client.connect(str(path))
             client.sendall(STATEMENT.encode())

@@ -1,9 +1,9 @@
-"""HAProxy's built-in pages for requests that it cannot read, as JSON.
+"""Replaces the HTML of HAProxy's built-in error pages by JSON.
 
-HAProxy 2.8 has an option for all other errors. It answers a head that it cannot parse, or that does
-not come in time, with HTML that is a constant of its program, whatever `errorfile` says. So a copy
-of the program runs, in which JSON takes the place of these constants. Where the copy cannot be made
-or run, the program itself runs.
+HAProxy 2.8 answers a head that it cannot parse, or that does not arrive in time, with HTML that is
+a constant of its program. `errorfile` has no effect on these pages. So kvroute copies the program,
+replaces the constants by JSON of the same length, and runs the copy. If the copy cannot be made or
+run, the original program runs.
 """
 
 import json
@@ -14,13 +14,13 @@ import tempfile
 from pathlib import Path
 
 NAME = "haproxy"
-LIBRARIES = "lib"  # beside the program, where it looks for them
+LIBRARIES = "lib"  # folder beside the program, from which it loads its libraries
 PAGE = re.compile(
     rb"HTTP/1\.1 (\d{3}) ([^\r\0]+)\r\nContent-length: \d+\r\n[^\0]*text/html\r\n\r\n[^\0]*\0"
 )
-MESSAGES = {  # no longer than the pages that they replace
+MESSAGES = {  # status -> message; the new page must not be longer than the HTML page
     400: "malformed HTTP, or a head over 64 kB",
-    408: "the head of the request did not come in time",
+    408: "the head of the request did not arrive in time",
     413: "the body is too large",
     422: "this Transfer-Encoding is not supported",
     500: "HAProxy failed",
@@ -29,30 +29,35 @@ MESSAGES = {  # no longer than the pages that they replace
 
 
 def program_with_json(program: Path, folder: Path) -> Path:
-    """Return a program like HAProxy's, in this folder, whose own pages are JSON."""
+    """Return a copy of HAProxy's program in the folder that answers with JSON pages.
+
+    Returns the program itself if the copy cannot be made or run.
+    """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        copy = _written(replaced(program.read_bytes()), folder)
+        copy = _write(replaced(program.read_bytes()), folder)
         libraries = folder / LIBRARIES
         libraries.unlink(missing_ok=True)
         libraries.symlink_to(program.parent / LIBRARIES)
     except OSError as error:
-        print(f"HAProxy's own errors are HTML, since {folder} cannot be used: {error}")
+        print(
+            f"HAProxy answers malformed requests with HTML, since {folder} cannot be used: {error}"
+        )
         return program
-    return copy if os.access(copy, os.X_OK) else program  # no: the file system runs no programs
+    return copy if os.access(copy, os.X_OK) else program  # the file system may be mounted noexec
 
 
 def replaced(program: bytes) -> bytes:
-    """Return the program with JSON for each page that has a message here."""
+    """Return the program with a JSON page for each status in MESSAGES."""
     return PAGE.sub(_page, program)
 
 
-def _page(found: re.Match[bytes]) -> bytes:
+def _page(old: re.Match[bytes]) -> bytes:
     """Return the new page, padded to the length of the old one."""
-    status, reason = int(found[1]), found[2].decode()
+    status, reason = int(old[1]), old[2].decode()
     message = MESSAGES.get(status)
     if message is None:
-        return found[0]
+        return old[0]
     kind = "invalid_request_error" if status < 500 else "api_error"
     error = {"type": "error", "error": {"type": kind, "message": message}}
     body = json.dumps(error, separators=(",", ":"))
@@ -60,11 +65,11 @@ def _page(found: re.Match[bytes]) -> bytes:
         f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
         f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"
     ).encode()
-    return page.ljust(len(found[0]), b"\0") if len(page) < len(found[0]) else found[0]
+    return page.ljust(len(old[0]), b"\0") if len(page) < len(old[0]) else old[0]
 
 
-def _written(program: bytes, folder: Path) -> Path:
-    """Write the file anew: nobody else can have put another one there."""
+def _write(program: bytes, folder: Path) -> Path:
+    """Write a new file and move it into place, so that no file of another user is run."""
     handle, name = tempfile.mkstemp(dir=folder)
     with os.fdopen(handle, "wb") as file:
         file.write(program)

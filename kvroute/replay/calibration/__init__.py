@@ -1,1 +1,1 @@
-"""How fast a modelled replica is: named profiles, and a fit to a running cluster."""
+"""Speeds of modelled replicas: named profiles, and a fit to a running cluster."""

@@ -1,4 +1,4 @@
-"""An engine model is fitted to measured times: arithmetic only, no clocks or sockets."""
+"""Fits an engine model to measured times. Uses arithmetic only, no clocks or sockets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.calibration.model import EngineModel
 
-NO_ATTENTION_TOKENS = 1e9  # for prefill times without a measurable quadratic term
+NO_ATTENTION_TOKENS = 1e9  # attention_tokens if prefill times have no measurable quadratic term
 REMEDY = "measure again while nothing else uses the cluster or its machines"
 
 Floats = NDArray[np.float64]
 
 
 class FitError(ValueError):
-    """The samples do not fit any engine; the message says why."""
+    """The samples fit no engine. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +33,34 @@ class Decode:
     """Sequences that decoded together on one replica."""
 
     sequences: int
-    context_tokens: float  # of all of them, on average over the steps
+    context_tokens: float  # context of all sequences together, averaged over the steps
     step_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     engine: EngineModel
-    overhead_s: float  # of a first token, outside of the engine
+    overhead_s: float  # part of a time to first token that is spent outside of the engine
     prefill_error: float  # root mean square of the relative residuals
     decode_error: float
 
 
 def fit(prefills: Sequence[Prefill], decodes: Sequence[Decode]) -> Fit:
-    """Fits steps to the decodes, then prefill to the times to first token minus their steps."""
+    """Fit steps to the decodes, then prefill to the times to first token minus their steps."""
     (step_s, sequence_s, context_token_s), decode_error = non_negative_fit(
-        [[1.0, each.sequences, each.context_tokens] for each in decodes],
-        [each.step_s for each in decodes],
+        [[1.0, decode.sequences, decode.context_tokens] for decode in decodes],
+        [decode.step_s for decode in decodes],
     )
     if not step_s:
         raise FitError(f"a decode step of few sequences seems to take no time; {REMEDY}")
     chunk_tokens = EngineModel().chunk_tokens
     (overhead_s, token_s, square_s), prefill_error = non_negative_fit(
-        [[1.0, each.tokens, each.tokens**2 / 2] for each in prefills],
+        [[1.0, prompt.tokens, prompt.tokens**2 / 2] for prompt in prefills],
         [
-            max(0.0, each.ttft_s - (step_s + sequence_s) * -(-each.tokens // chunk_tokens))
-            for each in prefills
+            max(0.0, prompt.ttft_s - (step_s + sequence_s) * -(-prompt.tokens // chunk_tokens))
+            for prompt in prefills
         ],
-        [each.ttft_s for each in prefills],
+        [prompt.ttft_s for prompt in prefills],
     )
     if not token_s:
         raise FitError(f"the time to a first token hardly grows with the prompt; {REMEDY}")
@@ -75,10 +75,10 @@ def non_negative_fit(
     values: Sequence[float],
     scales: Sequence[float] | None = None,
 ) -> tuple[list[float], float]:
-    """Least squares with non-negative coefficients; returns them and the error.
+    """Return the non-negative coefficients of a least-squares fit, and the error.
 
     Residuals are divided by the scales (default: the values); the error is their root mean square.
-    The best solution is an ordinary one for a subset of the columns, so all subsets are tried.
+    The best solution is an ordinary fit to a subset of the columns, so all subsets are tried.
     """
     scale = np.array(scales or values)
     matrix, target = np.array(rows) / scale[:, None], np.array(values) / scale
@@ -95,7 +95,9 @@ def non_negative_fit(
 
 
 def _least_squares(matrix: Floats, target: Floats) -> Floats:
-    largest = np.abs(matrix).max(axis=0)  # normalise: columns range from 1 to squares of lengths
+    largest = np.abs(matrix).max(
+        axis=0
+    )  # normalises columns, which range from 1 to squares of lengths
     solution: Floats = np.linalg.lstsq(matrix / largest, target, rcond=None)[0] / largest
     return solution
 

@@ -1,4 +1,4 @@
-"""The speed of a running cluster's replicas is measured through its OpenAI endpoint."""
+"""Measures the speed of a running cluster's replicas through its OpenAI endpoint."""
 
 import asyncio
 import json
@@ -17,21 +17,21 @@ from rich.progress import Progress
 from kvroute.client import key_headers, no_cluster
 from kvroute.replay.calibration.fit import Decode, Prefill
 
-TOKEN_IDS = range(100, 1000)  # ordinary tokens of any vocabulary
-SHORTEST_TOKENS = 64  # of a prompt
-REPETITIONS = 3  # of each measurement; the median is used
-LONG_S = 5.0  # longer prompts are not tried once one takes this time
-SOON_S = 3.0  # the longest prefill of the prompts for long decodes
-BATCHES = (1, 2, 4, 8, 16)  # sequences decoded together on one replica
-LONG_BATCHES = (1, 4)  # ... with the longest prompts
-ANSWER_TOKENS = 32  # of each decode
-LEAST_STEPS = 8  # that sequences must share, or the sample is ignored
-WATCH_INTERVAL_S = 0.5  # between two reads of the replicas' load
-STALE_S = 3.0  # the maximum age of the reported load: the lease
+TOKEN_IDS = range(100, 1000)  # ids that are ordinary tokens in every vocabulary
+SHORTEST_TOKENS = 64  # tokens of the shortest prompt
+REPETITIONS = 3  # number of times that each measurement runs; the median is used
+LONG_S = 5.0  # seconds; prompts longer than one that took this time are skipped
+SOON_S = 3.0  # longest prefill in seconds of the long prompts for decodes
+BATCHES = (1, 2, 4, 8, 16)  # numbers of sequences with short prompts that decode on one replica
+LONG_BATCHES = (1, 4)  # the same numbers with long prompts
+ANSWER_TOKENS = 32  # tokens of each answer
+LEAST_STEPS = 8  # number of shared steps below which a sample of decodes is ignored
+WATCH_INTERVAL_S = 0.5  # seconds between two reads of the replicas' load
+STALE_S = 3.0  # largest age in seconds of a reported load: the replica's lease
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot be measured; the message says why and what to do."""
+    """The cluster cannot be measured. The message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Stream:
     replica: str
     prompt_tokens: int
     sent_s: float
-    tokens_s: list[float]  # when each token came
+    tokens_s: list[float]  # arrival time of each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,15 @@ class Measurement:
     prefills: list[Prefill]
     decodes: list[Decode]
     kv_tokens: int  # capacity of one replica's cache
-    foreign_requests: int  # the most requests of other clients that were seen at once
+    foreign_requests: int  # largest number of other clients' requests at one time
 
 
 async def measure(url: str, model: str | None, progress: Progress) -> Measurement:
-    """Takes a minute or so on fast engines, several on slow ones. Raises ClusterError."""
+    """Measure the cluster, which takes a minute on fast engines and several on slow ones.
+
+    Raises:
+        ClusterError: The cluster cannot be measured.
+    """
     timeout = httpx.Timeout(600, connect=10)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=key_headers()) as client:
@@ -82,9 +86,9 @@ class _Cluster:
     ) -> None:
         self.replicas = len(replica_status)
         self.kv_tokens = min(
-            each["capacity_blocks"] * each["block_size"] for each in replica_status
+            replica["capacity_blocks"] * replica["block_size"] for replica in replica_status
         )
-        self.foreign_requests = _requests(replica_status)  # the most that were seen at once
+        self.foreign_requests = _requests(replica_status)  # the largest number so far
         self._client = client
         self._url = url
         self._model = model
@@ -101,8 +105,10 @@ class _Cluster:
                 await asyncio.sleep(STALE_S)
                 facts = await _facts(client, url)
             cards = (await client.get(f"{url}/v1/models")).raise_for_status().json()["data"]
-            card = _card([each for each in cards if "parent" not in each], model)
-            replica_status = [each for each in facts["replicas"] if each["model"] == card["id"]]
+            card = _card([card for card in cards if "parent" not in card], model)
+            replica_status = [
+                replica for replica in facts["replicas"] if replica["model"] == card["id"]
+            ]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise ClusterError(no_cluster(url, error)) from None
         if not replica_status or not card["max_model_len"]:
@@ -110,7 +116,7 @@ class _Cluster:
         return cls(client, url, card["id"], card["max_model_len"], replica_status)
 
     async def prefills(self, progress: Progress) -> list[Prefill]:
-        """Times to first token of new prompts, one at a time, from short to long, in rounds."""
+        """Return times to first token of new prompts, sent one at a time, from short to long."""
         for _ in range(2 * self.replicas):
             await self._stream(self._prompt(SHORTEST_TOKENS), 1)
         lengths = list(_doubling(SHORTEST_TOKENS, self._longest_tokens))
@@ -122,16 +128,16 @@ class _Cluster:
                 stream = await self._stream(self._prompt(tokens), 1)
                 samples.append(Prefill(tokens, stream.tokens_s[0] - stream.sent_s))
                 if samples[-1].ttft_s > LONG_S:
-                    lengths = [each for each in lengths if each <= tokens]
+                    lengths = [length for length in lengths if length <= tokens]
                     break
         progress.update(task, total=1, completed=1)
         return median_prefills(samples)
 
     async def decodes(self, prefills: Sequence[Prefill], progress: Progress) -> list[Decode]:
-        """Step times of growing batches, of short prompts and then of long ones, in rounds."""
-        soon = [each.tokens for each in prefills if each.ttft_s <= SOON_S] or [SHORTEST_TOKENS]
+        """Return step times of growing batches, of short prompts and then of long ones."""
+        soon = [prompt.tokens for prompt in prefills if prompt.ttft_s <= SOON_S]
         plan = [(SHORTEST_TOKENS, batch) for batch in BATCHES]
-        plan += [(max(soon), batch) for batch in LONG_BATCHES]
+        plan += [(max(soon, default=SHORTEST_TOKENS), batch) for batch in LONG_BATCHES]
         batches = [
             [self._prompt(tokens) for _ in range(batch * self.replicas)]
             for tokens, batch in plan
@@ -141,7 +147,7 @@ class _Cluster:
         for prompts in batches:
             progress.update(task, description=f"prompts of {len(prompts[0])} tokens")
             for prompt in prompts:
-                await self._stream(prompt, 1)  # now cached, so that all start decoding together
+                await self._stream(prompt, 1)  # caches it, so that all start decoding together
         samples: list[list[Decode]] = [[] for _ in batches]
         for _ in range(REPETITIONS):
             for prompts, found in zip(batches, samples, strict=True):
@@ -149,14 +155,14 @@ class _Cluster:
                 found += await self._together(prompts)
         if not any(samples):
             raise ClusterError(
-                "no answers came together long enough to be timed; measure again while the "
-                "cluster has nothing else to do"
+                "no answers decoded together long enough to be timed; measure again when the "
+                "cluster is idle"
             )
         return [sample for found in samples for sample in median_decodes(found)]
 
     async def _together(self, prompts: Sequence[list[int]]) -> list[Decode]:
-        """One sample per replica, from its concurrent responses."""
-        streams = await asyncio.gather(*(self._stream(each, ANSWER_TOKENS) for each in prompts))
+        """Return a sample for each replica, from its concurrent responses."""
+        streams = await asyncio.gather(*(self._stream(ids, ANSWER_TOKENS) for ids in prompts))
         by_replica: dict[str, list[Stream]] = defaultdict(list)
         for stream in streams:
             by_replica[stream.replica].append(stream)
@@ -186,7 +192,7 @@ class _Cluster:
         return Stream(answer.headers.get("x-kvroute-replica", ""), len(prompt), sent_s, tokens_s)
 
     def _prompt(self, tokens: int) -> list[int]:
-        """Random tokens, so that no replica has them cached."""
+        """Return random tokens, which no replica has cached."""
         return self._rng.choices(TOKEN_IDS, k=tokens)
 
     @contextmanager
@@ -201,7 +207,7 @@ class _Cluster:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Counts the requests of other clients meanwhile."""
+        """Count the requests of other clients until the block ends."""
         watch = asyncio.create_task(self._watch())
         try:
             yield
@@ -214,14 +220,14 @@ class _Cluster:
             replica_status = (await _facts(self._client, self._url))["replicas"]
             since_s = time.perf_counter() - STALE_S
             recent = [number for until_s, number in self._levels if until_s > since_s]
-            # Each replica's reported load may be from a moment when all own requests were there.
+            # Each replica's reported load may be from a time when it had all of our requests.
             own = self.replicas * max([self._in_flight, *recent])
             self.foreign_requests = max(self.foreign_requests, _requests(replica_status) - own)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
 
 def median_prefills(samples: Sequence[Prefill]) -> list[Prefill]:
-    """One sample for each length."""
+    """Return one sample for each length."""
     by_tokens: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         by_tokens[sample.tokens].append(sample.ttft_s)
@@ -229,7 +235,7 @@ def median_prefills(samples: Sequence[Prefill]) -> list[Prefill]:
 
 
 def median_decodes(samples: Sequence[Decode]) -> list[Decode]:
-    """One sample for each number of sequences."""
+    """Return one sample for each number of sequences."""
     by_sequences: dict[int, list[Decode]] = defaultdict(list)
     for sample in samples:
         by_sequences[sample.sequences].append(sample)
@@ -240,9 +246,9 @@ def median_decodes(samples: Sequence[Decode]) -> list[Decode]:
 
 
 def decode_sample(streams: Sequence[Stream]) -> Decode | None:
-    """The mean step while all streams of a replica decoded together.
+    """Return the mean step while all streams of a replica decoded together.
 
-    None when that time was too short. Tokens that arrive in one packet have the same time, so steps
+    Returns None if that time was too short. Tokens in one packet have equal arrival times, so steps
     are counted, not timed one by one.
     """
     starts_s = max(stream.tokens_s[0] for stream in streams)
@@ -264,7 +270,7 @@ async def _facts(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
 
 
 def _card(cards: Sequence[dict[str, Any]], model: str | None) -> dict[str, Any]:
-    """The card of the named model, or of the only one."""
+    """Return the card of the named model, or of the only one."""
     if model is None and len(cards) == 1:
         return cards[0]
     for card in cards:
@@ -275,8 +281,8 @@ def _card(cards: Sequence[dict[str, Any]], model: str | None) -> dict[str, Any]:
 
 
 def _requests(replica_status: Iterable[Mapping[str, Any]]) -> int:
-    """The replicas' running and waiting requests."""
-    return sum(each["running"] + each["waiting"] for each in replica_status)
+    """Return the number of the replicas' running and waiting requests."""
+    return sum(replica["running"] + replica["waiting"] for replica in replica_status)
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:

@@ -1,6 +1,6 @@
-"""The speed of a modelled replica; the defaults describe an 8B model on a GPU like H200.
+"""The speed of a modelled replica. The defaults describe an 8B model on a GPU like H200.
 
-Separate from the engine itself, so that the command line, which names profiles, starts fast.
+The engine itself is in another module, so that the command line, which lists profiles, starts fast.
 """
 
 from dataclasses import dataclass, replace
@@ -8,24 +8,26 @@ from dataclasses import dataclass, replace
 from kvroute.prefill.speed import PrefillModel
 
 PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
-KV_BYTES = 131_072  # keys and values of a token
-HOST_GB_PER_S = 50.0  # of copies from host memory
+KV_BYTES = 131_072  # bytes of a token's keys and values
+HOST_GB_PER_S = 50.0  # speed of copies from host memory in GB/s
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
     prefill: PrefillModel = PREFILL
-    step_s: float = 5e-3  # each step
-    sequence_s: float = 20e-6  # each sequence in it
-    context_token_s: float = 27e-9  # each token that a decode reads
-    chunk_tokens: int = 8192  # tokens of one step, prefill and decode together
+    step_s: float = 5e-3  # fixed time of a step
+    sequence_s: float = 20e-6  # time of each sequence in a step
+    context_token_s: float = 27e-9  # time of each context token that a decode reads
+    chunk_tokens: int = 8192  # most tokens of a step, prefill and decode together
     max_sequences: int = 256
 
     def alone_s(self, hit_tokens: int, input_tokens: int, output_tokens: int) -> float:
-        """From the arrival to the last token, of a request that is alone on a replica."""
+        """Return the seconds from arrival to last token of a request alone on a replica."""
         decodes = output_tokens - 1  # the prefill's last step has the first token
         steps = -(-(input_tokens - hit_tokens) // self.chunk_tokens) + decodes
-        context_tokens = decodes * input_tokens + decodes * output_tokens // 2  # read, in all
+        context_tokens = (
+            decodes * input_tokens + decodes * output_tokens // 2
+        )  # tokens read in all steps
         return (
             self.prefill.seconds(hit_tokens, input_tokens)
             + steps * (self.step_s + self.sequence_s)
@@ -33,7 +35,7 @@ class EngineModel:
         )
 
     def at_speed(self, factor: float) -> "EngineModel":
-        """The same engine, everything `factor` times as fast."""
+        """Return an engine that does everything `factor` times as fast."""
         return replace(
             self,
             prefill=PrefillModel(factor * self.prefill.tokens_per_s, self.prefill.attention_tokens),

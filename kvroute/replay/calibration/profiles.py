@@ -1,8 +1,8 @@
-"""Profiles describe a replica's speed and cache: named ones, or a JSON file with the same numbers.
+"""Profiles of a replica's speed and cache: named ones, or a JSON file with the same numbers.
 
-`h200-8b`, the default, has the results of `derived`, rounded. The others have its exact results.
-None is measured; docs/measurements.md compares `h100-8b` with an H100, and `kvroute calibrate`
-measures your own.
+The default `h200-8b` has rounded results of `derived`; the other profiles have its exact results.
+No named profile is measured: docs/measurements.md compares `h100-8b` with an H100, and `kvroute
+calibrate` measures a cluster of your own.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from kvroute.settings.help import expectation
 DEFAULT_ENGINE = "h200-8b"
 ASSUMED = EngineModel()
 
-PEAK_FLOPS_SHARE = 0.4  # of the dense BF16 peak, in prefill
-STEP_OVERHEAD_S = 1.5e-3  # scheduling and launches of a step, without reading the weights
-MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache: vLLM's default
-BYTES = 2  # of a number in BF16: weights and KV cache
+PEAK_FLOPS_SHARE = 0.4  # share of the dense BF16 peak that prefill reaches
+STEP_OVERHEAD_S = 1.5e-3  # seconds of scheduling and launches in a step
+MEMORY_SHARE = 0.9  # share of a GPU's memory for weights and KV cache: vLLM's default
+BYTES = 2  # bytes of a number in BF16, as in weights and KV cache
 
 
 class ProfileError(ValueError):
-    """A profile cannot be used; the message says why and what to write."""
+    """A profile cannot be used. The message says why and what to write."""
 
 
 class Profile(BaseModel):
@@ -34,20 +34,21 @@ class Profile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    prefill_tokens_per_s: PositiveFloat = ASSUMED.prefill.tokens_per_s  # at a prompt's start
-    attention_tokens: PositiveFloat = ASSUMED.prefill.attention_tokens  # where it is half of that
+    prefill_tokens_per_s: PositiveFloat = ASSUMED.prefill.tokens_per_s  # speed at a prompt's start
+    # Position in the prompt at which the speed is half of that.
+    attention_tokens: PositiveFloat = ASSUMED.prefill.attention_tokens
     step_s: PositiveFloat = ASSUMED.step_s
     sequence_s: NonNegativeFloat = ASSUMED.sequence_s
     context_token_s: NonNegativeFloat = ASSUMED.context_token_s
     chunk_tokens: PositiveInt = ASSUMED.chunk_tokens
     max_sequences: PositiveInt = ASSUMED.max_sequences
-    kv_tokens: PositiveInt = 800_000  # that the KV cache holds
-    kv_bytes: PositiveInt = KV_BYTES  # keys and values of a token
-    host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # of copies from host memory, of all its GPUs
+    kv_tokens: PositiveInt = 800_000  # tokens in the KV cache
+    kv_bytes: PositiveInt = KV_BYTES  # bytes of a token's keys and values
+    host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # copies from host memory, all GPUs together
 
     @classmethod
     def of(cls, engine: EngineModel, kv_tokens: int) -> "Profile":
-        """A profile of measured values, rounded to four significant digits."""
+        """Return a profile of measured values, rounded to four significant digits."""
         return cls(
             prefill_tokens_per_s=_rounded(engine.prefill.tokens_per_s),
             attention_tokens=_rounded(engine.prefill.attention_tokens),
@@ -72,12 +73,12 @@ class Profile(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The manufacturer's peak figures."""
+    """A GPU's peak figures from its manufacturer."""
 
-    flops: float  # dense BF16
+    flops: float  # dense BF16 operations per second
     memory_bytes_per_s: float
     memory_bytes: float
-    host_gb_per_s: float  # of copies from host memory: assumed, see below
+    host_gb_per_s: float  # speed of copies from host memory: assumed, see below
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,9 @@ class Model:
     kv_width: int  # key-value heads x head size
 
 
-# Copies from pinned host memory: of a direction of the GPU's link, about 80% is assumed to be left
-# for blocks. An H100 was measured at 54 GB/s. docs/replay.md has NVIDIA's figures.
-PCIE_5, PCIE_4 = 50.0, 25.0  # GB/s
+# Speed of copies from pinned host memory in GB/s. Blocks are assumed to get about 80% of the link's
+# bandwidth in one direction. An H100 was measured at 54 GB/s. docs/replay.md has NVIDIA's figures.
+PCIE_5, PCIE_4 = 50.0, 25.0
 
 H200 = Gpu(989e12, 4.8e12, 141e9, PCIE_5)  # SXM
 H100 = Gpu(989e12, 3.35e12, 80e9, PCIE_5)  # SXM
@@ -103,15 +104,15 @@ LLAMA_70B = Model(70.6e9, layers=80, width=8192, kv_width=1024)
 
 
 def derived(gpu: Gpu, model: Model, *, gpus: int = 1) -> Profile:
-    """A replica of that model on so many GPUs, derived from these figures alone.
+    """Return the profile of a replica of the model on `gpus` GPUs, derived from peak figures.
 
     A token's prefill takes 2 FLOPs for each parameter, and 4 x layers x width for each token before
     it; both are equal at parameters / (2 x layers x width) tokens. A step reads the weights once,
-    and keys and values of every token in its sequences' context, at the memory's peak speed.
-    Communication between GPUs takes no time here. Each GPU has its own link to host memory.
+    and the keys and values of all context tokens, at the memory's peak speed. Communication between
+    GPUs is assumed to take no time. Each GPU has its own link to host memory.
     """
     weight_bytes = BYTES * model.parameters
-    kv_bytes = 2 * BYTES * model.layers * model.kv_width  # of one token
+    kv_bytes = 2 * BYTES * model.layers * model.kv_width  # bytes of one token
     bytes_per_s = gpus * gpu.memory_bytes_per_s
     return Profile(
         prefill_tokens_per_s=gpus * PEAK_FLOPS_SHARE * gpu.flops / (2 * model.parameters),
@@ -135,7 +136,11 @@ PROFILES = {
 
 
 def load_profile(name_or_file: str) -> Profile:
-    """The profile of that name, or the one in that file. Raises ProfileError."""
+    """Return the named profile, or the profile in the file.
+
+    Raises:
+        ProfileError: There is no such profile, or the file is invalid.
+    """
     if name_or_file in PROFILES:
         return PROFILES[name_or_file]
     try:
@@ -143,8 +148,8 @@ def load_profile(name_or_file: str) -> Profile:
     except OSError as error:
         raise ProfileError(
             f"--engine is {name_or_file!r}, which is no profile and cannot be read "
-            f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file as "
-            "kvroute calibrate writes it"
+            f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file "
+            "such as kvroute calibrate writes"
         ) from None
     try:
         return Profile.model_validate_json(content)
@@ -162,6 +167,6 @@ def _explain(details: ErrorDetails) -> str:
         return f"{details['msg']}; expected an object such as {Profile().model_dump_json()}"
     name = str(details["loc"][0])
     if name not in Profile.model_fields:
-        return f"{name!r} is no number of an engine; there are {', '.join(Profile.model_fields)}"
+        return f"{name!r} is no field of a profile; expected {', '.join(Profile.model_fields)}"
     example = Profile.model_fields[name].default
     return f"{name} is {details['input']!r}; {expectation(details['msg'])}, such as {example}"

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's policy, and its router's queue."""
+"""The policy and the router queue of NVIDIA Dynamo."""
 
 import random
 from collections import Counter
@@ -10,21 +10,21 @@ from kvroute.replay.policies.protocol import Sending, Setup
 from kvroute.replay.policies.rivals import Prefilling
 from kvroute.replay.workload.trace import Request
 
-QUEUE_STEPS = 16  # of prompt tokens to compute on every replica: requests wait in the router
+QUEUE_STEPS = 16  # engine steps of pending prompt tokens above which a replica gets no request
 
 
 class Dynamo(Prefilling):
-    """Dynamo's default: blocks to prefill there, this prompt's included, plus blocks in use.
+    """Dynamo's default cost: blocks to prefill on a replica, with this prompt, plus blocks in use.
 
     From ai-dynamo/dynamo, lib/kv-router/src/scheduling: selector/default.rs, with an overlap
     credit of 1 without decay and temperature 0, KvRouterConfig's defaults there.
 
     Its queue, from queue.rs, policy.rs and config.rs: while every replica has more prompt tokens to
     compute than router_queue_threshold (16) x max_num_batched_tokens, requests wait, by default
-    first come, first served. Hits are looked up again when a request leaves the queue, as there
-    with overlap refresh.
+    first come, first served. Hits are looked up again when a request leaves the queue, as in
+    Dynamo's overlap refresh.
 
-    A block that only host memory has counts 0.75: host_cache_hit_weight's default there.
+    A block in host memory only counts 0.75, the default of Dynamo's host_cache_hit_weight.
     """
 
     host_credit = 0.75
@@ -43,7 +43,7 @@ class Dynamo(Prefilling):
             yield Sending(request, self.choose(request))
 
     def turn(self, request: Request, now_s: float) -> float:
-        """The least goes first; `fcfs`."""
+        """Return the sort key of the queue: the time of arrival, as in Dynamo's `fcfs`."""
         return now_s
 
     def has_room(self) -> bool:
@@ -71,8 +71,11 @@ class Dynamo(Prefilling):
 
 
 class DynamoShortestFirst(Dynamo):
-    """Dynamo with router_queue_policy `wspt`, weighted shortest processing time: the fewest tokens
-    to compute go first, with the best hits known on arrival; all weights are 1."""
+    """Dynamo with router_queue_policy `wspt`, weighted shortest processing time.
+
+    The request with the fewest tokens to compute goes first, by the best hits on its arrival. All
+    weights are 1.
+    """
 
     def turn(self, request: Request, now_s: float) -> float:
         return max(1, min(self.missing_tokens(request)))

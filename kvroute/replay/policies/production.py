@@ -1,6 +1,6 @@
-"""Routing policies for a replay: kvroute's production code, and others written from their sources.
+"""Routing policies for a replay: kvroute's production code, and models of other routers.
 
-Every policy knows what a router knows: the index, after its delay, and its own requests.
+Each policy has a router's information: the index, after its delay, and its own requests.
 """
 
 import random
@@ -32,11 +32,11 @@ from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.policy import Candidate
 from kvroute.router.sessions.returns import Retention, Said
 
-RETRY_SHARE = 1 / 60  # of IDLE_S, between two looks at idle sessions while others wait
+RETRY_SHARE = 1 / 60  # interval of the search for idle sessions, as a share of IDLE_S
 
 
 class Production:
-    """kvroute: a Router's Fleet, loads, branches, ranking and messages, on the trace's clock."""
+    """kvroute: the Fleet, queue, seats and messages of a real router, on the trace's clock."""
 
     report_s = 0.25  # as replicas do (TELL_INTERVAL_S in replica/deployment.py)
     report_age_s = 0.002
@@ -46,8 +46,8 @@ class Production:
         self._now_s = 0.0
         self._queue = Queue[Request](lambda: self._fleet.loads.scale.busy_s)
         self._seats = Seats[Request](lambda: self._fleet.cache_tokens)
-        self._retentions: dict[int, Retention] = {}  # of requests that have come and were not sent
-        self._has_told = False  # other routers that something waits
+        self._retentions: dict[int, Retention] = {}  # request not yet sent -> its retention
+        self._has_reported = False  # whether the last message listed waiting requests
         self._peer_publisher = PeerPublisher(
             queue=self._queue,
             seats=self._seats,
@@ -106,7 +106,7 @@ class Production:
         self._queue.add(Held(request, now_s, there.own_s + there.copy_s, home=placement.home))
 
     def sends(self, now_s: float) -> Iterator[Sending]:
-        """Send the requests whose turn it is, after those that have a seat now were queued."""
+        """Queue the requests that get a seat now, and yield the requests that leave the queue."""
         while waiter := self._seats.due(now_s):
             self._queue_up(waiter.request, self._place(waiter.request, now_s), waiter.arrived_s)
             yield from self._sends(now_s)  # takes the seat before another session gets it
@@ -117,7 +117,7 @@ class Production:
             yield self._send(held, now_s)
 
     def wakes_s(self) -> float | None:
-        """Return the time until a replica has room for what waits, or until seats are idle."""
+        """Return the seconds until a replica has room for a request, or seats may be idle."""
         waits_s = [RETRY_SHARE * IDLE_S] if self._seats else []
         if self._queue and self._peer_subscriber.alive:  # whose requests may come first
             waits_s.append(self._queue.wake_s)
@@ -153,7 +153,7 @@ class Production:
         return placement.ranking[0]
 
     def kept(self, keep: Keep, request: Request) -> Keep | None:
-        """As its replica keeps its blocks when the answer has ended."""
+        """Return the retention hint for its blocks at the end of the answer."""
         return keep.after_tool_call if request.is_tool_call else keep
 
     def first_token(self, request: Request, now_s: float) -> None:
@@ -178,8 +178,11 @@ class Production:
     def take_message(self, now_s: float) -> Message | None:
         self._now_s = now_s
         message = self._peer_publisher.take()
-        has_told, self._has_told = self._has_told, bool(message.waiting and message.waiting.places)
-        return message if message.events or has_told or self._has_told else None
+        has_reported, self._has_reported = (
+            self._has_reported,
+            bool(message.waiting and message.waiting.places),
+        )
+        return message if message.events or has_reported or self._has_reported else None
 
     def receive(self, message: Message, now_s: float) -> None:
         self._now_s = now_s
@@ -187,17 +190,17 @@ class Production:
 
 
 class LeastRecentlyUsed(Production):
-    """kvroute, but engines evict what was not used for the longest time."""
+    """kvroute without retention hints, so that engines evict the least recently used blocks."""
 
     def kept(self, keep: Keep, request: Request) -> Keep | None:
         return None
 
 
 class MinTtft(Production):
-    """The earliest first token for this request: queued prefill plus its own, with its hit.
+    """The replica with the earliest first token: queued prefill plus the prompt's own, after hits.
 
-    Mooncake's rule as it is commonly described, without KV transfers between replicas; kvroute's
-    cost with only the terms W, reload, own and copy.
+    This is Mooncake's rule as it is commonly described, without KV transfers between replicas. It
+    is kvroute's cost with only the terms W, reload, own and copy.
     """
 
     def best(self, placement: Placement) -> Candidate:

@@ -1,4 +1,4 @@
-"""What a replay asks of a routing policy, and what a policy is told."""
+"""The interface between a replay and a routing policy."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from kvroute.replay.workload.trace import Request
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A router's initial facts about its replicas."""
+    """What a router knows of its replicas at the start."""
 
     replicas: int
     kv_tokens: int
     prefill: PrefillModel
     block_tokens: int
-    chunk_tokens: int = 8192  # of one step of an engine: vLLM's max_num_batched_tokens
+    chunk_tokens: int = 8192  # largest number of tokens in an engine step: max_num_batched_tokens
     host: HostTier | None = None
 
     @property
@@ -29,18 +29,17 @@ class Setup:
 
 
 class Sending(NamedTuple):
-    """A request that goes to a replica. order_s: its turn there, after its arrival. new_tokens: to
-    compute there, as the router expects. keep: how long its blocks stay cached there."""
+    """A request that goes to a replica."""
 
     request: Request
     replica: int
-    order_s: float = 0.0
-    new_tokens: int | None = None
-    keep: Keep | None = None
+    order_s: float = 0.0  # added to its arrival for its place in the replica's queue
+    new_tokens: int | None = None  # prompt tokens to compute, as the router expects
+    keep: Keep | None = None  # retention hint for its blocks
 
 
 class Report(NamedTuple):
-    """What a replica says of itself."""
+    """A replica's report of its load."""
 
     load: Load
     pending_tokens: int  # uncached prompt tokens of the requests without a first token
@@ -49,17 +48,17 @@ class Report(NamedTuple):
 class Policy(Protocol):
     """One router's decisions, and the events from which it learns."""
 
-    report_s: float  # between two reports of the replicas; infinite: it reads none
-    report_age_s: float  # of a report when the router has it
+    report_s: float  # seconds between two reports of the replicas; infinite: it reads none
+    report_age_s: float  # age of a report when it reaches the router
 
     def arrived(self, request: Request, now_s: float) -> None:
-        """A client's request. It waits in the router until `sends` has it."""
+        """Accept a client's request. It waits in the router until `sends` returns it."""
 
     def sends(self, now_s: float) -> Iterable[Sending]:
-        """The requests that go to replicas now, in this order."""
+        """Return the requests that go to replicas now, in this order."""
 
     def wakes_s(self) -> float | None:
-        """When it wants to be asked again, should nothing happen before. None: never."""
+        """Return the seconds until `sends` should be called if no event happens; None: never."""
 
     def first_token(self, request: Request, now_s: float) -> None: ...
 
@@ -70,11 +69,13 @@ class Policy(Protocol):
     ) -> None: ...
 
     def reported(self, reports: Sequence[Report], now_s: float) -> None:
-        """What every replica said of itself, in the replicas' order. Without other routers there
-        are no reports, since a router then knows all that is sent."""
+        """Receive every replica's report, in the replicas' order.
+
+        A single router gets no reports, since it knows of all requests.
+        """
 
     def take_message(self, now_s: float) -> Message | None:
-        """Its events for the other routers since the last call."""
+        """Return its events for the other routers since the last call."""
 
     def receive(self, message: Message, now_s: float) -> None:
-        """A message of another router, after its delay."""
+        """Receive a message of another router, after its delay."""

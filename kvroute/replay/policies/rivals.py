@@ -1,4 +1,4 @@
-"""Other routers' policies, written from their sources; those of Dynamo are in dynamo.py."""
+"""Models of other routers' policies, written from their sources. Dynamo's is in dynamo.py."""
 
 import math
 import random
@@ -27,13 +27,13 @@ class Counting:
         self.replicas = range(setup.replicas)
         self.setup = setup
         self.rng = rng
-        self.active = [0] * setup.replicas  # requests not answered yet
-        self.queued = [0] * setup.replicas  # requests without a first token
+        self.active = [0] * setup.replicas  # replica -> requests whose answer has not ended
+        self.queued = [0] * setup.replicas  # replica -> requests without a first token
         self.at: dict[int, int] = {}  # request -> replica
         self._arrived: list[Request] = []
 
     def pick(self, request: Request) -> int:
-        """The replica for this request."""
+        """Return the replica for this request."""
         raise NotImplementedError
 
     def arrived(self, request: Request, now_s: float) -> None:
@@ -74,7 +74,7 @@ class Counting:
     def receive(self, message: Message, now_s: float) -> None: ...
 
     def least(self, cost: Sequence[float], among: Sequence[int] | None = None) -> int:
-        """The replica with the least cost; ties are broken at random."""
+        """Return the replica with the least cost, a random one among equals."""
         return min(among or self.replicas, key=lambda replica: (cost[replica], self.rng.random()))
 
 
@@ -96,8 +96,8 @@ class Baseline(Counting):
 class ConsistentHash(Counting):
     """A ring with 100 points per replica.
 
-    The key is the session. Where the trace does not name it, it is the first two blocks: all
-    prompts may share one block.
+    The key is the session. If the trace names no session, the key is the prompt's first two
+    blocks, since all prompts may share the first one.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
@@ -115,14 +115,14 @@ class ConsistentHash(Counting):
 class RayPrefix(Counting):
     """Ray Serve's PrefixCacheAffinityRouter, with its defaults: no load threshold, match >= 10%.
 
-    From ray 2.60, ray/llm/_internal/serve/routing_policies/prefix_aware. It remembers where it sent
-    each block. It picks the shortest queue among the longest matches; without a match, among the
-    replicas that received least text.
+    From ray 2.60, ray/llm/_internal/serve/routing_policies/prefix_aware. It stores to which
+    replicas it sent each block. It picks the shortest queue among the longest matches, or, without
+    a match, among the replicas that received the least text.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
-        self.tree: dict[Fingerprint, int] = {}  # block -> bits of the replicas it was sent to
+        self.tree: dict[Fingerprint, int] = {}  # block -> bit set of replicas it was sent to
         self.sizes = [0] * setup.replicas
 
     def pick(self, request: Request) -> int:
@@ -141,11 +141,11 @@ class RayPrefix(Counting):
 
 
 class SGLang(Counting):
-    """SGLang's cache_aware: least load if out of balance, else the longest match above 30%.
+    """SGLang's cache_aware: least load if unbalanced, else the longest match above 30%.
 
     From sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs; thresholds are the
-    defaults of RouterArgs. It remembers where it sent each block, without eviction: its tree has
-    room for more than a trace.
+    defaults of RouterArgs. It stores where it last sent each block. Nothing is evicted, because its
+    tree is larger than a trace.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
@@ -168,7 +168,7 @@ class SGLang(Counting):
 class Indexed(Counting):
     """A policy that also follows the index."""
 
-    host_credit = 1.0  # of a block that only host memory has; one in GPU memory counts 1
+    host_credit = 1.0  # value of a block in host memory only; a block in GPU memory counts 1
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
@@ -177,7 +177,7 @@ class Indexed(Counting):
             self.mirror.join(str(replica))
 
     def hits(self, request: Request) -> list[float]:
-        """How many leading blocks of the prompt each replica holds, by what they count."""
+        """Return the value of the prompt's leading blocks on each replica."""
         hits = self.mirror.hits(request.reusable)
         gpu = [hits.get(str(replica), 0) for replica in self.replicas]
         if self.setup.host is None:
@@ -201,10 +201,10 @@ class Prefilling(Indexed):
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
         self.prefill_tokens: list[float] = [0] * setup.replicas
-        self.new_tokens: dict[int, float] = {}  # request -> prompt tokens to compute
+        self.new_tokens: dict[int, float] = {}  # request index -> prompt tokens to compute
 
     def missing_tokens(self, request: Request) -> list[float]:
-        """How many tokens of the prompt each replica lacks, as far as its hits count."""
+        """Return the prompt tokens that each replica has to compute."""
         return [request.input_tokens - hit * request.block_tokens for hit in self.hits(request)]
 
     def pick(self, request: Request) -> int:
@@ -214,7 +214,7 @@ class Prefilling(Indexed):
         return replica
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
-        """Of sending it to each replica, which lacks so many tokens of the prompt."""
+        """Return the cost of each replica, which has to compute `missing` tokens of the prompt."""
         raise NotImplementedError
 
     def sent(self, request: Request, replica: int) -> None:
@@ -226,10 +226,10 @@ class Prefilling(Indexed):
 
 
 class LMetric(Prefilling):
-    """Prompt tokens to compute there, this prompt's included, times requests there, this one too.
+    """A replica's pending prompt tokens times its requests, both with this request.
 
     From "LMetric: Simple is Better - Multiplication May Be All You Need for LLM Request
-    Scheduling", arXiv 2603.15202. In its favour, prompts also count as cached where they were sent.
+    Scheduling", arXiv 2603.15202. In its favour, a prompt counts as cached as soon as it was sent.
     """
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
@@ -250,9 +250,9 @@ class LlmD(Indexed):
     From llm-d/llm-d-inference-scheduler: weights in
     deploy/config/epp-precise-prefix-cache-config.yaml, which leaves speculative indexing at its
     default, off; the queue's scale in queuedepth/README.md. It scrapes queues and KV use from vLLM,
-    every 50 ms by default (refreshMetricsInterval). A single router's own counters replace that
-    here, minus the one request that no longer waits: they are never late. A block that only host
-    memory has counts 0.8, the default weight of `cpu` in llm-d-kv-cache-manager.
+    every 50 ms by default (refreshMetricsInterval). A single router uses its own counters here
+    instead, which are never late, minus the one request that runs. A block in host memory only
+    counts 0.8, the default weight of `cpu` in llm-d-kv-cache-manager.
     """
 
     report_s = 0.05
@@ -261,7 +261,7 @@ class LlmD(Indexed):
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
         self.kv_tokens = [0] * setup.replicas
-        self.scraped: list[tuple[int, float]] | None = None  # of each replica: waiting, KV in use
+        self.scraped: list[tuple[int, float]] | None = None  # replica -> waiting, KV use
 
     def pick(self, request: Request) -> int:
         blocks = max(1, len(request.reusable))
@@ -277,7 +277,7 @@ class LlmD(Indexed):
         return self.least(cost)
 
     def counted(self) -> list[tuple[int, float]]:
-        """What a scrape would show now if this router were the only one."""
+        """Return what a scrape would show now if this router were the only one."""
         return [
             (max(0, queued - 1), min(1.0, tokens / self.setup.kv_tokens))
             for queued, tokens in zip(self.queued, self.kv_tokens, strict=True)
@@ -296,14 +296,16 @@ class LlmD(Indexed):
 
 
 class LlmDSpeculative(LlmD):
-    """llm-d with speculative indexing: a prompt's blocks count as cached where it was sent, for the
-    default of 2 s, as in preciseprefixcache/README.md."""
+    """llm-d with speculative indexing, as in preciseprefixcache/README.md.
 
-    EXPECTED_S = 2.0
+    A prompt's blocks count as cached on the replica that it was sent to, for EXPECTED_S.
+    """
+
+    EXPECTED_S = 2.0  # llm-d's default
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
-        self.expected = deque[tuple[float, int, Request]]()  # since when, on which replica
+        self.expected = deque[tuple[float, int, Request]]()  # time of sending, replica, request
 
     def sends(self, now_s: float) -> Iterable[Sending]:
         while self.expected and self.expected[0][0] <= now_s - self.EXPECTED_S:

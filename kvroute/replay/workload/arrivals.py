@@ -17,12 +17,12 @@ from kvroute.replay.workload.trace import Request, at_speed, native_rps
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests, who of them waits for whom, and how fast they come."""
+    """Requests with their arrival times and dependencies."""
 
     requests: list[Request]
     loop: Loop
-    summary: str  # of the pace, in words
-    parameters: Mapping[str, float]  # the same by name
+    summary: str  # the pace, for the terminal
+    parameters: Mapping[str, float]  # the pace as named figures
 
 
 def arrivals_at(
@@ -31,8 +31,17 @@ def arrivals_at(
     engine: EngineModel,
     saturation_rps: Callable[[], float],
 ) -> Arrivals:
-    """The trace's requests at that pace; the saturation is asked for only if it needs it. Raises
-    TraceError."""
+    """Return the trace's requests at the pace.
+
+    Args:
+        pace: The pace.
+        recorded: The trace's requests at its own pace.
+        engine: Engine for the durations of answers that the trace lacks.
+        saturation_rps: Computes the saturation; called only if the pace depends on it.
+
+    Raises:
+        TraceError: The trace does not allow the pace.
+    """
     native = native_starts_per_s(recorded) if pace.is_closed_loop else native_rps(recorded)
     if pace.sessions is not None:
         requests, loop = starts_at_once(recorded, pace.sessions, engine)

@@ -1,6 +1,6 @@
-"""How fast requests arrive, as a user says it.
+"""The pace of a replay's arrivals, from the command line.
 
-Separate from the replay itself, so that the command line starts fast.
+This module has no heavy imports, so that the command line starts fast.
 """
 
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """At most one of the four is given; none: the trace's own speed."""
+    """The pace. At most one of the first four fields is set; without any: the trace's own speed."""
 
-    load: float | None = None  # share of saturation
-    speed: float | None = None  # multiple of the trace's own
-    rate: float | None = None  # requests a second; in a closed loop, sessions started
-    sessions: int | None = None  # that run at once, in a closed loop
+    load: float | None = None  # arrival rate as a share of saturation
+    speed: float | None = None  # arrival rate as a multiple of the trace's
+    rate: float | None = None  # requests per second; in a closed loop, started sessions
+    sessions: int | None = None  # number of sessions that run at once, in a closed loop
     is_closed_loop: bool = False
 
     @property

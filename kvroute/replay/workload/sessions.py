@@ -1,4 +1,4 @@
-"""What clients may say of their sessions' ends, in a replay of a trace that does not have it."""
+"""Adds clients' hints about ended sessions to a trace that has none."""
 
 import random
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from kvroute.replay.workload.trace import Request
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Shares of requests that say that their session ends."""
+    """Shares of requests that carry the hint that their session ends."""
 
-    right: float = 0.0  # of those on which no later prompt of the trace goes on
-    wrong: float = 0.0  # of all others
+    right: float = 0.0  # share among requests whose prompt no later request continues
+    wrong: float = 0.0  # share among all other requests
 
 
 def with_ends(requests: Sequence[Request], ends: Ends, seed: int) -> list[Request]:
-    """The same requests; some say that their session ends."""
-    rng, goes_on = random.Random(seed), set[Fingerprint]()
-    told = []
+    """Return the requests, some with the hint that their session ends."""
+    rng, continued = random.Random(seed), set[Fingerprint]()
+    hinted = []
     for request in reversed(requests):
-        is_last = not request.reusable or request.reusable[-1] not in goes_on
-        goes_on.update(request.blocks)
+        is_last = not request.reusable or request.reusable[-1] not in continued
+        continued.update(request.blocks)
         share = ends.right if is_last else ends.wrong
-        told.append(replace(request, is_end=True) if rng.random() < share else request)
-    return told[::-1]
+        hinted.append(replace(request, is_end=True) if rng.random() < share else request)
+    return hinted[::-1]

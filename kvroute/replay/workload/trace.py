@@ -2,11 +2,10 @@
 
 The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input_length` and
 `output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: equal
-ids mean equal prefixes up to that block. Blocks behind the last id are the request's own: no other
-request has them. A cluster's own request log (request_log.py) also has the
-block size, the requested model, and the time and outcome of each request. A trace may say which
-`session` a request belongs to, that its answer ends with a `tool_call` (or `hint` 1), and that its
-client says `session_end` with it.
+ids mean equal prefixes up to that block. Blocks after the last id belong to this request only. A
+cluster's request log (request_log.py) also has the block size, the requested model, and the time
+and outcome of each request. Optional fields are the `session` of a request, `tool_call` (or `hint`
+1) if its answer ends with one, and `session_end` if the client sent that hint.
 """
 
 import json
@@ -22,14 +21,14 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 
-BLOCK_TOKENS = 512  # the default for a trace without a block size: Mooncake's
-MOST_TOKENS = 100_000_000  # of a prompt; more is a mistake in the trace
+BLOCK_TOKENS = 512  # block size of a trace that names none, as in Mooncake's traces
+MOST_TOKENS = 100_000_000  # largest accepted prompt; more tokens are a mistake in the trace
 NOT_RUN = ("failed", "refused")  # outcomes of requests that are not replayed
-TICK_S = 3.0  # the longest time over which requests with one timestamp are spread
+TICK_S = 3.0  # longest time in seconds over which requests with equal timestamps are spread
 
 
 class TraceError(ValueError):
-    """The trace cannot be replayed; the message says which line and why."""
+    """The trace cannot be replayed. The message names the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +38,42 @@ class Request:
     input_tokens: int
     output_tokens: int
     blocks: tuple[Fingerprint, ...]  # the prompt's full blocks
-    block_tokens: int = BLOCK_TOKENS  # of each block, the same in all requests of a trace
-    model: str | None = None  # also the same in all; None when the trace has none
-    session: str | None = None  # of which it is a turn
-    answered_s: float | None = None  # from its arrival to the answer's end, as recorded
-    is_tool_call: bool = False  # its answer ends with one
-    is_end: bool = False  # its client says that the session ends with it
-    own_blocks: int = 0  # the last of its blocks, for which the trace has no ids
+    block_tokens: int = BLOCK_TOKENS  # tokens per block, the same in all requests of a trace
+    model: str | None = None  # the same in all requests; None if the trace names no model
+    session: str | None = None  # session of which the request is a turn
+    answered_s: float | None = None  # recorded seconds from its arrival to the end of its answer
+    is_tool_call: bool = False  # whether its answer ends with a tool call
+    is_end: bool = False  # whether its client sent the hint that the session ends
+    own_blocks: int = 0  # number of blocks at the end for which the trace has no ids
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
-        """The blocks that it can reuse from a cache: never the last token's."""
+        """Return the blocks that a cache can supply; the last token is always computed."""
         return self.blocks[: reusable_blocks(self.input_tokens, self.block_tokens)]
 
 
 def read(path: Path, *, limit: int | None, seed: int, model: str | None = None) -> list[Request]:
-    """The trace's requests in order of arrival, starting at 0 s, at the trace's own speed.
+    """Return the trace's requests in order of arrival, starting at 0 s, at the trace's own speed.
 
-    A folder is the request log of several routers: all its .jsonl files are read.
-    model: only requests for this model are read.
+    Args:
+        path: File with the trace, or a folder with the request logs of several routers, of which
+            all .jsonl files are read.
+        limit: Largest number of requests; None: all.
+        seed: Seed for spreading requests with equal timestamps.
+        model: Read only requests for this model.
+
+    Raises:
+        TraceError: The trace cannot be replayed.
     """
     recorded = sorted(_requests(path, model), key=lambda request: request.arrival_s)[:limit]
     if len(recorded) < 2:
         of_model = f" of {model}" if model else ""
         raise TraceError(
-            f"{path} holds {len(recorded)} requests{of_model}; a replay needs two at least"
+            f"{path} has {len(recorded)} requests{of_model}; a replay needs at least two"
         )
     first_s = recorded[0].arrival_s
     if first_s == recorded[-1].arrival_s:
-        raise TraceError(f"{path}: all timestamps are equal; a rate of arrivals needs two")
+        raise TraceError(f"{path}: all timestamps are equal, so there is no rate of arrivals")
     times_s = _spread([r.arrival_s - first_s for r in recorded], random.Random(seed))
     return [
         replace(request, index=i, arrival_s=time_s)
@@ -76,22 +82,22 @@ def read(path: Path, *, limit: int | None, seed: int, model: str | None = None) 
 
 
 def at_speed(requests: Iterable[Request], speed: float) -> list[Request]:
-    """The same requests, arriving `speed` times as fast."""
+    """Return the requests with `speed` times the rate of arrivals."""
     return [replace(request, arrival_s=request.arrival_s / speed) for request in requests]
 
 
 def native_rps(recorded: Sequence[Request]) -> float:
-    """Requests a second in the trace's own time."""
+    """Return the requests per second in the trace's own time."""
     return len(recorded) / span_s(recorded)
 
 
 def span_s(requests: Sequence[Request]) -> float:
-    """From the first arrival to the last."""
+    """Return the seconds from the first arrival to the last."""
     return requests[-1].arrival_s - requests[0].arrival_s
 
 
 def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
-    """What each request would find in one shared cache that forgets nothing."""
+    """Return each request's hit tokens in one shared cache without eviction."""
     seen: set[Fingerprint] = set()
     hits = []
     for request in requests:
@@ -103,7 +109,7 @@ def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
 
 
 def unnamed(requests: Sequence[Request]) -> str:
-    """Return how much of a trace has no block ids, in words; nothing if all has."""
+    """Return a line about the blocks without ids in the trace, or ""."""
     lines = sum(request.own_blocks > 0 for request in requests)
     if not lines:
         return ""
@@ -111,7 +117,7 @@ def unnamed(requests: Sequence[Request]) -> str:
     share = tokens / sum(request.input_tokens for request in requests)
     return (
         f"blocks without an id: in {lines:,} of {len(requests):,} requests, {tokens:,} tokens "
-        f"({share:.1%} of all); each is taken for a block that no other request has"
+        f"({share:.1%} of all); each counts as a block that no other request has"
     )
 
 
@@ -124,18 +130,18 @@ def _requests(path: Path, model: str | None) -> Iterator[Request]:
         first = first or request
         if request.model != first.model:
             raise TraceError(
-                f"{where} asked {request.model}, those before it {first.model}; choose with --model"
+                f"{where} is for {request.model}, earlier lines for {first.model}; set --model"
             )
         if request.block_tokens != first.block_tokens:
             raise TraceError(
-                f"{where} has blocks of {request.block_tokens} tokens, those before it "
-                f"{first.block_tokens}; make two traces of them"
+                f"{where} has blocks of {request.block_tokens} tokens, earlier lines of "
+                f"{first.block_tokens}; split the trace by block size"
             )
         yield request
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Every line, and its location in words. In a folder, a router may still write the last one."""
+    """Yield each line with its location. An incomplete last line in a folder is skipped."""
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         with file.open() as lines:
             for number, line in enumerate(lines, 1):
@@ -145,7 +151,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _request(where: str, line: str) -> Request | None:
-    """None for a failed request: it was sent again and has another line, or never ran."""
+    """Parse a line; return None for a request that failed or never ran."""
     try:
         row = json.loads(line)
         input_tokens = int(row["input_length"])
@@ -169,7 +175,7 @@ def _request(where: str, line: str) -> Request | None:
             own_blocks=max(0, least - len(ids)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise TraceError(f"{where} is no request of a Mooncake trace: {error!r}") from None
+        raise TraceError(f"{where} is not a request of a Mooncake trace: {error!r}") from None
     return None if row.get("outcome") in NOT_RUN else request
 
 
@@ -180,23 +186,23 @@ def _named_blocks(ids: Iterable[Any]) -> Iterator[Fingerprint]:
 
 
 def _own_blocks(where: str, named: int, least: int) -> Iterator[Fingerprint]:
-    """Yield the blocks that a line has tokens but no ids for."""
+    """Yield a unique fingerprint for each block for which a line has tokens but no id."""
     for number in range(named, least):
         yield Fingerprint(xxh3_64_intdigest(f"{where}, block {number}".encode()))
 
 
 def _answered_s(row: dict[str, Any]) -> float | None:
-    """From its arrival to the end of its answer, if a cluster has logged it. Raises ValueError."""
+    """Return the seconds from arrival to the end of the answer, or None if they were not logged."""
     if row.get("duration_s") is None:
         return None
     answered_s = float(row["duration_s"]) + float(row.get("queued_s") or 0.0)
     if not 0.0 <= answered_s < math.inf:
-        raise ValueError(f"duration_s and queued_s are {answered_s} together")
+        raise ValueError(f"duration_s + queued_s is {answered_s}")
     return answered_s
 
 
 def _spread(times_s: Sequence[float], rng: random.Random) -> list[float]:
-    """Spreads requests with the same timestamp uniformly over the time until the next one."""
+    """Spread requests with equal timestamps uniformly over the time until the next timestamp."""
     ticks = [(time_s, len(list(group))) for time_s, group in groupby(times_s)]
     ends_s = [min(later - time_s, TICK_S) for (time_s, _), (later, _) in pairwise(ticks)]
     spread: list[float] = []
