@@ -48,9 +48,9 @@ def test_words_from_before_the_start_are_anothers(tmp_path: Path) -> None:
         try:
             os.write(1, DEAD.encode())
             words = LastWords()
-            before = words.said()
+            before = words.message()
             os.write(1, REFUSED.encode())
-            after = words.said()
+            after = words.message()
         finally:
             os.dup2(kept, 1)
             os.close(kept)
