@@ -359,5 +359,5 @@ async def test_words_tokenise_back_to_the_tokens_that_were_said(
 
 
 def test_a_tokenizer_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected a folder with a tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"name a folder with a tokenizer\.json"):
         SimulatedEngine(SimulatedConfig(), tokenizer="/no/such/folder")
