@@ -15,10 +15,10 @@ from kvroute.contract.keep import KEEP, Keep
 from kvroute.replica.engine.idle_queue import ENDED, LEARNED, STILL_S, IdleQueue, Kind, kind_of
 from kvroute.replica.engine.kv_events import Evictions
 from kvroute.replica.engine.retention import (
+    NO_SESSION,
     PROMISED_SHARE,
     SHARED,
     SHARED_LOOK_S,
-    UNTOLD,
     IdleBlocks,
 )
 
@@ -148,14 +148,14 @@ class AnyUse(RuleBasedStateMachine):
     def a_session_has_exactly_its_own_blocks(self) -> None:
         owned = [(s, block) for s, blocks in self.idle._owned.items() for block in blocks]
         of_blocks = enumerate(self.idle._session_of)
-        told = [(s, block) for block, s in of_blocks if s not in (UNTOLD, SHARED)]
+        told = [(s, block) for block, s in of_blocks if s not in (NO_SESSION, SHARED)]
         assert sorted(owned) == sorted(told)
         assert all(self.idle._owned.values())
 
     @invariant()
     def all_that_sessions_own_has_ended_with_them(self) -> None:
         idle = self.idle
-        over = [block for session in idle._over for block in idle._owned[session]]
+        over = [block for session in idle._ended_sessions for block in idle._owned[session]]
         assert all(idle._queue_of[block] is idle._ended for block in over)
 
     @invariant()
@@ -172,10 +172,10 @@ class AnyUse(RuleBasedStateMachine):
         self.idle.forget(self.held)
         self.idle.pop(len(self.idle), self.now_s)
         assert not self.idle._owned
-        assert not self.idle._over
+        assert not self.idle._ended_sessions
         assert not self.idle._silent
         assert not any(queue.blocks for queue in self.idle._queues.values())
-        assert set(self.idle._session_of) == {UNTOLD}
+        assert set(self.idle._session_of) == {NO_SESSION}
         assert set(self.idle._queue_of) == {self.idle._usual}
 
 
@@ -231,7 +231,7 @@ def test_unlikely_is_what_comes_back_less_than_half_as_often(chance: float, unli
 def test_more_blocks_than_are_idle_are_refused(count: int) -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(*range(count - 1), idle=idle)
-    with pytest.raises(ValueError, match=f"{count} blocks are to be evicted, but {count - 1} are"):
+    with pytest.raises(ValueError, match=f"cannot evict {count} blocks: only {count - 1} are idle"):
         idle.pop(count, 1.0)
     assert len(idle) == count - 1
 
