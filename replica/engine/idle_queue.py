@@ -21,7 +21,7 @@ Idle = tuple[int, float]  # a block, and the time since which it is idle
 class Kind(NamedTuple):
     """The properties that all blocks of a queue have in common."""
 
-    halvings: int  # STEPS times the number of halvings of the chance, from 1
+    halvings: int  # -STEPS * log2(chance of reuse), rounded; MOST + 1 for ended sessions
     still: int = 0  # index in STILL_S of the retention time
     tenant: int = 0  # class of the tenant that promised the retention time, or LEARNED
 
@@ -117,8 +117,8 @@ class IdleQueue:
 def _why(kind: Kind) -> str:
     """Return the reason for the eviction of such blocks, as in Evictions.
 
-    "unlikely" means a chance below 0.42. The kind above it has chances from 0.42 to 0.59, so kinds
-    do not separate chances at exactly a half.
+    "unlikely" means a chance below 0.42. It cannot mean exactly below a half, because one kind has
+    all chances from 0.42 to 0.59.
     """
     if kind == ENDED:
         return "ended"

@@ -29,7 +29,7 @@ class Output:
 
 
 def joined(outputs: Sequence[Output]) -> Output:
-    """Return one output with the content of all these outputs of one choice."""
+    """Join consecutive outputs of one choice to one output."""
     last = outputs[-1]
     return Output(
         last.index,

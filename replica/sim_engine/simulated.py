@@ -476,9 +476,9 @@ class SimulatedEngine(Engine):
         return batch
 
     def _reload(self, choice: _Choice) -> int:
-        """Copy tokens after the choice's hits from host memory if that is faster than computing.
+        """Copy blocks after the choice's hits from host memory, if this is faster than computing.
 
-        Returns the number of these tokens.
+        Returns the number of tokens of these blocks.
         """
         blocks = self._pool.hits_in_host(choice.table)
         if not blocks or self.config.host is None:
@@ -493,8 +493,8 @@ class SimulatedEngine(Engine):
     def _next_waiting(self) -> _Choice | None:
         """Return the first waiting choice that can be admitted.
 
-        Its adapter must have a place in the batch. Its blocks must not be in a copy for another
-        choice: it waits until it can share these blocks.
+        Its adapter must have a place in the batch. If its blocks are just being copied for another
+        choice, it waits until both can share the blocks.
         """
         loras = {choice.lora for choice in (*self._running, *self._reloads) if choice.lora}
         is_full = len(loras) >= self.config.max_loras

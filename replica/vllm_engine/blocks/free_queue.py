@@ -29,7 +29,7 @@ class FreeQueue:
         pool.free_block_queue = self
 
     def label(self, blocks: Sequence[KVCacheBlock], keep: Keep) -> None:
-        """Set the retention of a request's blocks, which may be free already; no null blocks."""
+        """Set the retention of a request's blocks, which may be free already, but not null."""
         self._idle.label([block.block_id for block in blocks], keep)
 
     def end(self, session: int) -> None:

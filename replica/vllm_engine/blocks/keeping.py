@@ -91,7 +91,7 @@ class Keeping:
             queue.label(unchanged, keep)
 
     def end(self, session: int, running: Iterable[Request]) -> None:
-        """End a session: evict its blocks first, also those of its running requests."""
+        """End a session: its blocks are evicted first, also those of its running requests."""
         for args in map(_args, running):
             if KEEP_ARG in args and args[KEEP_ARG][SESSION] == session:
                 args[KEEP_ARG] = msgspec.to_builtins(over(session))

@@ -33,7 +33,7 @@ def fingerprint(pool: BlockPool, space: Space) -> None:
 
 
 def copies_of(pools: Iterable[BlockPool], groups: int) -> list[dict[ExternalBlockHash, int]]:
-    """Return, for each group, the number of blocks cached under each hash, as events have it."""
+    """Return, for each group, the number of blocks cached under each hash that events use."""
     copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(groups)]
     as_numbers = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
     for pool in pools:

@@ -259,7 +259,7 @@ def kvroute_pinned(core: EngineCore, name: str) -> int:
 
 
 def kvroute_label(core: EngineCore, name: str, keep: list[Any]) -> None:
-    """Change the retention of the blocks of a request that has ended; `keep` is a plain Keep."""
+    """Change the retention of an ended request's blocks; `keep` is a Keep as a list."""
     core.scheduler.label_again(name, msgspec.convert(keep, Keep))
 
 

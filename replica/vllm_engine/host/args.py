@@ -26,7 +26,7 @@ def host_args(
         on_cpu: Whether vLLM computes on CPUs.
 
     Raises:
-        CannotRunError: There cannot be a host tier of this size, or beside another tier.
+        CannotRunError: The tier is larger than the memory, or --engine-args has another tier.
     """
     tier_bytes = settings.host_cache_bytes(node_bytes)
     if not tier_bytes or not settings.prefix_caching:
@@ -69,7 +69,7 @@ def check_tier(settings: ReplicaSettings, division: Division, *, is_caching: boo
         is_caching: Whether the engine caches prefixes.
 
     Raises:
-        CannotRunError: It cannot.
+        CannotRunError: The engine caches no prefixes, or the tier is too small.
     """
     size, block_bytes = settings.host_cache_gb, division.host_block_bytes
     blocks = division.host_blocks

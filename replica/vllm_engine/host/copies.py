@@ -83,7 +83,7 @@ class HostCopies(OffloadingWorker):
         source: Sequence[Bytes],
         to: Sequence[Bytes],
     ) -> bool:
-        """Copy blocks; `places` has the places in `source` and those in `to` for each tensor."""
+        """Copy blocks; `places` yields a tensor, places in `source`, and places in `to`."""
         began_s, copied_bytes = time.perf_counter(), 0
         for tensor, (rows, targets) in places:
             copied_bytes += _copy(source[tensor], rows, to[tensor], targets)

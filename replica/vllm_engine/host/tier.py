@@ -84,7 +84,8 @@ class HostTier:
         """Clear the tier without events: the engine's memory is cleared too, with one event.
 
         vLLM cannot clear the tier twice between two steps: it asserts that its workers have been
-        informed of the copies that the first time has stopped. So these are put aside.
+        informed of the copies that the first call stopped. So the list of these copies is empty
+        during the second call.
         """
         scheduler = self._connector.scheduler
         stopped = scheduler._current_batch_jobs_to_flush
@@ -132,7 +133,7 @@ class HostTier:
             self._label(ended.keys, keep)
 
     def end(self, session: int) -> None:
-        """End a session: evict its blocks first, also those that are still being copied."""
+        """End a session: its blocks are evicted first, also those that are still being copied."""
         self._policy.end(session)
         for status in self._connector.scheduler._req_status.values():
             ended = status.req_context.get_state(Ended)

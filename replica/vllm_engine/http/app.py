@@ -255,7 +255,7 @@ class GivenPrompts:
         return [prompt]
 
     def _compared(self, given: Any, rendered: Any, run: Run) -> Any:
-        """Return the prompt as vLLM renders it; count a difference to the given prompt."""
+        """Return the prompt as vLLM renders it; count it if the router's prompt is different."""
         if given["prompt_token_ids"] == rendered["prompt_token_ids"]:
             return given
         self.differences[run.request.rank] += 1

@@ -66,5 +66,6 @@ def _set(name: str, value: str | None) -> None:
     if value is None:
         os.environ.pop(name, None)
     elif value != os.environ.get(name):
-        # Unchanged variables are not set: setproctitle finds argv next to their original memory.
+        # Only changed variables are set: setproctitle needs the other variables at their original
+        # place in memory, which is next to argv.
         os.environ[name] = value
