@@ -64,7 +64,7 @@ class Warmer:
         self._replica_id = replica_id
         self._on_change = on_change
         self._revision = 0
-        self._declared: list[Prefix] = []  # as last read from Redis
+        self._declared: list[Prefix] = []  # all declared prefixes, from the last read of Redis
         self._records: list[ReplicaRecord] = []
         self._kept: dict[str, _Kept] = {}
         self._impossible: set[str] = set()  # names that the engine rejected

@@ -1,1 +1,1 @@
-"""What an engine is, whichever runs."""
+"""The interface of engines, and parts that all engines use."""

@@ -1,4 +1,4 @@
-"""Which queue of idle blocks goes next, as of one time: their heads, the largest age first."""
+"""The order of eviction among queues of idle blocks: the queue with the oldest head is first."""
 
 import math
 from collections.abc import Iterable
@@ -9,26 +9,30 @@ from kvroute.replica.engine.idle_queue import LEARNED, IdleQueue
 
 
 class Among(Enum):
-    """Which queues have the next block to go."""
+    """The queues from which blocks are evicted."""
 
-    PLAIN = auto()  # those without a promise
-    PROMISED = auto()  # nothing else is left
-    BEYOND = auto()  # promises hold more than their share: some are ignored
+    PLAIN = auto()  # queues without a promise
+    PROMISED = auto()  # queues with a promise, because all other queues are empty
+    BEYOND = auto()  # both, because promised blocks exceed their share: some promises are ignored
 
 
-LOOK_S = 0.2  # the longest for which an order holds ...
-FRESH = 0.02  # ... and as a share of the first head's idle time
+# An order of queues is used for at most LOOK_S seconds, and at most for FRESH times the idle time
+# of the first head.
+LOOK_S = 0.2
+FRESH = 0.02
 
 
 class Heads:
-    """Blocks may be evicted, and may be held again; those that become idle later are younger.
+    """The queues in the order of their heads' ages at one time.
 
-    ignored: by tenant's class, blocks whose promise is ignored.
+    The order stays valid for a short time: blocks may be evicted or held again meanwhile, and
+    blocks that become idle later are younger.
     """
 
     def __init__(
         self, among: Among, queues: Iterable[IdleQueue], ignored: dict[int, int], now_s: float
     ) -> None:
+        """Sort the queues; `ignored` maps a tenant's class to its number of ignored promises."""
         self.among = among
         self._ignored = ignored
         self._now_s = now_s
@@ -39,12 +43,16 @@ class Heads:
         self._until_s = now_s + min(LOOK_S, FRESH * idle_s)
 
     def holds(self, among: Among, now_s: float) -> bool:
-        """The order is still right, nearly."""
+        """Return whether the order can still be used."""
         return self.among is among and now_s <= self._until_s
 
     def next(self) -> tuple[IdleQueue, float, float] | None:
-        """The queue; since when its blocks must be idle to go before other heads; and how many of
-        them may. None: there is no queue left."""
+        """Return the queue with the oldest head, or None if no queue is left.
+
+        Returns:
+            The queue; the time since which its blocks must have been idle to be evicted before the
+            heads of other queues; and the maximum number of blocks to evict from it.
+        """
         heap = self._heap
         while heap:
             age, place, queue = heap[0]
@@ -60,11 +68,11 @@ class Heads:
         return None
 
     def went(self, queue: IdleQueue, blocks: int) -> None:
-        """They were evicted."""
+        """Record that blocks of the queue were evicted."""
         if queue.still_s and self.among is Among.BEYOND:
             self._ignored[queue.kind.tenant] -= blocks
             if queue.kind.tenant == LEARNED and self._ignored[LEARNED] <= 0:
-                self._until_s = -math.inf  # others' promises may be ignored now
+                self._until_s = -math.inf  # from now on, promises of tenants may be ignored
 
     def _left(self, queue: IdleQueue) -> float:
         if queue.still_s and self.among is Among.BEYOND:

@@ -1,4 +1,4 @@
-"""One kind of idle blocks: how long they are kept beside other kinds."""
+"""A queue of idle blocks of one kind, and the ages by which blocks of different kinds compare."""
 
 import math
 from bisect import bisect_left
@@ -9,27 +9,28 @@ from typing import NamedTuple
 
 from kvroute.contract.keep import Keep
 
-STEPS = 2  # kinds for each halving of the chance
-MOST = 16  # kinds by chance: below 2 ** -(MOST / STEPS) all are one
-STILL_S = (0.0, 15.0, 60.0, 300.0, 3600.0, 86400.0)  # promises are rounded up to one of these
-TENANTS = 16  # classes of tenants
-LEARNED = -1  # in the place of a tenant's class: nobody has promised, the wait is learned
+STEPS = 2  # number of kinds for each halving of the chance of reuse
+MOST = 16  # number of kinds by chance; all chances below 2 ** -(MOST / STEPS) are one kind
+STILL_S = (0.0, 15.0, 60.0, 300.0, 3600.0, 86400.0)  # retention times are rounded up to these
+TENANTS = 16  # number of classes of tenants
+LEARNED = -1  # value of Kind.tenant if no client promised the retention time: it was learned
 
-Idle = tuple[int, float]  # a block, and since when it is idle
+Idle = tuple[int, float]  # a block, and the time since which it is idle
 
 
 class Kind(NamedTuple):
-    """What is equal for all blocks of a queue."""
+    """The properties that all blocks of a queue have in common."""
 
-    halvings: int  # of the chance, times STEPS
-    still: int = 0  # place in STILL_S
-    tenant: int = 0  # class of who has promised, or LEARNED
+    halvings: int  # -STEPS * log2(chance of reuse), rounded; MOST + 1 for ended sessions
+    still: int = 0  # index in STILL_S of the retention time
+    tenant: int = 0  # class of the tenant that promised the retention time, or LEARNED
 
 
 ENDED = Kind(MOST + 1)
 
 
 def kind_of(keep: Keep) -> Kind:
+    """Return the kind of blocks with this retention hint."""
     if keep.chance <= 0.0:
         return ENDED
     halvings = round(min(MOST, max(0.0, -STEPS * math.log2(keep.chance))))
@@ -40,8 +41,10 @@ def kind_of(keep: Keep) -> Kind:
 
 
 def better(one: Kind, other: Kind) -> Kind:
-    """What a block is kept as that both want: never less than either of them says. Of two equal
-    waits, the one that is promised."""
+    """Return the kind of a block that has both kinds: it is retained at least as long as with each.
+
+    Of two equal retention times, a promised one is preferred to a learned one.
+    """
     if ENDED in (one, other):
         return other if one == ENDED else one
     promise = max(one, other, key=lambda kind: (kind.still, kind.tenant))
@@ -53,31 +56,35 @@ class IdleQueue:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.blocks: OrderedDict[int, float] = OrderedDict()  # block -> idle since, in this order
+        # Block -> time since which it is idle, in the order of these times.
+        self.blocks: OrderedDict[int, float] = OrderedDict()
         self.still_s = STILL_S[kind.still]
         self.pace = math.inf if kind == ENDED else 2.0 ** (kind.halvings / STEPS)
         self.why = _why(kind)
 
     def age(self, since_s: float, now_s: float, still_s: float) -> float:
-        """What the order compares, in seconds; below 0: of a promise that is not over."""
+        """Return a block's age, by which blocks of all queues are ordered.
+
+        This is (idle time - retention time) / chance, or below 0 during the retention time.
+        """
         aged_s = now_s - since_s - still_s
         if self.pace == math.inf:
             return math.inf
         return aged_s * self.pace if aged_s > 0.0 else aged_s
 
     def since_s(self, age: float, now_s: float, still_s: float) -> float:
-        """Since when blocks of that age are idle."""
+        """Return the time since which blocks of this age are idle."""
         if self.pace == math.inf:
             return math.inf
         return now_s - still_s - (age / self.pace if age > 0.0 else age)
 
     def aged(self, now_s: float) -> Iterator[tuple[float, int]]:
-        """Its blocks with their ages, the largest first."""
+        """Yield the blocks with their ages, the oldest first."""
         for block, since_s in self.blocks.items():
             yield self.age(since_s, now_s, self.still_s), block
 
     def take_until(self, limit_s: float) -> list[Idle]:
-        """Those that are idle since then or longer; it has them no more."""
+        """Remove and return the blocks that have been idle since `limit_s` or longer."""
         taken: list[Idle] = []
         for idle in self.blocks.items():
             if idle[1] > limit_s:
@@ -88,8 +95,10 @@ class IdleQueue:
         return taken
 
     def insert(self, added: Iterable[Idle]) -> None:
-        """Puts blocks at their places, which are near the end: all newer ones are moved. What has
-        ended is of one age, and comes behind what has ended before."""
+        """Insert blocks at their places, which are near the end: all newer blocks are moved.
+
+        Blocks of ended sessions all have the same age; new ones are appended.
+        """
         if self.kind == ENDED:
             last_s = next(reversed(self.blocks.values()), -math.inf)
             for block, since_s in added:
@@ -106,8 +115,11 @@ class IdleQueue:
 
 
 def _why(kind: Kind) -> str:
-    """Unlikely: a chance below a half, as nearly as kinds can tell: below 0.42. The next kind's
-    are 0.42 to 0.59."""
+    """Return the reason for the eviction of such blocks, as in Evictions.
+
+    "unlikely" means a chance below 0.42. It cannot mean exactly below a half, because one kind has
+    all chances from 0.42 to 0.59.
+    """
     if kind == ENDED:
         return "ended"
     if kind.still and kind.tenant != LEARNED:

@@ -1,8 +1,8 @@
 """The events that an engine emits about its KV cache, in order.
 
-Each group of an engine's KV cache has blocks of its own (blocks/cache_groups.py); its number is
-the engine's. An engine of n groups that keeps blocks in host memory too has n more: number n + g is
-what host memory has of group g.
+Each group of an engine's KV cache has its own blocks (blocks/cache_groups.py), and the engine's
+number for it. An engine with n groups and a host tier has n further groups: group n + g has the
+blocks of group g that are in host memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from kvroute.blocks.fingerprint import Fingerprint
 
-BlockHash = int | bytes  # the engine's own id of a block; never leaves the replica
+BlockHash = int | bytes  # the engine's own id of a block's content; used only in the replica
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     block_hashes: Sequence[BlockHash]  # one for each block
-    fingerprints: Sequence[Fingerprint]  # of the prompt up to each block's end
+    fingerprints: Sequence[Fingerprint]  # for each block: fingerprint of the prompt up to its end
     group: int = 0
 
 
@@ -40,28 +40,28 @@ class EventsLost:
 class BlocksHeld:
     """All blocks that the engine has cached, after the events before this one."""
 
-    copies: Sequence[Mapping[BlockHash, int]]  # of each group: blocks under each hash
+    copies: Sequence[Mapping[BlockHash, int]]  # for each group: number of blocks under each hash
 
 
 @dataclass(frozen=True, slots=True)
 class Evictions:
-    """Why blocks with KV were evicted since the last event of this kind (retention.py)."""
+    """Numbers of evicted blocks with KV since the last such event, by reason (retention.py)."""
 
-    ended: int = 0  # their session has ended
-    unlikely: int = 0  # their kind seldom comes back
-    usual: int = 0
-    promised: int = 0  # somebody had promised to come back, and the time was not over
+    ended: int = 0  # blocks of ended sessions
+    unlikely: int = 0  # blocks of a kind that is seldom requested again
+    usual: int = 0  # other blocks
+    promised: int = 0  # blocks that were evicted before the end of their retention time
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
     """Copies between the engine's memory and host memory, since the last event of this kind."""
 
-    reloaded_tokens: int = 0  # of prompts, that host memory delivered
-    in_bytes: int = 0  # from host memory to the engine
-    in_s: float = 0.0
-    out_bytes: int = 0
-    out_s: float = 0.0
+    reloaded_tokens: int = 0  # prompt tokens whose blocks came from host memory
+    in_bytes: int = 0  # bytes copied from host memory to the engine
+    in_s: float = 0.0  # seconds of these copies
+    out_bytes: int = 0  # bytes copied from the engine to host memory
+    out_s: float = 0.0  # seconds of these copies
 
 
 KVEvent = (

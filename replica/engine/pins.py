@@ -1,4 +1,4 @@
-"""Pins are limited to a part of the KV cache, and of host memory."""
+"""Limits pins to a part of the KV cache and of host memory, and counts them."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -10,13 +10,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 def pin_budget(share: float, *, capacity_blocks: int, block_size: int, max_model_len: int) -> int:
-    """Blocks for pins: `share` of all, but always leaving room for the longest request."""
+    """Return the limit of pinned blocks: `share` of all, but leave room for the longest request."""
     longest = -(-max_model_len // block_size)
     return max(0, min(int(share * capacity_blocks), capacity_blocks - longest))
 
 
 def admit_pin(request: GenerateRequest, engine: Engine) -> None:
-    """Raises PinRefusedError when the request's pin does not fit in addition to the others.
+    """Raise PinRefusedError if the request's pin does not fit in addition to the other pins.
 
     Blocks that two pins share count twice, here and in a replica's reports.
     """
@@ -24,52 +24,58 @@ def admit_pin(request: GenerateRequest, engine: Engine) -> None:
     room = room_for_pin(request.pin, engine, in_host=request.is_host_pin)
     if blocks > room:
         memory = "host memory" if request.is_host_pin else "its KV cache"
-        most = _pins_of(engine, in_host=request.is_host_pin)[1]
+        limit = _pins_of(engine, in_host=request.is_host_pin)[1]
         raise PinRefusedError(
-            f"{request.pin} needs {blocks} KV blocks and {room} of the {most} that pins may take "
-            f"in {memory} are free; drop a named prefix or give pins a larger share"
+            f"{request.pin} needs {blocks} KV blocks, but only {room} of the {limit} that pins may "
+            f"take in {memory} are free; delete a named prefix, or raise --pin-share"
         )
 
 
 def room_for_pin(name: str, engine: Engine, *, in_host: bool = False) -> int:
-    """Blocks that are free for a pin of this name."""
-    pins, most = _pins_of(engine, in_host=in_host)
-    return most - sum(blocks for other, blocks in pins.items() if other != name)
+    """Return the number of blocks that a pin of this name may take."""
+    pins, limit = _pins_of(engine, in_host=in_host)
+    return limit - sum(blocks for other, blocks in pins.items() if other != name)
 
 
 def _pins_of(engine: Engine, *, in_host: bool) -> tuple[Mapping[str, int], int]:
-    """The pins in this memory, and how many blocks they may take."""
+    """Return the pins in this memory, and the maximum number of their blocks."""
     if not in_host:
         return engine.pins, engine.facts.pin_blocks
     return engine.host_pins, engine.facts.host.pin_blocks if engine.facts.host else 0
 
 
 class PinnedKeys(Generic[K]):
-    """Which blocks are pinned, by the pins' names. A block may be of several, or not there yet."""
+    """The pinned blocks of each pin. Several pins can have a block, which may not be cached yet."""
 
     def __init__(self) -> None:
         self._of: dict[str, Sequence[K]] = {}
-        self._counts: dict[K, int] = {}  # how many pins have it
+        self._counts: dict[K, int] = {}  # block -> number of pins that have it
 
     def __contains__(self, key: K) -> bool:
         return key in self._counts
 
     def change(self, name: str, keys: Sequence[K]) -> tuple[list[K], list[K]]:
-        """The pin holds these blocks, of a prompt in its order and each once, instead of its
-        earlier ones; without any it ends. Returns those that are pinned from now on, and those
-        that no longer are."""
+        """Replace the blocks of a pin; without any blocks, the pin ends.
+
+        Args:
+            name: The pin's name.
+            keys: Blocks of a prompt in the prompt's order, each once.
+
+        Returns:
+            The blocks that have become pinned, and the blocks that are no longer pinned.
+        """
         earlier, counts = self._of.pop(name, ()), self._counts
         if keys:
             self._of[name] = keys
-        begun = [key for key in keys if key not in counts]
+        added = [key for key in keys if key not in counts]
         for key in keys:
             counts[key] = counts.get(key, 0) + 1
         for key in earlier:
             counts[key] -= 1
-        over = [key for key in earlier if not counts[key]]
-        for key in over:
+        removed = [key for key in earlier if not counts[key]]
+        for key in removed:
             del counts[key]
-        return begun, over
+        return added, removed
 
     def clear(self) -> None:
         self._of.clear()

@@ -11,69 +11,73 @@ from kvroute.replica.engine.kv_events import KVEvent
 
 class Engine(Protocol):
     facts: EngineFacts
-    # For each group of its KV cache, its entry in the layout; then the same for what host memory
-    # has of them, from HOST_GROUPS on, if it has a host tier.
+    # The layout's entry for each group of the KV cache. With a host tier, the entries for the
+    # groups in host memory follow, with numbers from HOST_GROUPS on.
     members: Sequence[int | None]
 
     @property
     def pins(self) -> Mapping[str, int]:
-        """Number of blocks that are pinned in its own memory, by the pin's name."""
+        """Return each pin's number of blocks in the engine's own memory."""
         ...
 
     @property
     def host_pins(self) -> Mapping[str, int]:
-        """The same for host memory."""
+        """Return each pin's number of blocks in host memory."""
         ...
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
-        """Emits chunks as they are generated. Cancelling it aborts the request.
+        """Emit chunks as they are generated. Cancelling this call aborts the request.
 
-        A response that another engine began continues as if this engine had generated all of it:
-        the text after the `answered` tokens, the stop strings, the limits on its length.
+        A response that another engine began continues as if this engine had generated all of it.
+        This includes the text after the `answered` tokens, stop strings, and limits of the length.
 
-        When a request with a `pin` finishes, the prompt's full blocks are pinned and replace the
-        earlier blocks of that name. They are never evicted, and serve requests of the same
-        namespace and adapter; with `is_host_pin`, host memory never drops its copies of them
-        instead. Raises PinRefusedError, before any computation, when the pin does
-        not fit. Raises ValueError for a LoRA adapter that is unknown or cannot be loaded.
+        When a request with a `pin` finishes, the prompt's full blocks are pinned, and replace the
+        earlier blocks of a pin of that name. They are never evicted, and requests of the same
+        namespace and adapter can use them. With `is_host_pin`, the copies in host memory are pinned
+        instead.
 
-        When a request ends, its blocks are evicted in the order that its `keep` asks for
+        When a request ends, its `keep` decides in which order its blocks are evicted
         (retention.py).
 
-        The chunks of a request with a `call` are the HTTP response to it.
+        The chunks of a request with a `call` are the HTTP response to the call.
+
+        Raises:
+            PinRefusedError: The pin does not fit. This is checked before any computation.
+            ValueError: The LoRA adapter is unknown or cannot be loaded.
         """
         ...
 
     async def render(self, call: HttpCall) -> Rendered:
-        """The prompt that `generate` would make of this call."""
+        """Return the prompt that `generate` would make for this call."""
         ...
 
     async def unpin(self, name: str) -> None:
-        """Removes the pin; blocks can be evicted when no other pin and no request holds them."""
+        """Remove the pin; its blocks can be evicted when no other pin and no request holds them."""
         ...
 
     async def end_session(self, session: int) -> None:
-        """Blocks that only this session uses are evicted before all others."""
+        """End a session: blocks that only this session uses are evicted before all others."""
         ...
 
     def events(self) -> AsyncIterator[list[KVEvent]]:
-        """KV cache changes in order; for one reader."""
+        """Yield the changes of the KV cache in order; for one reader."""
         ...
 
     def load(self) -> Load: ...
 
     async def check(self) -> None:
-        """Raises EngineDeadError when the engine cannot continue."""
+        """Raise EngineDeadError if the engine cannot continue."""
         ...
 
     async def emit_held(self) -> None:
-        """Adds BlocksHeld to the events, at the position where it is exact; no effect without
-        prefix caching."""
+        """Add BlocksHeld to the events, at the position where it is exact.
+
+        This has no effect without prefix caching.
+        """
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Clears all cached blocks and pins. While requests hold blocks, it clears nothing and
-        returns False."""
+        """Clear all cached blocks and pins. If requests hold blocks, only return False."""
         ...
 
     async def close(self) -> None: ...

@@ -1,5 +1,7 @@
-"""Whether blocks come sooner from host memory than they are computed: by the speeds that this
-engine has shown, beginning with what it claims."""
+"""Decides whether copying blocks from host memory is faster than computing them.
+
+The speeds are the engine's claims at first, and are corrected by what the engine measures.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,26 +11,28 @@ from kvroute.replica.engine.copy_speed import CopySpeed
 
 @dataclass
 class ReloadPrice:
-    """Of one engine. now_s: of any one clock."""
+    """The prices for one engine; `now_s` is the time in seconds of any clock."""
 
     prefill: PrefillModel
     copies: CopySpeed
-    token_bytes: float  # of KV
+    token_bytes: float  # bytes of KV of a token
     _computed: Speed = field(default_factory=Speed)
 
     def compute_s(self, start: int, end: int) -> float:
-        """To compute the tokens [start, end) of a prompt."""
+        """Return the seconds to compute the tokens [start, end) of a prompt."""
         return self._computed.slowness * self.prefill.seconds(start, end)
 
     def reload_s(self, tokens: int, now_s: float) -> float:
-        """To copy that many tokens' blocks to the engine."""
+        """Return the seconds to copy the blocks of this many tokens to the engine."""
         return tokens * self.token_bytes / self.copies.bytes_per_s(now_s)
 
     def is_cheaper(self, start: int, end: int, now_s: float) -> bool:
-        """To reload the tokens [start, end) of a prompt than to compute them. As routers do, it
-        leaves out the copies before: a wait for them delays no other request."""
+        """Return whether reloading the tokens [start, end) of a prompt is faster than computing.
+
+        Like in routers, pending copies do not count: waiting for them delays no other request.
+        """
         return self.reload_s(end - start, now_s) < self.compute_s(start, end)
 
     def computed(self, predicted_s: float, observed_s: float) -> None:
-        """A step of the engine was to take so long, as its claims say."""
+        """Learn from a step of the engine: the time by the claimed speed, and the real time."""
         self._computed.learn(predicted_s, observed_s)

@@ -1,11 +1,16 @@
-"""The order in which the idle blocks of a KV cache are evicted: first what comes back least likely.
+"""The order in which idle blocks of a KV cache are evicted: the least likely to be reused first.
 
-No clock and no engine: vLLM's free queue, the simulated engine and the replay use the same order.
+This module has no clock and no engine. vLLM's free queue, the simulated engine and the replay all
+use it.
 
-A block is kept as its last requests have said (`Keep`). Idle blocks lie in queues, one for each
-kind of Keep, the longest idle first. The next to go is the head of a queue: the one with the
-largest (idle - still) / chance. Returns come with a probability of about chance / idle, so this is
-the block whose return is the least likely now. With nothing said there is one queue: LRU.
+A block has the retention hint of the last requests that used it (`Keep`). Idle blocks are in
+queues, one queue for each kind of hint, and the block that has been idle longest is the head of its
+queue. The next block to evict is the head with the largest (idle time - retention time) / chance of
+reuse. A block is reused with a probability of about chance / idle time, so this is the block that
+is least likely to be reused now. Without hints there is one queue, so the order is LRU.
+
+If a hint has a retention time, its blocks have a *promise*: they are evicted last until that time
+is over, as long as promises do not hold more than PROMISED_SHARE of the cache.
 """
 
 import math
@@ -26,13 +31,15 @@ from kvroute.replica.engine.idle_queue import (
 )
 from kvroute.replica.engine.kv_events import Evictions
 
-PROMISED_SHARE = 0.5  # of the cache, that idle blocks with a promise may hold
-SHARED_LOOK_S = 5.0  # between two looks for promises that are over, on blocks of several sessions
-UNTOLD, SHARED = 0, -1  # in the place of a block's session: nobody's yet, and several sessions'
+PROMISED_SHARE = 0.5  # maximum share of the cache for idle blocks with a promise
+SHARED_LOOK_S = 5.0  # seconds between two checks for expired promises on shared blocks
+# Values in the place of a block's session: the block has no session yet, or it is shared by several
+# sessions or by requests without a session.
+NO_SESSION, SHARED = 0, -1
 
 
 class IdleBlocks:
-    """The cached blocks that nobody holds, and what was said of all cached blocks.
+    """The idle cached blocks, and the retention hints of all cached blocks.
 
     Blocks are numbers from 0 to capacity_blocks - 1. Times are seconds of any one clock.
     """
@@ -44,56 +51,59 @@ class IdleBlocks:
         self.clear()
 
     def clear(self) -> None:
-        """No block is cached."""
+        """Forget all blocks and hints."""
         self._queues: dict[Kind, IdleQueue] = {}
-        self._plain: list[IdleQueue] = []  # all without a promise
-        self._promised: dict[IdleQueue, None] = {}  # with blocks, and some that have become empty
-        self._looked_s = -math.inf  # for promises whose time is over
-        self._looked_at_shared_s = -math.inf
+        self._plain: list[IdleQueue] = []  # all queues without a promise
+        # Queues with a promise that have blocks, and some that have become empty.
+        self._promised: dict[IdleQueue, None] = {}
+        self._looked_s = -math.inf  # time of the last check for expired promises
+        self._looked_at_shared_s = -math.inf  # time of the last such check of shared blocks
         self._usual, self._ended = self._queue(kind_of(KEEP)), self._queue(ENDED)
         self._heads: Heads | None = None
-        self._queue_of = [self._usual] * self._capacity_blocks  # of each block when it is idle
-        self._session_of = [UNTOLD] * self._capacity_blocks
+        # For each block, the queue in which it is when it is idle.
+        self._queue_of = [self._usual] * self._capacity_blocks
+        self._session_of = [NO_SESSION] * self._capacity_blocks
         self._owned: dict[int, dict[int, None]] = {}  # session -> its own blocks, as a sorted set
-        self._over: set[int] = set()  # sessions with blocks, and nothing said since their end
-        self._until_s: dict[int, float] = {}  # SHARED block with a promise -> when that is over
-        self._just_promised: dict[int, None] = {}  # SHARED blocks, since the last put or look
-        self._is_told = False  # anything but the default, at any time
-        self._silent: set[int] = set()  # blocks of requests that said the default before
-        self._size = 0
+        self._ended_sessions: set[int] = set()  # ended sessions that have blocks and no newer hint
+        self._until_s: dict[int, float] = {}  # shared block with a promise -> time when it expires
+        # Shared blocks that got a promise since the last `put` or the last check for expired ones.
+        self._just_promised: dict[int, None] = {}
+        self._has_hints = False  # True once a request had another hint than the default
+        self._silent: set[int] = set()  # blocks that were labelled with the default before that
+        self._size = 0  # number of idle blocks
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[int]:
-        """In no order."""
+        """Yield the idle blocks, in no particular order."""
         for queue in (*self._plain, *self._promised):
             yield from queue.blocks
 
     def label(self, blocks: Sequence[int], keep: Keep) -> None:
-        """What a request says of all its blocks, in the prompt's order; they may be held or idle.
+        """Set the retention hint of a request's blocks, which may be held or idle.
 
-        A session's own block is kept as the session said last. One that others use too, or that no
-        session has named, is kept as the best that was said of it: the end of one session is none
-        of theirs. A promise on such a block is over still_s after it was made, whoever uses the
-        block meanwhile.
+        The blocks are in the prompt's order. A block that only one session uses has the session's
+        last hint. A block that several sessions use, or requests without a session, has the best
+        hint of all its requests, so the end of one session does not change it. A promise on such a
+        block expires `still_s` after it was made, even if the block is used meanwhile.
         """
-        if not self._is_told:
+        if not self._has_hints:
             if keep == KEEP:
                 self._silent.update(blocks)
                 return
-            self._begin()
+            self._start_hints()
         session, own = max(keep.session, 0), self._queue(kind_of(keep))
         shared = self._shared_with(own)
         queue_of, session_of = self._queue_of, self._session_of
-        mine = self._owned.setdefault(session, {}) if session else {}
-        self._over.discard(session)
+        own_blocks = self._owned.setdefault(session, {}) if session else {}
+        self._ended_sessions.discard(session)
         moved: dict[IdleQueue, list[Idle]] = {}
         for block in blocks:
             old, owner = queue_of[block], session_of[block]
-            if owner == UNTOLD:
+            if owner == NO_SESSION:
                 session_of[block] = session or SHARED
-                mine[block] = None
+                own_blocks[block] = None
                 queue = own
             elif owner == session:
                 queue = own
@@ -109,9 +119,9 @@ class IdleBlocks:
                 if block in old.blocks:
                     moved.setdefault(queue, []).append((block, old.blocks.pop(block)))
         if not session and own.still_s:
-            same = [block for block in blocks if queue_of[block].still_s == own.still_s]
-            self._just_promised |= dict.fromkeys(same)
-        if session and not mine:
+            promised = [block for block in blocks if queue_of[block].still_s == own.still_s]
+            self._just_promised |= dict.fromkeys(promised)
+        if session and not own_blocks:
             del self._owned[session]
         if moved:
             self._heads = None
@@ -119,11 +129,13 @@ class IdleBlocks:
             self._insert(queue, idle[::-1])
 
     def end(self, session: int) -> None:
-        """The session will not come back: its own blocks go first, the prompt's last ones before
-        all others. A second end moves nothing."""
-        if session not in self._owned or session in self._over:
+        """End a session: blocks that only it uses are evicted first.
+
+        Of these, the prompt's last blocks come first. A second call has no effect.
+        """
+        if session not in self._owned or session in self._ended_sessions:
             return
-        self._over.add(session)
+        self._ended_sessions.add(session)
         queue_of, ended = self._queue_of, self._ended
         idle: list[Idle] = []
         for block in reversed(self._owned[session]):
@@ -134,7 +146,7 @@ class IdleBlocks:
         self._insert(ended, idle)
 
     def put(self, blocks: Sequence[int], now_s: float) -> None:
-        """Nobody holds them from now on. Of one kind, the first of them is evicted first."""
+        """Add blocks that have become idle; of one kind, the first of them is evicted first."""
         if self._just_promised:
             self._start_promises(now_s)
         queue_of, last = self._queue_of, None
@@ -150,20 +162,20 @@ class IdleBlocks:
             self._end_promises(now_s)
 
     def take(self, block: int) -> None:
-        """Somebody holds it again."""
+        """Remove a block that is held again."""
         del self._queue_of[block].blocks[block]
         self._size -= 1
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Held blocks with nothing that could be found again."""
-        if not self._is_told:
+        """Forget the hints of held blocks that are no longer cached."""
+        if not self._has_hints:
             self._silent.difference_update(blocks)
             return
         session_of, queue_of, usual = self._session_of, self._queue_of, self._usual
         for block in blocks:
             session = session_of[block]
-            if session != UNTOLD:
-                session_of[block], queue_of[block] = UNTOLD, usual
+            if session != NO_SESSION:
+                session_of[block], queue_of[block] = NO_SESSION, usual
                 if session != SHARED:
                     self._disown(session, block)
                 else:
@@ -171,47 +183,54 @@ class IdleBlocks:
                     self._just_promised.pop(block, None)
 
     def pop(self, count: int, now_s: float, spared: Set[int] = frozenset()) -> list[int]:
-        """Evicts that many blocks. What was said of them is forgotten.
+        """Evict blocks, and forget their hints.
 
-        spared: idle blocks that stay, at their places. Between kinds, the order is that of a moment
-        ago (idle_heads.py). Raises ValueError: there are too few.
+        Between kinds, the order is that of a moment ago (idle_heads.py).
+
+        Args:
+            count: The number of blocks.
+            now_s: The current time.
+            spared: Idle blocks that are not evicted and stay at their places.
+
+        Raises:
+            ValueError: There are too few blocks.
         """
         if count > self._size - len(spared):
             raise ValueError(
-                f"{count} blocks are to be evicted, but {self._size} are idle, of which "
-                f"{len(spared)} stay; ask for no more than the others"
+                f"cannot evict {count} blocks: only {self._size} are idle, and {len(spared)} of "
+                "them are spared"
             )
         if now_s > self._looked_s + LOOK_S:
             self._end_promises(now_s)
-        gone: list[int] = []
-        passed: list[tuple[IdleQueue, Idle]] = []  # spared heads of queues
-        while len(gone) < count:
-            (queue, until_s, most), before = self._next(now_s), len(gone)
+        evicted: list[int] = []
+        skipped: list[tuple[IdleQueue, Idle]] = []  # spared blocks that were heads of queues
+        while len(evicted) < count:
+            (queue, until_s, most), before = self._next(now_s), len(evicted)
             blocks, popitem = queue.blocks, queue.blocks.popitem
             for _ in range(min(most, count - before, len(blocks))):
                 block, since_s = popitem(last=False)
                 if block in spared:
-                    passed.append((queue, (block, since_s)))
+                    skipped.append((queue, (block, since_s)))
                     self._size -= 1
                     break
-                if since_s > until_s and len(gone) > before:  # another queue's head is next
+                if since_s > until_s and len(evicted) > before:  # another queue's head is next
                     blocks[block] = since_s
                     blocks.move_to_end(block, last=False)
                     break
-                gone.append(block)
-            self._went(queue, len(gone) - before)
-        if passed:
-            self._restore(passed)
-        self.forget(gone)
-        return gone
+                evicted.append(block)
+            self._count_evicted(queue, len(evicted) - before)
+        if skipped:
+            self._restore(skipped)
+        self.forget(evicted)
+        return evicted
 
     def in_order(self, now_s: float) -> Iterator[int]:
-        """All blocks, the next to go first, while nothing changes and no promise is ignored."""
+        """Yield all blocks in the order of eviction, as if no promise were ignored."""
         aged = [queue.aged(now_s) for queue in (*self._plain, *self._promised)]
-        return (block for _, block in merge(*aged, key=lambda each: -each[0]))
+        return (block for _, block in merge(*aged, key=lambda pair: -pair[0]))
 
     def evictions(self) -> Evictions | None:
-        """Since the last call; None: there were none."""
+        """Return the evictions since the last call, or None if there were none."""
         if not self._evicted:
             return None
         evicted, self._evicted = self._evicted, Counter()
@@ -226,40 +245,43 @@ class IdleBlocks:
         return queue
 
     def _shared_with(self, own: IdleQueue) -> Callable[[IdleQueue], IdleQueue]:
-        """The queue of blocks that one more request uses, by the queue they are in. Its end says
-        nothing of them, but that they are of use to others than the one that has ended before."""
+        """Return a function that maps a shared block's queue to its new queue.
+
+        `own` is the queue of the hint that the request gives. If all hints of the block say that
+        their sessions have ended, it goes to the usual queue: other sessions may still use it.
+        """
         usual = self._usual.kind
-        found: dict[IdleQueue, IdleQueue] = {}
+        queues: dict[IdleQueue, IdleQueue] = {}
 
         def shared(old: IdleQueue) -> IdleQueue:
-            queue = found.get(old)
+            queue = queues.get(old)
             if queue is None:
                 kind = better(old.kind, own.kind)
-                queue = found[old] = self._queue(usual if kind == ENDED else kind)
+                queue = queues[old] = self._queue(usual if kind == ENDED else kind)
             return queue
 
         return shared
 
-    def _begin(self) -> None:
-        """Something is told. What requests have left that told nothing is no session's own."""
-        self._is_told = True
+    def _start_hints(self) -> None:
+        """Note the first hint. All blocks of earlier requests, without hints, become shared."""
+        self._has_hints = True
         for block in self._silent:
             self._session_of[block] = SHARED
         self._silent.clear()
 
     def _start_promises(self, now_s: float) -> None:
-        """Those that were just made on blocks of several sessions."""
+        """Set the time at which new promises on shared blocks expire."""
         for block in self._just_promised:
             self._until_s[block] = now_s + self._queue_of[block].still_s
         self._just_promised.clear()
 
     def _disown(self, session: int, block: int) -> None:
-        """It is not the session's own any longer."""
+        """Remove a block from the blocks that only this session uses."""
         own = self._owned[session]
         del own[block]
         if not own:
             del self._owned[session]
-            self._over.discard(session)
+            self._ended_sessions.discard(session)
 
     def _insert(self, queue: IdleQueue, idle: Sequence[Idle]) -> None:
         if idle:
@@ -268,10 +290,13 @@ class IdleBlocks:
                 self._promised[queue] = None
 
     def _end_promises(self, now_s: float) -> None:
-        """Blocks whose time is over go on as if they had become idle at that time; at this look's
-        time, which is nearly the same, if the last one was not long ago."""
+        """Move blocks whose promise has expired to the queue without a promise.
+
+        They count as idle since the time at which the promise expired. If the last check was
+        recent, the current time is used instead, which is nearly the same.
+        """
         quiet_s, self._looked_s = now_s - self._looked_s, now_s
-        self._heads = None  # promised blocks that came since may go before the old heads
+        self._heads = None  # promised blocks that became idle since may be older than its heads
         if self._just_promised:
             self._start_promises(now_s)
         queue_of, until_s, is_late = self._queue_of, self._until_s, quiet_s > 2 * LOOK_S
@@ -279,12 +304,12 @@ class IdleBlocks:
             blocks, limit_s = queue.blocks, now_s - queue.still_s
             if blocks and next(iter(blocks.values())) > limit_s:
                 continue
-            plain, over = self._queue(Kind(queue.kind.halvings)), list[Idle]()
+            plain, expired = self._queue(Kind(queue.kind.halvings)), list[Idle]()
             for block, since_s in queue.take_until(limit_s):
                 queue_of[block] = plain
                 end_s = until_s.pop(block, math.inf)
-                over.append((block, min(since_s + queue.still_s, end_s) if is_late else now_s))
-            self._insert(plain, over)
+                expired.append((block, min(since_s + queue.still_s, end_s) if is_late else now_s))
+            self._insert(plain, expired)
             if not blocks:
                 del self._promised[queue]
         if now_s > self._looked_at_shared_s + SHARED_LOOK_S:
@@ -292,7 +317,7 @@ class IdleBlocks:
             self._end_shared_promises(now_s)
 
     def _end_shared_promises(self, now_s: float) -> None:
-        """Also on blocks that are held, or that became idle not long ago."""
+        """End expired promises on shared blocks, also if they are held or have just become idle."""
         moved: dict[IdleQueue, list[Idle]] = {}
         for block in [block for block, until_s in self._until_s.items() if until_s <= now_s]:
             until_s, old = self._until_s.pop(block), self._queue_of[block]
@@ -303,32 +328,36 @@ class IdleBlocks:
             plain.insert(idle)
 
     def _next(self, now_s: float) -> tuple[IdleQueue, float, int]:
-        """The queue whose head goes next. Since when further blocks of it must be idle to go before
-        other queues' heads, and how many may."""
+        """Return the queue whose head is evicted next.
+
+        Returns:
+            The queue; the time since which its further blocks must have been idle to be evicted
+            before the heads of other queues; and the maximum number of blocks to evict from it.
+        """
         if ended := len(self._ended.blocks):
             return self._ended, math.inf, ended
         plain = sum([len(queue.blocks) for queue in self._plain])
         beyond = self._size - plain - self._cap
         among = Among.BEYOND if beyond > 0 else Among.PLAIN if plain else Among.PROMISED
         heads = self._heads
-        found = heads.next() if heads and heads.holds(among, now_s) else None
-        if found is None:
+        head = heads.next() if heads and heads.holds(among, now_s) else None
+        if head is None:
             self._heads = self._ordered(among, now_s)
-            found = self._heads.next()
-        assert found is not None, "blocks are idle, and no queue has them"
-        queue, until_s, left = found
+            head = self._heads.next()
+        assert head is not None, "there are idle blocks, but no queue has any"
+        queue, until_s, left = head
         most = min(left, beyond) if queue.still_s and beyond > 0 else self._size
         return queue, until_s, math.ceil(most)
 
-    def _restore(self, passed: Sequence[tuple[IdleQueue, Idle]]) -> None:
-        """To the heads of their queues, where they were."""
-        for queue, (block, since_s) in reversed(passed):
+    def _restore(self, skipped: Sequence[tuple[IdleQueue, Idle]]) -> None:
+        """Put blocks back to the heads of their queues, where they were."""
+        for queue, (block, since_s) in reversed(skipped):
             queue.blocks[block] = since_s
             queue.blocks.move_to_end(block, last=False)
-        self._size += len(passed)
+        self._size += len(skipped)
         self._heads = None
 
-    def _went(self, queue: IdleQueue, blocks: int) -> None:
+    def _count_evicted(self, queue: IdleQueue, blocks: int) -> None:
         self._evicted[queue.why] += blocks
         self._size -= blocks
         if self._heads is not None:
@@ -344,8 +373,11 @@ class IdleBlocks:
         return Heads(among, [*self._plain, *broken], ignored, now_s)
 
     def _beyond_cap(self) -> dict[int, int]:
-        """By tenant's class: blocks whose promise is ignored, as promises hold too many. Learned
-        waits go first; then who holds more than others."""
+        """Return the number of promises to ignore for each tenant's class, if there are too many.
+
+        Promises with learned retention times are ignored first, then those of the tenants that hold
+        more blocks than their fair share.
+        """
         held = Counter[int]()
         for queue in self._promised:
             if queue.blocks:

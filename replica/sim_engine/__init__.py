@@ -1,1 +1,1 @@
-"""The simulated engine: no model, but vLLM's block accounting and modelled time."""
+"""The simulated engine: it has vLLM's block accounting and modelled time, but no model."""

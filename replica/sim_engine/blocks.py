@@ -1,4 +1,4 @@
-"""A simulated paged KV cache: it takes token ids and emits KV events as vLLM does.
+"""A simulated paged KV cache: it gets token ids and emits the KV events that vLLM would emit.
 
 A block's hash is its fingerprint.
 """
@@ -29,18 +29,18 @@ from kvroute.replica.sim_engine.paged_cache import PagedCache
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """One sequence: its tokens and the blocks that it holds for them."""
+    """One sequence: its tokens, and the blocks that it holds for them."""
 
     token_ids: list[int]  # append-only
     scope: Scope
-    hashes: list[Fingerprint]  # of the first full blocks; computed when needed
-    blocks: list[int] = field(default_factory=list)  # held, in order
-    cached: int = 0  # leading blocks that are full and cached under their hash
-    written: int = 0  # leading blocks that were written through to host memory
+    hashes: list[Fingerprint]  # hashes of the first full blocks; further ones follow when needed
+    blocks: list[int] = field(default_factory=list)  # the held blocks, in the tokens' order
+    cached: int = 0  # number of leading blocks that are full and cached under their hash
+    written: int = 0  # number of leading blocks that were written through to host memory
 
 
 NO_TRANSFERS = Transfers()
-HOST = 1  # the number of host memory's group of blocks, in events
+HOST = 1  # number of the group of blocks in host memory, in events
 
 
 class BlockPool:
@@ -67,7 +67,7 @@ class BlockPool:
         )
         self._tier = host
         self._host = HostCache(host.blocks, clock) if host else None
-        self._coming = set[Fingerprint]()  # from host memory
+        self._reloading = set[Fingerprint]()  # blocks that are being copied from host memory
         self._transfers = NO_TRANSFERS
 
     @property
@@ -79,20 +79,22 @@ class BlockPool:
         return self.capacity_blocks - self.free_blocks
 
     def copies(self) -> dict[BlockHash, int]:
-        """How many blocks are cached under each hash."""
+        """Return the number of blocks cached under each hash."""
         return dict(self._cache.copies())
 
     def copies_in_host(self) -> dict[BlockHash, int]:
-        """The same for host memory."""
+        """Return the number of blocks in host memory under each hash."""
         return dict.fromkeys(self._host or (), 1)
 
     def table(self, token_ids: TokenIds, scope: Scope) -> Table:
-        """A table without blocks."""
+        """Return a table without blocks."""
         return Table(token_ids.tolist(), scope, self._space.chain(token_ids, scope))
 
     def admit(self, table: Table) -> int | None:
-        """Gives cached blocks to an empty table and returns their number. While the pool has no
-        room for all its tokens, it changes nothing and returns None."""
+        """Give the cached blocks of its prompt to an empty table, and return their number.
+
+        If the pool has no room for all tokens of the table, change nothing and return None.
+        """
         hits = self._cache.admit(self._reusable(table), self._blocks_for(len(table.token_ids)))
         if hits is None:
             return None
@@ -101,8 +103,10 @@ class BlockPool:
         return len(hits)
 
     def extend(self, table: Table, tokens: int) -> bool:
-        """Holds blocks for the first `tokens` tokens and caches the full ones. While too few blocks
-        are free, it changes nothing and returns False."""
+        """Hold blocks for the first `tokens` tokens, and cache the full ones.
+
+        If too few blocks are free, change nothing and return False.
+        """
         missing = self._blocks_for(tokens) - len(table.blocks)
         if missing > self.free_blocks:
             return False
@@ -112,29 +116,29 @@ class BlockPool:
         return True
 
     def hits_in_host(self, table: Table) -> int:
-        """How many blocks host memory has behind those that an admitted table holds."""
+        """Return how many blocks after those of an admitted table are in host memory."""
         return self._host.hits(self._reusable(table), len(table.blocks)) if self._host else 0
 
-    def is_coming(self, table: Table) -> bool:
-        """The first block that the engine lacks for it is being copied for another table."""
-        if not self._coming:
+    def is_reloading(self, table: Table) -> bool:
+        """Return whether the table's first missing block is being copied for another table."""
+        if not self._reloading:
             return False
         missing = (hash_ for hash_ in self._reusable(table) if hash_ not in self._cache)
-        return next(missing, None) in self._coming
+        return next(missing, None) in self._reloading
 
     def begin_reload(self, table: Table, blocks: int) -> None:
-        """Holds room for so many further blocks, which are copied from host memory."""
+        """Hold `blocks` further blocks, which are copied from host memory."""
         assert self._host is not None
         end = len(table.blocks) + blocks
-        self._coming.update(table.hashes[len(table.blocks) : end])
+        self._reloading.update(table.hashes[len(table.blocks) : end])
         self._host.use(table.hashes[:end])
         table.blocks += self._cache.take(blocks)
 
     def end_reload(self, table: Table) -> None:
-        """The copy is there, and cached."""
+        """Cache the blocks of a table whose copy from host memory has ended."""
         assert self._tier is not None
         blocks = len(table.blocks) - table.cached
-        self._coming.difference_update(table.hashes[table.cached : len(table.blocks)])
+        self._reloading.difference_update(table.hashes[table.cached : len(table.blocks)])
         self._store(table, len(table.blocks))
         before, size = self._transfers, blocks * self._tier.block_bytes
         self._transfers = replace(
@@ -145,12 +149,12 @@ class BlockPool:
         )
 
     def drop_reload(self, table: Table) -> None:
-        """Nobody waits for it: its room is free."""
-        self._coming.difference_update(table.hashes[table.cached : len(table.blocks)])
+        """Free the blocks of a table that no longer waits for its copy."""
+        self._reloading.difference_update(table.hashes[table.cached : len(table.blocks)])
         self.free(table)
 
     def write_through(self, table: Table, computed: int) -> None:
-        """Host memory keeps the cached blocks among the first `computed` tokens too."""
+        """Store the cached blocks of the first `computed` tokens in host memory, too."""
         full = min(computed // self.block_size, table.cached)
         if self._host is None or full <= table.written:
             return
@@ -163,13 +167,13 @@ class BlockPool:
             self._count_out(len(added))
 
     def forget(self, table: Table, computed: int) -> None:
-        """Of the table's cached blocks, those that have no KV: only `computed` tokens have."""
+        """Remove blocks without KV from the cache: only the first `computed` tokens have KV."""
         first = computed // self.block_size
         self._cache.forget(table.blocks[first : table.cached])
         table.cached = min(table.cached, first)
 
     def free(self, table: Table, keep: Keep | None = None) -> None:
-        """Releases all blocks of the table; `keep` is what its request says of them at its end."""
+        """Release all blocks of the table; `keep` is their retention if the request has ended."""
         self._cache.release(table.blocks, keep)
         if self._host is not None and keep is not None:
             self._host.use(table.hashes[: table.cached], keep)
@@ -177,13 +181,13 @@ class BlockPool:
         table.cached = table.written = 0
 
     def end_session(self, session: int) -> None:
-        """Its blocks are evicted first."""
+        """End a session: its blocks are evicted first."""
         self._cache.end(session)
         if self._host is not None:
             self._host.end(session)
 
     def share(self, table: Table, blocks: int) -> Table:
-        """A new table that also holds the first blocks of this one; they must be cached."""
+        """Return a new table that also holds the first blocks of this one; they must be cached."""
         held = table.blocks[:blocks]
         self._cache.hold(held)
         tokens = table.token_ids[: blocks * self.block_size]
@@ -191,7 +195,7 @@ class BlockPool:
         return Table(tokens, table.scope, hashes, held, cached=blocks)
 
     def pin_in_host(self, name: str, table: Table, blocks: int) -> None:
-        """The first blocks of this table stay in host memory."""
+        """Pin the first blocks of the table in host memory."""
         if self._host is not None:
             self._host.pin(name, table.hashes[:blocks])
 
@@ -200,7 +204,7 @@ class BlockPool:
             self._host.pin(name, ())
 
     def reset(self) -> bool:
-        """Clears all cached blocks. While a block is held, it clears nothing and returns False."""
+        """Clear all cached blocks; if a block is held, clear nothing and return False."""
         if self.used_blocks:
             return False
         self._cache.clear()
@@ -211,13 +215,13 @@ class BlockPool:
         return True
 
     def emit_held(self) -> None:
-        """Adds an event with all cached blocks."""
+        """Add an event with all cached blocks."""
         if self.prefix_caching:
             host = [] if self._host is None else [self.copies_in_host()]
             self._events.append(BlocksHeld([self.copies(), *host]))
 
     def drain(self) -> list[KVEvent]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         if evictions := self._cache.free.idle.evictions():
             events.append(evictions)
@@ -242,7 +246,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def _store(self, table: Table, full_blocks: int) -> None:
-        """Caches the table's first full_blocks blocks under their hashes."""
+        """Cache the table's first `full_blocks` blocks under their hashes."""
         first = table.cached
         if first >= full_blocks:
             return
@@ -254,10 +258,10 @@ class BlockPool:
         self._events.append(BlockStored(hashes, hashes))
 
     def _complete(self, table: Table, full_blocks: int) -> None:
-        """Computes the missing hashes of the table's first full_blocks blocks."""
-        known = len(table.hashes)
-        if known >= full_blocks:
+        """Compute the missing hashes of the table's first `full_blocks` blocks."""
+        first = len(table.hashes)
+        if first >= full_blocks:
             return
-        tokens = table.token_ids[known * self.block_size : full_blocks * self.block_size]
+        tokens = table.token_ids[first * self.block_size : full_blocks * self.block_size]
         ids = np.array(tokens, dtype=np.uint32)
         table.hashes += self._space.chain(ids, table.scope, before=table.hashes)

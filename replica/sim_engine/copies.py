@@ -1,4 +1,4 @@
-"""Copies over one link: one at a time, in the order in which they were asked for."""
+"""Models copies over one link: one copy at a time, in the order of the requests."""
 
 import math
 from collections import deque
@@ -9,33 +9,36 @@ T = TypeVar("T")
 
 
 class Copies(Generic[T]):
-    """Those that have not ended, and what waits for each. Times are seconds of any one clock."""
+    """The pending copies, each with the object that waits for it.
+
+    Times are seconds of any one clock.
+    """
 
     def __init__(self) -> None:
-        self._under_way = deque[tuple[float, T]]()
-        self._free_s = -math.inf  # when the link has nothing to do
+        self._pending = deque[tuple[float, T]]()  # time of a copy's end, and its waiter
+        self._free_s = -math.inf  # time at which the last copy ends
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._pending)
 
     def __iter__(self) -> Iterator[T]:
-        return (what for _, what in self._under_way)
+        return (waiter for _, waiter in self._pending)
 
     @property
     def next_end_s(self) -> float:
-        """When the first one ends; infinite: there is none."""
-        return self._under_way[0][0] if self._under_way else math.inf
+        """Return the time at which the first copy ends; infinite if there is none."""
+        return self._pending[0][0] if self._pending else math.inf
 
-    def begin(self, what: T, copy_s: float, now_s: float) -> float:
-        """It begins when those before have ended; returns when it ends."""
+    def begin(self, waiter: T, copy_s: float, now_s: float) -> float:
+        """Add a copy, which begins after all earlier copies; return the time of its end."""
         self._free_s = max(self._free_s, now_s) + copy_s
-        self._under_way.append((self._free_s, what))
+        self._pending.append((self._free_s, waiter))
         return self._free_s
 
     def pop(self) -> T:
-        """The first one has ended."""
-        return self._under_way.popleft()[1]
+        """Remove the first copy, which has ended, and return its waiter."""
+        return self._pending.popleft()[1]
 
-    def drop(self, what: T) -> None:
-        """Nothing waits for it any longer. It takes its time all the same."""
-        self._under_way = deque(each for each in self._under_way if each[1] is not what)
+    def drop(self, waiter: T) -> None:
+        """Remove a waiter. Its copy still takes its time on the link."""
+        self._pending = deque(copy for copy in self._pending if copy[1] is not waiter)

@@ -1,4 +1,4 @@
-"""A simulated engine's tokens are a deterministic function of the tokens before them."""
+"""Generates a simulated engine's tokens, as a deterministic function of the tokens before them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +14,12 @@ from kvroute.replica.sim_engine.sampling import Sampling
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MAX_WORDS = 512
-UNLIKELY = -9.0  # log probability of every token that was not drawn
+MAX_WORDS = 512  # maximum number of words in a vocabulary
+UNLIKELY = -9.0  # log-probability of every token that was not drawn
 
 
 class Vocabulary:
-    """The tokens that an engine can generate, without end-of-text."""
+    """The tokens that an engine can generate; the end-of-text token is not among them."""
 
     def __init__(self, words: dict[int, str]) -> None:
         self.words = words
@@ -27,20 +27,21 @@ class Vocabulary:
 
     @classmethod
     def of_numbers(cls, token_ids: Iterable[int]) -> "Vocabulary":
-        """Words that name their token id, for use without a tokenizer."""
+        """Return a vocabulary for use without a tokenizer: each word contains its token id."""
         return cls({token_id: f" t{token_id}" for token_id in token_ids})
 
     @classmethod
     def of_tokenizer(cls, folder: str) -> "Vocabulary":
-        """Lower-case words that tokenise back to themselves anywhere in a text.
+        """Return lower-case words that tokenise back to themselves anywhere in a text.
 
-        folder: has a tokenizer.json. Raises ValueError when it has none, or no such word.
+        Raises:
+            ValueError: The folder has no tokenizer.json, or the tokenizer has no such word.
         """
         from tokenizers import Tokenizer
 
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"tokenizer is {folder!r}; expected a folder with a tokenizer.json")
+            raise ValueError(f"tokenizer is {folder!r}; name a folder with a tokenizer.json")
         tokenizer = Tokenizer.from_file(str(path))
         words: dict[int, str] = {}
         for piece, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
@@ -50,15 +51,17 @@ class Vocabulary:
             if len(words) == MAX_WORDS:
                 break
         if not words:
-            raise ValueError(f"{path} has no word that tokenises back to itself; use another one")
+            raise ValueError(
+                f"{path} has no word that tokenises back to itself; use another tokenizer"
+            )
         return cls(words)
 
     def pick(self, number: int) -> int:
-        """The token for a random number."""
+        """Return the token for a random number."""
         return self._ids[number % len(self._ids)]
 
     def logprob(self, token_id: int, *, alternatives: int) -> TokenLogprob:
-        """Logprob 0 for the drawn token, and other tokens as alternatives."""
+        """Return log-probability 0 for the drawn token, with other tokens as alternatives."""
         chosen = Alternative(self.words[token_id], 0.0)
         others = [other for other in self._ids[:alternatives] if other != token_id]
         unlikely = [Alternative(self.words[other], UNLIKELY) for other in others]
@@ -66,7 +69,7 @@ class Vocabulary:
 
 
 def _is_word(piece: str) -> bool:
-    """Whether a vocabulary entry is a word after a space, in either BPE format."""
+    """Return whether a vocabulary entry is a word after a space, in one of both BPE formats."""
     word = piece[1:]
     return (
         piece[:1] in ("Ġ", "▁")
@@ -78,14 +81,17 @@ def _is_word(piece: str) -> bool:
 
 
 def _round_trips(tokenizer: "Tokenizer", word: str, token_id: int) -> bool:
-    """Whether the word is this token after any other word."""
+    """Return whether the word is tokenised to this token after any other word."""
     token_ids = tokenizer.encode("a" + word + word, add_special_tokens=False).ids
     return token_ids[-2:] == [token_id, token_id]
 
 
 class TokenGenerator:
-    """Draws one choice's tokens: each depends only on the tokens before it, so another engine
-    continues a response exactly as this one would."""
+    """Draws the tokens of one choice.
+
+    Each token depends only on the tokens before it. So another engine continues a response exactly
+    as this engine would.
+    """
 
     def __init__(self, vocabulary: Vocabulary, prompt: TokenIds, *, salt: int) -> None:
         self._vocabulary = vocabulary
@@ -98,7 +104,7 @@ class TokenGenerator:
 
 
 def salt(sampling: Sampling, index: int) -> int:
-    """Different for each choice and seed; 0 for a single greedy choice."""
+    """Return a number that differs for each choice and seed; 0 for a single greedy choice."""
     if sampling.temperature == 0 and sampling.n == 1:
         return 0
     return xxh3_64_intdigest(f"{sampling.seed}|{index}".encode())
@@ -109,10 +115,10 @@ class StopText:
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
-        self._held = ""  # possibly the beginning of a stop string
+        self._held = ""  # text at the end that may be the beginning of a stop string
 
     def add(self, text: str) -> tuple[str, bool]:
-        """The text that can be sent now, and whether a stop string ended it."""
+        """Add text; return the text to send now, and whether a stop string ended it."""
         text = self._held + text
         ends = [text.index(stop) for stop in self._stop if stop in text]
         if ends:
@@ -123,11 +129,11 @@ class StopText:
         return text[:sent], False
 
     def rest(self) -> str:
-        """The text held back, for the end of the text."""
+        """Return the text that was held back, to send it when no more text follows."""
         return self._held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text could begin the stop string."""
+    """Return how many characters at the end of the text may begin the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

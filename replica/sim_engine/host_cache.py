@@ -1,7 +1,7 @@
-"""Host memory keeps blocks by their hash, and drops them in the order in which engines evict.
+"""A simulated host tier: it stores blocks by their hash, and evicts in the same order as engines.
 
-The simulated engine and the replay's engine model both use it. Nothing holds a block here: a copy
-to the engine is taken to have what it needs.
+The simulated engine and the replay's engine model both use it. Blocks in it are never held: a copy
+to the engine is assumed to read its blocks at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,12 +14,12 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class HostCache:
-    """clock: in seconds, from which the cache knows how long blocks are idle."""
+    """Blocks in host memory. `clock` returns seconds, for the time that blocks have been idle."""
 
     def __init__(self, capacity_blocks: int, clock: Callable[[], float]) -> None:
         self.capacity_blocks = capacity_blocks
         self._clock = clock
-        self._idle = IdleBlocks(capacity_blocks)  # all slots with a block, but for pinned ones
+        self._idle = IdleBlocks(capacity_blocks)  # all slots with a block that is not pinned
         self._pins = PinnedKeys[Fingerprint]()
         self.clear()
 
@@ -33,14 +33,16 @@ class HostCache:
         return hash_ in self._slot_of
 
     def hits(self, hashes: Sequence[Fingerprint], start: int = 0) -> int:
-        """How many blocks are here without a gap, from hashes[start] on."""
+        """Return how many blocks from hashes[start] on are stored without a gap."""
         return sum(1 for _ in takewhile(self.__contains__, islice(hashes, start, None)))
 
     def store(self, hashes: Sequence[Fingerprint]) -> tuple[list[Fingerprint], list[Fingerprint]]:
-        """Blocks of one prompt, in its order, are here from now on: the first ones, if not all have
-        room. Returns those that were not here, and those that were dropped for them."""
+        """Store blocks of a prompt, in its order; only the first ones if there is too little room.
+
+        Returns the hashes of newly stored blocks, and of the blocks that were evicted for them.
+        """
         hashes = list(dict.fromkeys(hashes))[: self.capacity_blocks]
-        slots = self._take(hashes)  # so that none of them is dropped for another
+        slots = self._take(hashes)  # so that none of these blocks is evicted for another
         new = [hash_ for hash_ in hashes if hash_ not in self._slot_of]
         new = new[: len(self._blank) + len(self._idle)]
         dropped = self._drop(len(new) - len(self._blank))
@@ -53,24 +55,29 @@ class HostCache:
         return new, dropped
 
     def use(self, hashes: Sequence[Fingerprint], keep: Keep | None = None) -> None:
-        """A request has used these blocks, in its prompt's order, and may say how to keep them.
-        Those that are not here do not matter."""
+        """Record that a request used these blocks, and set their retention if it is given.
+
+        The hashes are in the prompt's order; hashes without a stored block are ignored.
+        """
         slots = self._take(hashes)
         if keep is not None:
             self._idle.label(slots, keep)
         self._put(slots)
 
     def pin(self, name: str, hashes: Sequence[Fingerprint]) -> None:
-        """These blocks, of a prompt in its order, are never dropped, even if they come later. They
-        replace the earlier ones of that name; without any, the pin ends."""
-        begun, over = self._pins.change(name, hashes)
-        for hash_ in begun:
+        """Never evict these blocks, which may also be stored later.
+
+        They are in the prompt's order and replace the pin's earlier blocks. Without any, the pin
+        ends.
+        """
+        added, removed = self._pins.change(name, hashes)
+        for hash_ in added:
             if (slot := self._slot_of.get(hash_)) is not None:
                 self._idle.take(slot)
-        self._put(self._unpinned(over))
+        self._put(self._unpinned(removed))
 
     def end(self, session: int) -> None:
-        """Its blocks are dropped first."""
+        """End a session: its blocks are evicted first."""
         self._idle.end(session)
 
     def clear(self) -> None:
@@ -81,14 +88,14 @@ class HostCache:
         self._blank = list(range(self.capacity_blocks))
 
     def _take(self, hashes: Sequence[Fingerprint]) -> list[int]:
-        """Their slots. They cannot be dropped until they are put back."""
+        """Return the blocks' slots; they cannot be evicted until they are put back."""
         slots = self._unpinned(dict.fromkeys(hashes))
         for slot in slots:
             self._idle.take(slot)
         return slots
 
     def _unpinned(self, hashes: Iterable[Fingerprint]) -> list[int]:
-        """The slots of those that are here and may be dropped."""
+        """Return the slots of the stored blocks that are not pinned."""
         return [
             self._slot_of[hash_]
             for hash_ in hashes
@@ -96,7 +103,7 @@ class HostCache:
         ]
 
     def _put(self, slots: Sequence[int]) -> None:
-        """The last ones are dropped first, so that shared prefixes stay longer."""
+        """Put slots back; the last are evicted first, so that shared prefixes stay longer."""
         self._idle.put(slots[::-1], self._clock())
 
     def _drop(self, count: int) -> list[Fingerprint]:

@@ -1,4 +1,7 @@
-"""OpenAI's chats and completions on a simulated engine; every other route and field is refused."""
+"""Answers OpenAI's chats and completions with a simulated engine.
+
+Every other route is rejected, and so is every field that the engine does not support.
+"""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -24,7 +27,7 @@ ROUTES: dict[str, tuple[type[Body], type[Reply]]] = {
     "/v1/completions": (Completion, CompletionReply),
 }
 
-ANTHROPIC = "/v1/messages"  # errors of this route, and of those below it, have Anthropic's shape
+ANTHROPIC = "/v1/messages"  # errors of routes with this prefix have Anthropic's format
 
 Outputs = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
 
@@ -38,10 +41,16 @@ async def respond(
     model: str,
     max_model_len: int,
 ) -> None:
-    """Emits the response to a call, one chunk for each output.
+    """Emit the response to a call, one chunk for each output.
 
-    outputs_of: yields what another engine has generated of the response, one output for each delta
-    of the call, then what is new.
+    Args:
+        request: The request.
+        call: The HTTP call of the request.
+        outputs_of: Yields an output for each delta of the call, which another engine has generated
+            already. Then it yields the new outputs.
+        emit: Receives the chunks.
+        model: The model's name in the response.
+        max_model_len: The maximum number of tokens of prompt and answer.
     """
     try:
         kind, shape = _route(call)
@@ -59,13 +68,13 @@ async def respond(
         prompt_tokens=prompt_tokens,
     )
     repeated = len(call.deltas)
-    needs_head = not (repeated and sampling.is_stream)  # else the client has it
+    needs_head = not (repeated and sampling.is_stream)  # else the client has received the head
     async with aclosing(outputs_of(request, sampling)) as outputs:
         async for output in outputs:
             data = reply.add(output)
             if repeated:
                 repeated -= 1
-                continue  # the client has it
+                continue  # the client has received this output already
             if reply.is_complete:
                 data += reply.end()
             has_head = needs_head and (sampling.is_stream or reply.is_complete)
@@ -81,7 +90,7 @@ async def respond(
 
 
 def rendered(call: HttpCall) -> Rendered:
-    """A refusal: routers render all that a simulated engine can answer."""
+    """Return an error: routers render all prompts that a simulated engine can answer."""
     return Rendered(refusal=_part(_refusal(call), call.path))
 
 
@@ -98,8 +107,8 @@ def _refusal(call: HttpCall) -> RefusedError:
 def _route(call: HttpCall) -> tuple[type[Body], type[Reply]]:
     if call.path not in ROUTES:
         raise RefusedError(
-            f"POST {call.path}: the simulated engine does not have this route; start with "
-            "--engine vllm",
+            f"POST {call.path}: the simulated engine does not have this route; to use it, start "
+            "with --engine vllm",
             code="not_found",
             status=404,
         )
@@ -112,6 +121,6 @@ def _part(error: RefusedError, path: str) -> HttpPart:
 
 
 def _anthropic(error: RefusedError) -> bytes:
-    """Only routes that are not there have this shape."""
-    found = {"type": "not_found_error", "message": str(error)}
-    return msgspec.json.encode({"type": "error", "error": found})
+    """Return an error in Anthropic's format: the engine has none of Anthropic's routes."""
+    not_found = {"type": "not_found_error", "message": str(error)}
+    return msgspec.json.encode({"type": "error", "error": not_found})

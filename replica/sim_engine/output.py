@@ -1,4 +1,4 @@
-"""What a simulated engine generates, before it becomes a response."""
+"""The output of a simulated engine, before it is converted to a response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ class Alternative:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     chosen: Alternative
-    top: tuple[Alternative, ...]  # likeliest first
+    top: tuple[Alternative, ...]  # the most likely token first
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """The next tokens of one choice."""
 
-    index: int  # which of the n choices
-    text: str  # may be empty: the beginning of a stop string is held back
+    index: int  # number of the choice, from 0
+    text: str  # may be empty, because the beginning of a stop string is held back
     token_ids: tuple[int, ...]
     cached_tokens: int  # prompt tokens from the KV cache; the same in all outputs
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -29,13 +29,13 @@ class Output:
 
 
 def joined(outputs: Sequence[Output]) -> Output:
-    """One output with the content of all; they are of one choice."""
+    """Join consecutive outputs of one choice to one output."""
     last = outputs[-1]
     return Output(
         last.index,
         "".join([output.text for output in outputs]),
         tuple([id_ for output in outputs for id_ in output.token_ids]),
         last.cached_tokens,
-        tuple([each for output in outputs for each in output.logprobs]),
+        tuple([logprob for output in outputs for logprob in output.logprobs]),
         last.finish_reason,
     )

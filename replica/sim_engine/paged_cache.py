@@ -1,6 +1,7 @@
-"""A paged KV cache holds, caches and reuses blocks as vLLM does; it knows hashes, not tokens.
+"""A paged KV cache that holds, caches and evicts blocks as vLLM does.
 
-The simulated engine and the replay's engine model both use it.
+It works with hashes and not with tokens. The simulated engine and the replay's engine model both
+use it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,10 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class FreeQueue:
-    """Blocks that no sequence holds, in order of eviction: first those without a hash, then those
-    that are kept the least (engine/retention.py)."""
+    """Blocks that no sequence holds, in the order in which they are used again.
+
+    Blocks without a hash come first, then cached blocks in the order of engine/retention.py.
+    """
 
     def __init__(self, blocks: int, clock: Callable[[], float]) -> None:
         self.idle = IdleBlocks(blocks)
@@ -32,21 +35,20 @@ class FreeQueue:
         self.idle.put(cached, self._clock())
 
     def pop(self, count: int) -> list[int]:
-        """The blocks to be reused next; there must be enough."""
+        """Remove and return the next `count` blocks; there must be enough."""
         blank = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
         if len(blank) == count:
             return blank
         return blank + self.idle.pop(count - len(blank), self._clock())
 
     def forget_hashes(self) -> None:
-        """Makes all blocks uncached."""
+        """Treat all blocks as blocks without a hash."""
         self._blank += self.idle.in_order(self._clock())
         self.idle.clear()
 
 
 class PagedCache:
-    """on_evict: called with the hash of each reused block, after its removal. clock: in seconds,
-    from which the cache knows how long blocks are idle."""
+    """The blocks of a KV cache, their hashes, and how many sequences hold each of them."""
 
     def __init__(
         self,
@@ -54,23 +56,32 @@ class PagedCache:
         on_evict: Callable[[Fingerprint], None],
         clock: Callable[[], float],
     ) -> None:
+        """Create an empty cache.
+
+        Args:
+            capacity_blocks: The number of blocks.
+            on_evict: Is called with the hash of each evicted block, after its removal.
+            clock: Returns seconds, for the time that blocks have been idle.
+        """
         self.free = FreeQueue(capacity_blocks, clock)
         self._on_evict = on_evict
-        self._holders = [0] * capacity_blocks  # sequences that hold each block
+        self._holders = [0] * capacity_blocks  # for each block, the number of its holders
         self._hash_of: dict[int, Fingerprint] = {}  # block -> hash
-        # A hash can have several blocks: equal ones are not merged, because both are in use.
+        # A hash can have several blocks. Equal blocks are not merged, because both are in use.
         self._blocks_of: dict[Fingerprint, list[int]] = {}
 
     def __contains__(self, hash_: Fingerprint) -> bool:
         return hash_ in self._blocks_of
 
     def copies(self) -> Iterator[tuple[Fingerprint, int]]:
-        """Pairs of a cached hash and the number of blocks cached under it."""
+        """Yield each cached hash with the number of blocks cached under it."""
         return ((hash_, len(blocks)) for hash_, blocks in self._blocks_of.items())
 
     def admit(self, hashes: Sequence[Fingerprint], blocks: int) -> list[int] | None:
-        """Holds and returns the cached blocks of the first hashes. While there is no room for
-        `blocks` blocks in all, it holds none and returns None."""
+        """Hold and return the cached blocks of the first hashes.
+
+        If there is no room for `blocks` blocks in all, hold none and return None.
+        """
         hits: list[int] = []
         idle_hits = 0
         for hash_ in hashes:
@@ -85,14 +96,14 @@ class PagedCache:
         return hits
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Adds a holder to these blocks, which must be cached."""
+        """Add a holder to these blocks, which must be cached."""
         for block in blocks:
             if not self._holders[block]:
                 self.free.idle.take(block)
             self._holders[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Free blocks for one sequence to fill; there must be enough of them."""
+        """Remove and return free blocks for one sequence to fill; there must be enough."""
         blocks = self.free.pop(count)
         for block in blocks:
             self._holders[block] = 1
@@ -101,18 +112,21 @@ class PagedCache:
         return blocks
 
     def store(self, block: int, hash_: Fingerprint) -> None:
-        """Caches a held block, now full, under its hash."""
+        """Cache a held block, which is now full, under its hash."""
         self._hash_of[block] = hash_
         self._blocks_of.setdefault(hash_, []).append(block)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Held blocks are cached no longer."""
+        """Remove held blocks from the cache; they stay held."""
         for block in blocks:
             self._forget(block)
 
     def release(self, blocks: Sequence[int], keep: Keep | None = None) -> None:
-        """Removes a holder from the blocks, which says `keep` of them. Of one kind, the last ones
-        are reused first, so that shared prefixes stay longer."""
+        """Remove a holder from the blocks, and set their retention if it is given.
+
+        Of blocks with the same retention, the last are evicted first, so that shared prefixes stay
+        longer.
+        """
         if keep is not None:
             self.free.idle.label(blocks, keep)
         blank: list[int] = []
@@ -124,11 +138,11 @@ class PagedCache:
         self.free.put(blank, cached)
 
     def end(self, session: int) -> None:
-        """Its blocks are evicted first."""
+        """End a session: its blocks are evicted first."""
         self.free.idle.end(session)
 
     def clear(self) -> None:
-        """Clears the cache; no block may be held."""
+        """Clear the cache; no block may be held."""
         self.free.forget_hashes()
         self._hash_of.clear()
         self._blocks_of.clear()

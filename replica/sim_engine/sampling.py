@@ -1,4 +1,4 @@
-"""The body of a request to a simulated engine becomes sampling parameters, or is refused."""
+"""Converts the body of a request to a simulated engine to sampling parameters, or rejects it."""
 
 import re
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw, Struct, ValidationError
 
-COMPLETION_TOKENS = 16  # OpenAI's default for completions
-GREEDY_BELOW = 1e-5  # below this temperature vLLM samples greedily, and then refuses n > 1
-MAX_STOP_CHARACTERS = 4096  # of all stop strings together
-MOST_SHOWN = 80  # characters of a bad value
+COMPLETION_TOKENS = 16  # default of max_tokens for completions, as in OpenAI's API
+GREEDY_BELOW = 1e-5  # below this temperature vLLM samples greedily and rejects n > 1
+MAX_STOP_CHARACTERS = 4096  # maximum number of characters of all stop strings together
+MOST_SHOWN = 80  # maximum number of characters of a wrong value that an error shows
 
-# Fields that would change the response, with the values that have no effect. Tools are accepted,
-# and never called.
+# Fields that the simulated engine does not support, with the values that have no effect and are
+# therefore accepted. Tools are accepted too, but they are never called.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
@@ -60,19 +60,19 @@ class Sampling:
     temperature: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    n: int = 1  # choices, generated from one shared prompt
-    logprobs: int | None = None  # alternatives reported for each generated token; None: no logprobs
+    n: int = 1  # number of choices, which are generated from one shared prompt
+    logprobs: int | None = None  # number of alternatives for each token; None: no logprobs
     is_stream: bool = False
-    include_usage: bool = False  # at the end of a stream
+    include_usage: bool = False  # whether a stream ends with the usage
 
     @property
     def can_continue(self) -> bool:
-        """Whether another engine can go on: a prompt can hold only one of several choices."""
+        """Return whether another engine can continue: a prompt can hold only one choice."""
         return self.n == 1
 
 
 class RefusedError(Exception):
-    """The simulated engine does not do this."""
+    """The simulated engine does not support the request, or the request is wrong."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str = "invalid_value", status: int = 400
@@ -96,7 +96,7 @@ class _StreamOptions(Struct):
 
 
 class Body(Struct):
-    """What chats and completions share."""
+    """The fields that chats and completions have in common."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -147,7 +147,7 @@ class Chat(Body):
 
 
 def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int) -> Sampling:
-    """The parameters for a prompt of so many tokens. RefusedError."""
+    """Return the parameters for a prompt of `prompt_tokens` tokens. Raises RefusedError."""
     body = _checked(kind, raw)
     requested = body.most_tokens(0)
     room_tokens = max_model_len - prompt_tokens
@@ -174,7 +174,7 @@ def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int
 
 
 def check(kind: type[Body], raw: bytes) -> None:
-    """RefusedError for a body that would be refused whatever its prompt is."""
+    """Raise RefusedError if the body is wrong whatever its prompt is."""
     _checked(kind, raw).alternatives()
 
 
@@ -194,7 +194,7 @@ def _checked(kind: type[Body], raw: bytes) -> Body:
 
 
 def _check(sampling: Sampling) -> None:
-    """RefusedError for fields that contradict each other."""
+    """Raise RefusedError for fields that contradict each other."""
     if sampling.n > 1 and sampling.temperature < GREEDY_BELOW:
         raise RefusedError(
             f"n is {sampling.n} and temperature is {sampling.temperature:g}, so every choice would "
@@ -209,19 +209,19 @@ def _check(sampling: Sampling) -> None:
         )
     if sum(map(len, sampling.stop)) > MAX_STOP_CHARACTERS:
         raise RefusedError(
-            f"stop is too long; expected up to {MAX_STOP_CHARACTERS} characters together", "stop"
+            f"stop is too long; use at most {MAX_STOP_CHARACTERS} characters in all strings", "stop"
         )
 
 
 def _invalid(problem: str, given: Mapping[str, Raw]) -> RefusedError:
-    """msgspec's error with the field and its value."""
-    what, _, place = problem.partition(" - at `$")
-    param = place.strip("`.")
+    """Return msgspec's error with the field's name and value."""
+    reason, _, path = problem.partition(" - at `$")
+    param = path.strip("`.")
     name = re.split(r"[.\[]", param)[0]
     if name not in given:
         return RefusedError(problem)
     return RefusedError(
-        f"{name} is {_shown(given[name])}; {what[:1].lower() + what[1:]}", param or None
+        f"{name} is {_shown(given[name])}; {reason[:1].lower() + reason[1:]}", param or None
     )
 
 

@@ -1,4 +1,4 @@
-"""A simulated engine's outputs become a response in OpenAI's shapes, whole or as events."""
+"""Converts a simulated engine's outputs to a response in OpenAI's formats, whole or as events."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ class _Choice:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    characters: int = 0  # of the tokens with logprobs
+    characters: int = 0  # number of characters of the tokens whose log-probabilities were sent
     finish_reason: str | None = None
 
 
 class Reply(ABC):
-    """The response to one prompt: the bytes of every output, then of its end."""
+    """The response to one prompt: `add` returns the bytes of an output, `end` those of the end."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -41,7 +41,7 @@ class Reply(ABC):
         model: str,
         created: float,
         prompt_tokens: int,
-        cached_tokens: int | None = None,  # None: those of the first output
+        cached_tokens: int | None = None,  # None: the first output has the number
     ) -> None:
         self._sampling = sampling
         self._head = {"created": int(created), "model": model}
@@ -50,7 +50,7 @@ class Reply(ABC):
         self._tokens = 0
         self._cached_tokens = cached_tokens
         self._choices = [_Choice() for _ in range(sampling.n)]
-        self._unfinished = sampling.n  # choices
+        self._unfinished = sampling.n  # number of choices that have not finished
         self._is_open = False
         # The events of a stream differ only in their choice; the bytes around it are encoded once.
         usage = b',"usage":null' if sampling.include_usage else b""
@@ -66,7 +66,7 @@ class Reply(ABC):
         return EVENTS if self._sampling.is_stream else JSON
 
     def add(self, output: Output) -> bytes:
-        """The bytes of this output."""
+        """Add an output, and return the bytes to send for it."""
         self._tokens += len(output.token_ids)
         if self._cached_tokens is None:
             self._cached_tokens = output.cached_tokens
@@ -78,7 +78,7 @@ class Reply(ABC):
         return opening + self._output_event(output)
 
     def end(self) -> bytes:
-        """The bytes after all outputs."""
+        """Return the bytes to send after all outputs."""
         if self._sampling.is_stream:
             return self._closing()
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
@@ -96,15 +96,13 @@ class Reply(ABC):
         logprobs = b"null"
         if self._sampling.logprobs is not None:
             logprobs = encode(self._shaped(output.logprobs, choice.characters))
-            choice.characters += sum(len(each.chosen.token) for each in output.logprobs)
+            choice.characters += sum(len(logprob.chosen.token) for logprob in output.logprobs)
         delta, reason = self._delta(encode(output.text)), encode(output.finish_reason)
         return self._event(output.index, delta, logprobs, reason)
 
     def _event(self, index: int, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
-        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            *(self._before, index, delta, logprobs, reason),
-            self._after,
-        )
+        choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}'
+        return self._before + choice % (index, delta, logprobs, reason) + self._after
 
     def _closing(self) -> bytes:
         if not self._sampling.include_usage:
@@ -133,20 +131,20 @@ class Reply(ABC):
         return encode({"id": self._id, "object": kind, **self._head, **rest})
 
     def _opening(self) -> bytes:
-        """The events before the first output."""
+        """Return the events before the first output."""
         return b""
 
     @abstractmethod
     def _delta(self, text: bytes) -> bytes:
-        """The member of an event's choice that contains `text`, a JSON string."""
+        """Return the member of an event's choice with `text`, which is a JSON string."""
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, object]:
-        """The member of a whole response's choice that contains `text`."""
+        """Return the member of a whole response's choice with `text`."""
 
     @abstractmethod
     def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
-        """The log-probabilities of tokens that follow `offset` characters."""
+        """Return the log-probabilities of tokens that follow `offset` characters."""
 
 
 class ChatReply(Reply):
@@ -166,7 +164,7 @@ class ChatReply(Reply):
         return {"message": {"role": "assistant", "content": text}}
 
     def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
-        """One entry for each token, which contains its alternatives."""
+        """Return one entry for each token, which contains the token's alternatives."""
         content = [
             {**_entry(token.chosen), "top_logprobs": [_entry(other) for other in token.top]}
             for token in tokens
@@ -185,7 +183,7 @@ class CompletionReply(Reply):
         return {"text": text}
 
     def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
-        """Parallel lists."""
+        """Return parallel lists with an item for each token."""
         offsets = []
         for token in tokens:
             offsets.append(offset)
@@ -194,7 +192,7 @@ class CompletionReply(Reply):
             "tokens": [token.chosen.token for token in tokens],
             "token_logprobs": [token.chosen.logprob for token in tokens],
             "top_logprobs": [
-                {each.token: each.logprob for each in (*token.top, token.chosen)}
+                {other.token: other.logprob for other in (*token.top, token.chosen)}
                 for token in tokens
             ],
             "text_offset": offsets,

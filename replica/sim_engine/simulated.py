@@ -1,4 +1,4 @@
-"""The simulated engine has vLLM's scheduling and block accounting, modelled time and no model."""
+"""The simulated engine: vLLM's scheduling and block accounting, modelled time, and no model."""
 
 import asyncio
 import math
@@ -29,36 +29,36 @@ from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocab
 from kvroute.replica.sim_engine.output import Output, TokenLogprob, joined
 from kvroute.replica.sim_engine.sampling import Sampling
 
-MAX_WAITING_EVENTS = 100_000
-INSTANT_TOKENS_PER_S = 1e6  # the claimed prefill speed of an engine without delays
-SHORTEST_SLEEP_S = 0.001  # shorter delays accumulate until they reach this
-LONGEST_LAG_S = 0.05  # only this much lost time is caught up
+MAX_WAITING_EVENTS = 100_000  # with more unread events, all are replaced by EventsLost
+INSTANT_TOKENS_PER_S = 1e6  # claimed prefill speed of an engine whose prefill takes no time
+SHORTEST_SLEEP_S = 0.001  # shorter delays accumulate until they reach this many seconds
+LONGEST_LAG_S = 0.05  # at most this many seconds of lost time are caught up
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedConfig:
-    """An engine's shape and speed. The default speed is about an 8B model's on one large GPU."""
+    """An engine's sizes and speed. The default speed is about an 8B model's on one large GPU."""
 
-    model: str = "simulated"  # its name in responses
+    model: str = "simulated"  # the model's name in responses
     revision: str = ""
-    block_size: int = 32  # tokens
+    block_size: int = 32  # number of tokens in a block
     capacity_blocks: int = 4096
-    max_model_len: int = 8192  # tokens, prompt and output together
-    prefill_tokens_per_s: float = 10_000.0  # at a prompt's beginning; 0: prefill takes no time
-    attention_tokens: float = 32768.0  # at this position a prefill token takes twice as long
-    decode_step_s: float = 0.008  # time of every step; 0: no time
-    decode_per_seq_s: float = 0.00005  # additional time for each decoding sequence
-    max_running: int = 128  # sequences in the batch
-    max_batched_tokens: int = 2048  # in one step
-    stream_interval: int = 1  # tokens in a chunk of an answer, after the first
+    max_model_len: int = 8192  # maximum number of tokens of prompt and answer together
+    prefill_tokens_per_s: float = 10_000.0  # speed at a prompt's start; 0: prefill takes no time
+    attention_tokens: float = 32768.0  # at this position, prefill of a token takes twice as long
+    decode_step_s: float = 0.008  # seconds of every step, in addition to prefill
+    decode_per_seq_s: float = 0.00005  # additional seconds of a step for each decoding sequence
+    max_running: int = 128  # maximum number of sequences in the batch
+    max_batched_tokens: int = 2048  # maximum number of tokens in a step
+    stream_interval: int = 1  # number of tokens in each chunk of an answer after the first chunk
     prefix_caching: bool = True
-    pin_share: float = 0.3  # share of the KV cache for pins
-    host: HostTier | None = None  # host memory that keeps blocks; only with prefix_caching
-    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that it may load
-    max_loras: int = 4  # different ones in one batch
-    max_cpu_loras: int = 16  # in memory; at least max_loras
-    lora_load_s: float = LOAD_S  # time to load one; no step runs meanwhile
-    vocabulary: Sequence[int] = range(1000, 1512)  # generated token ids; unused with a tokenizer
+    pin_share: float = 0.3  # maximum share of the KV cache for pins
+    host: HostTier | None = None  # tier in host memory; needs prefix_caching
+    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that can be loaded
+    max_loras: int = 4  # maximum number of different adapters in a batch
+    max_cpu_loras: int = 16  # maximum number of adapters in memory; at least max_loras
+    lora_load_s: float = LOAD_S  # seconds to load an adapter, in which no step runs
+    vocabulary: Sequence[int] = range(1000, 1512)  # generated token ids, without a tokenizer
 
 
 @dataclass(slots=True, eq=False)
@@ -67,11 +67,11 @@ class _Job:
 
     request: GenerateRequest
     sampling: Sampling
-    max_tokens: int  # for each choice
-    turn: tuple[float, int]  # its order in seconds of the engine's clock; its number by arrival
-    unfinished: int  # choices
-    cached_tokens: int | None = None  # found at its first admission
-    outputs: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)  # None: no more
+    max_tokens: int  # maximum number of tokens of each choice
+    order: tuple[float, int]  # sort key: time on the engine's clock, then number of arrival
+    unfinished: int  # number of choices that have not finished
+    cached_tokens: int | None = None  # cached prompt tokens at the first admission
+    outputs: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)  # None: the end
 
 
 @dataclass(slots=True, eq=False)
@@ -83,14 +83,14 @@ class _Choice:
     table: Table
     generator: TokenGenerator
     text: StopText
-    computed: int = 0  # leading tokens whose KV is computed
-    generated: int = 0  # tokens
-    unsent: list[Output] = field(default_factory=list)  # one token each
+    computed: int = 0  # number of leading tokens whose KV is computed
+    generated: int = 0  # number of generated tokens
+    unsent: list[Output] = field(default_factory=list)  # outputs of one token each
 
     @property
-    def turn(self) -> tuple[float, int, int]:
-        """The smallest is admitted first and preempted last."""
-        return (*self.job.turn, self.index)
+    def order(self) -> tuple[float, int, int]:
+        """Return the sort key: the smallest is admitted first and preempted last."""
+        return (*self.job.order, self.index)
 
     @property
     def lora(self) -> str:
@@ -102,7 +102,7 @@ class _Choice:
 
     @property
     def missing(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
+        """Return the number of tokens to compute before the next token can be drawn."""
         return len(self.table.token_ids) - self.computed
 
     @property
@@ -110,17 +110,21 @@ class _Choice:
         return self.generated > 0 and self.missing == 1
 
 
-Batch = dict[_Choice, int]  # tokens that a step computes for each choice
-TURN = attrgetter("turn")
+Batch = dict[_Choice, int]  # choice -> number of its tokens that a step computes
+ORDER = attrgetter("order")
 
 
 class SimulatedEngine(Engine):
-    """Generates meaningless words.
-
-    tokenizer: a folder with a tokenizer.json, the source of the words; without it they are numbers.
-    """
+    """An engine that generates meaningless words."""
 
     def __init__(self, config: SimulatedConfig, *, tokenizer: str | None = None) -> None:
+        """Create an engine.
+
+        Args:
+            config: The engine's sizes and speed.
+            tokenizer: A folder with a tokenizer.json, from which the words are taken. Without it,
+                the words are numbers.
+        """
         self.config = config
         self.facts = EngineFacts(
             block_size=config.block_size,
@@ -164,9 +168,9 @@ class SimulatedEngine(Engine):
         self._host_pins: dict[str, int] = {}
         self._jobs: set[_Job] = set()
         self._arrivals = count()
-        self._waiting: list[_Choice] = []  # by their turns
-        self._running: list[_Choice] = []  # the latest admitted last
-        self._reloads = Copies[_Choice]()  # admitted ones that wait for blocks from host memory
+        self._waiting: list[_Choice] = []  # sorted by `order`
+        self._running: list[_Choice] = []  # in the order of admission
+        self._reloads = Copies[_Choice]()  # admitted choices that wait for copies from host memory
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
         self._has_work = asyncio.Event()
@@ -185,16 +189,19 @@ class SimulatedEngine(Engine):
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         if request.call is None:
-            await self._unread(request, emit)
+            await self._generate_raw(request, emit)
             return
         await http_response.respond(
-            *(request, request.call, self._outputs, emit),
+            request,
+            request.call,
+            self._outputs,
+            emit,
             model=self.config.model,
             max_model_len=self.config.max_model_len,
         )
 
-    async def _unread(self, request: GenerateRequest, emit: Emit) -> None:
-        """Tokens that nobody reads."""
+    async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
+        """Generate tokens without an HTTP response: for warm-ups, pins and canaries."""
         sampling = Sampling(max_tokens=request.max_tokens, temperature=0.0)
         async with aclosing(self._outputs(request, sampling)) as outputs:
             async for output in outputs:
@@ -204,8 +211,11 @@ class SimulatedEngine(Engine):
     async def _outputs(
         self, request: GenerateRequest, sampling: Sampling
     ) -> AsyncGenerator[Output, None]:
-        """First what another engine has answered, an output for each of its deltas; then what is
-        new. ValueError for a request that can never run here."""
+        """Yield an output for each delta that another engine has generated, then new outputs.
+
+        Raises:
+            ValueError: This engine can never run the request.
+        """
         prepared()
         job = self._job(request, sampling)
         for output in self._repeated(job):
@@ -215,31 +225,29 @@ class SimulatedEngine(Engine):
                 yield output
 
     def _job(self, request: GenerateRequest, sampling: Sampling) -> _Job:
-        """ValueError."""
+        """Return a job for the request. Raises ValueError if this engine can never run it."""
         if request.pin:
             admit_pin(request, self)
         if request.lora and request.lora not in self.config.adapters:
-            known = ", ".join(sorted(self.config.adapters))
-            raise ValueError(
-                f"this replica has no LoRA adapter {request.lora!r}; there are {known}"
-            )
+            names = ", ".join(sorted(self.config.adapters))
+            raise ValueError(f"this replica has no LoRA adapter {request.lora!r}; it has {names}")
         prompt_tokens = len(request.prompt_ids)
         longest = self.config.max_model_len - 1
         if not 1 <= prompt_tokens <= longest:
-            raise ValueError(f"the prompt has {prompt_tokens} tokens; expected 1 to {longest}")
+            raise ValueError(f"the prompt has {prompt_tokens} tokens; send 1 to {longest} tokens")
         max_tokens = min(sampling.max_tokens, self.config.max_model_len - prompt_tokens)
         # The last token's KV is never computed.
         blocks = -(-(prompt_tokens + max_tokens - 1) // self.config.block_size)
         if blocks > self.config.capacity_blocks:
             raise ValueError(
-                f"prompt and answer need {blocks} KV blocks of {self.config.capacity_blocks}; "
-                "send a shorter prompt or a smaller max_tokens"
+                f"prompt and answer need {blocks} KV blocks, but the engine has only "
+                f"{self.config.capacity_blocks}; send a shorter prompt or a smaller max_tokens"
             )
-        turn = asyncio.get_running_loop().time() + request.order_s, next(self._arrivals)
-        return _Job(request, sampling, max_tokens, turn, unfinished=sampling.n)
+        order = asyncio.get_running_loop().time() + request.order_s, next(self._arrivals)
+        return _Job(request, sampling, max_tokens, order, unfinished=sampling.n)
 
     def _repeated(self, job: _Job) -> Iterator[Output]:
-        """What another engine has answered of this."""
+        """Yield the outputs that another engine has generated already."""
         call, answered = job.request.call, iter(job.request.answered_ids.tolist())
         choice = self._new_choice(job, 0)
         for tokens in call.deltas if call else ():
@@ -277,7 +285,7 @@ class SimulatedEngine(Engine):
             self._pool.unpin_in_host(name)
 
     async def end_session(self, session: int) -> None:
-        for job in self._jobs:  # what they will leave is over, too
+        for job in self._jobs:  # blocks of running requests are evicted first, too
             if job.request.keep and job.request.keep.session == session:
                 job.request = replace(job.request, keep=over(session))
         self._pool.end_session(session)
@@ -296,7 +304,7 @@ class SimulatedEngine(Engine):
         return is_cleared
 
     async def close(self) -> None:
-        """Open streams end with EngineDeadError."""
+        """Stop the engine; open streams end with EngineDeadError."""
         self._is_closed = True
         self._has_events.set()
         if self._scheduler is not None:
@@ -328,7 +336,7 @@ class SimulatedEngine(Engine):
         self._has_work.set()
 
     def _queue(self, choice: _Choice) -> None:
-        insort(self._waiting, choice, key=TURN)
+        insort(self._waiting, choice, key=ORDER)
 
     def _end_streams(self, scheduler: asyncio.Task[None]) -> None:
         self._failure = None if scheduler.cancelled() else scheduler.exception()
@@ -336,7 +344,7 @@ class SimulatedEngine(Engine):
             job.outputs.put_nowait(None)
 
     def _choice(self, job: _Job, index: int) -> _Choice:
-        """One that goes on where another engine has stopped."""
+        """Return a choice that continues where another engine has stopped."""
         choice = self._new_choice(job, index)
         for token_id in job.request.answered_ids.tolist():
             self._output(choice, token_id)  # already delivered; a stop string may begin in it
@@ -353,12 +361,12 @@ class SimulatedEngine(Engine):
         )
 
     def _abort(self, job: _Job) -> None:
-        """Removes the job from the engine."""
+        """Remove the job from the engine."""
         if not job.unfinished:
             return
         job.unfinished = 0
-        first = bisect_left(self._waiting, (*job.turn, 0), key=TURN)
-        end = bisect_left(self._waiting, (*job.turn, job.sampling.n), lo=first, key=TURN)
+        first = bisect_left(self._waiting, (*job.order, 0), key=ORDER)
+        end = bisect_left(self._waiting, (*job.order, job.sampling.n), lo=first, key=ORDER)
         del self._waiting[first:end]
         for choice in [choice for choice in self._running if choice.job is job]:
             self._leave(choice, choice.keep if choice.generated else None)
@@ -367,7 +375,7 @@ class SimulatedEngine(Engine):
             self._pool.drop_reload(choice.table)
 
     def _leave(self, choice: _Choice, keep: Keep | None = None) -> None:
-        """keep: what is said of its blocks; None: it has not ended."""
+        """Remove a choice from the batch; `keep` is its blocks' retention if it has ended."""
         self._running.remove(choice)
         self._pool.free(choice.table, keep)
 
@@ -387,10 +395,10 @@ class SimulatedEngine(Engine):
             self._publish()
             self._deliver(batch)
             if self.config.host is not None:
-                self._publish()  # what was computed is in host memory now
+                self._publish()  # computed blocks have been stored in host memory
 
     async def _wait_for_reload(self) -> None:
-        """Until the first copy from host memory has ended, or there is more to do."""
+        """Wait until the first copy from host memory has ended, or until a request arrives."""
         self._has_work.clear()
         left_s = self._reloads.next_end_s - asyncio.get_running_loop().time()
         with suppress(TimeoutError):
@@ -399,7 +407,7 @@ class SimulatedEngine(Engine):
         self._pace.restart()
 
     def _end_reloads(self) -> None:
-        """Choices whose copies have ended join the batch."""
+        """Add choices whose copies from host memory have ended to the batch."""
         while self._reloads and self._reloads.next_end_s <= asyncio.get_running_loop().time():
             choice = self._reloads.pop()
             self._pool.end_reload(choice.table)
@@ -407,7 +415,7 @@ class SimulatedEngine(Engine):
             self._running.append(choice)
 
     def _schedule(self) -> Batch:
-        """The next step; the blocks that it fills are held and cached now, as in vLLM."""
+        """Return the next step; the blocks that it fills are held and cached now, as in vLLM."""
         running = len(self._running)
         batch, budget = self._continue_running(self.config.max_batched_tokens)
         if len(self._running) == running:  # after a preemption no request is admitted
@@ -415,10 +423,13 @@ class SimulatedEngine(Engine):
         return batch
 
     def _continue_running(self, budget: int) -> tuple[Batch, int]:
-        """Divides the token budget among running choices, the first admitted first; also returns
-        the rest. Where blocks run out, choices with the latest turns are preempted.
+        """Divide the token budget among running choices in the order of admission.
 
-        All but the latest admitted are decoding, so a long prefill gets what the decodes leave.
+        If there are too few free blocks, choices that are last in order are preempted. All choices
+        except the last admitted are decoding, so a long prefill gets the rest of the budget.
+
+        Returns:
+            The batch, and the rest of the budget.
         """
         batch: Batch = {}
         while budget and len(batch) < len(self._running):
@@ -434,7 +445,7 @@ class SimulatedEngine(Engine):
         return batch, budget
 
     def _preempt_latest(self) -> _Choice:
-        victim = max(self._running, key=TURN)
+        victim = max(self._running, key=ORDER)
         self._pool.forget(victim.table, victim.computed)
         self._leave(victim)
         victim.computed = 0
@@ -465,8 +476,10 @@ class SimulatedEngine(Engine):
         return batch
 
     def _reload(self, choice: _Choice) -> int:
-        """Has tokens behind its hits copied from host memory, where that takes less time than to
-        compute them; returns how many."""
+        """Copy blocks after the choice's hits from host memory, if this is faster than computing.
+
+        Returns the number of tokens of these blocks.
+        """
         blocks = self._pool.hits_in_host(choice.table)
         if not blocks or self.config.host is None:
             return 0
@@ -478,18 +491,21 @@ class SimulatedEngine(Engine):
         return tokens
 
     def _next_waiting(self) -> _Choice | None:
-        """The first one whose adapter has a place in the batch, and whose blocks are not just being
-        copied for another one: both will share them."""
+        """Return the first waiting choice that can be admitted.
+
+        Its adapter must have a place in the batch. If its blocks are just being copied for another
+        choice, it waits until both can share the blocks.
+        """
         loras = {choice.lora for choice in (*self._running, *self._reloads) if choice.lora}
         is_full = len(loras) >= self.config.max_loras
         for choice in self._waiting:
             has_place = not (is_full and choice.lora and choice.lora not in loras)
-            if has_place and not self._pool.is_coming(choice.table):
+            if has_place and not self._pool.is_reloading(choice.table):
                 return choice
         return None
 
     def _loading_s(self, batch: Batch) -> float:
-        """Loads the batch's adapters; returns the time that it takes."""
+        """Load the batch's adapters, and return the time that this takes."""
         loras = {choice.lora for choice in batch if choice.lora}
         return self.config.lora_load_s * sum(map(self._adapters.use, loras))
 
@@ -520,7 +536,7 @@ class SimulatedEngine(Engine):
                 self._generate_token(choice)
 
     def _generate_token(self, choice: _Choice) -> None:
-        """Draws the choice's next token and delivers it."""
+        """Draw the choice's next token, and deliver it if a chunk is complete."""
         job = choice.job
         token_id = choice.generator.next_token()
         choice.table.token_ids.append(token_id)
@@ -550,7 +566,7 @@ class SimulatedEngine(Engine):
             self._pool.free(replaced)
 
     def _output(self, choice: _Choice, token_id: int) -> Output:
-        """This token, as the choice's next one."""
+        """Add a token to the choice, and return its output."""
         choice.generated += 1
         text, finish_reason = self._text(choice, token_id)
         return Output(
@@ -563,7 +579,7 @@ class SimulatedEngine(Engine):
         )
 
     def _text(self, choice: _Choice, token_id: int) -> tuple[str, str | None]:
-        """The text to send after this token, and the finish reason if it is the last one."""
+        """Return the text to send after this token, and the finish reason if it is the last."""
         text = self._vocabulary.words[token_id]
         if choice.generated > choice.job.sampling.min_tokens:
             text, is_stopped = choice.text.add(text)
@@ -580,23 +596,23 @@ class SimulatedEngine(Engine):
         return (self._vocabulary.logprob(token_id, alternatives=alternatives),)
 
     def _queue_siblings(self, job: _Job) -> None:
-        """Queues the job's other choices, in its turn; they find its prompt in the cache."""
+        """Queue the job's other choices, which find the prompt in the cache."""
         for index in range(1, job.sampling.n):
             self._queue(self._choice(job, index))
 
 
 class _Pace:
-    """Keeps modelled time: steps have the right mean duration although sleeps are coarse."""
+    """Keeps modelled time: steps have the right mean duration although sleeps are inexact."""
 
     def __init__(self) -> None:
-        self._ends_at_s = 0.0  # of the last step, on the event loop's clock
+        self._ends_at_s = 0.0  # end of the last step, on the event loop's clock
 
     def restart(self) -> None:
-        """The next step begins now."""
+        """Let the next step begin now."""
         self._ends_at_s = asyncio.get_running_loop().time()
 
     async def spend(self, step_s: float) -> None:
-        """Waits until the step ends; oversleep and computing time are subtracted."""
+        """Wait until the step ends; time lost by long sleeps and computations is subtracted."""
         now_s = asyncio.get_running_loop().time()
         self._ends_at_s = max(self._ends_at_s + step_s, now_s - LONGEST_LAG_S)
         left_s = self._ends_at_s - now_s

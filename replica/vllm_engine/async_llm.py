@@ -1,4 +1,4 @@
-"""vLLM implements the Engine interface, once for each data parallel rank."""
+"""The Engine interface on vLLM, with one VllmEngine for each data parallel rank."""
 
 import asyncio
 import contextlib
@@ -68,8 +68,10 @@ REGEX_TIMEOUT = "VLLM_REGEX_COMPILATION_TIMEOUT_S"
 
 
 class VllmEngine:
-    """One rank of an AsyncLLM, with its prefix cache, KV events and statistics. Ranks share the
-    AsyncLLM and the HTTP application."""
+    """One rank of an AsyncLLM, with its prefix cache, KV events and statistics.
+
+    All ranks share the AsyncLLM and the HTTP application.
+    """
 
     def __init__(
         self,
@@ -93,16 +95,24 @@ class VllmEngine:
         self._words = words
         self._pins: dict[str, int] = {}
         self._host_pins: dict[str, int] = {}
-        # The engine's; those of all ranks are rank 0's to watch.
+        # The engine's child processes. The object of rank 0 watches them for all ranks.
         self._processes = [] if core.rank else psutil.Process().children(recursive=True)
-        self._unfinished = 0  # requests
+        self._unfinished = 0  # number of requests that have not finished
         self._health = EngineHealth()
         self._labelling: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "list[VllmEngine]":
-        """All ranks. Loads the model (a folder or a hub name) and binds the engine's processes to
-        `cores`. CannotRunError when vLLM refuses the model, or dies of its first tokens."""
+        """Start vLLM, and return one object for each rank.
+
+        Args:
+            settings: The replica's settings.
+            model: A folder, or a name on the Hugging Face Hub.
+            cores: The CPU cores for the engine's processes.
+
+        Raises:
+            CannotRunError: vLLM rejects the model, or crashes while it generates the first tokens.
+        """
         words, ranks = LastWords(), range(settings.data_parallel_size)
         subscriptions, stats = [Subscription() for _ in ranks], [_Stats() for _ in ranks]
         try:
@@ -112,9 +122,9 @@ class VllmEngine:
             llm = await asyncio.to_thread(_load, args, stats, cores)
             for subscription in subscriptions:
                 await subscription.connect(has_publisher=settings.prefix_caching)
-            each = [RankCore(llm, rank) for rank in ranks]
-            divisions = [await _begin(core, settings) for core in each]
-            adapters = [Adapters(core, settings.adapters) for core in each]
+            cores_by_rank = [RankCore(llm, rank) for rank in ranks]
+            divisions = [await _begin(core, settings) for core in cores_by_rank]
+            adapters = [Adapters(core, settings.adapters) for core in cores_by_rank]
             http = await HttpApp.start(
                 llm,
                 front,
@@ -122,8 +132,8 @@ class VllmEngine:
                 max_compile_s=settings.max_compile_s,
                 merges_system=settings.inline_system == "merge",
             )
-            for core in each:
-                await _try(core, words)
+            for core in cores_by_rank:
+                await _smoke_test(core, words)
             await asyncio.to_thread(_settle)
         except BaseException as error:
             for subscription in subscriptions:
@@ -142,23 +152,23 @@ class VllmEngine:
                 http,
                 words,
             )
-            for core, division in zip(each, divisions, strict=True)
+            for core, division in zip(cores_by_rank, divisions, strict=True)
         ]
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         self._unfinished += 1
         try:
             if request.call is None:
-                await self._unread(request, emit)
+                await self._generate_raw(request, emit)
             elif await self._http.respond(request, emit):
-                self._label_again(request)
+                self._retain_for_tool_call(request)
         except (EngineDeadError, VllmDeadError) as error:
             raise self._dead(error) from error
         finally:
             self._unfinished -= 1
 
-    def _label_again(self, request: GenerateRequest) -> None:
-        """Its answer ends with a tool call. Nobody waits for this."""
+    def _retain_for_tool_call(self, request: GenerateRequest) -> None:
+        """Change the retention of a request whose answer ends with a tool call, without waiting."""
         if request.keep is None:
             return
         keep = msgspec.to_builtins(request.keep.after_tool_call)
@@ -170,7 +180,7 @@ class VllmEngine:
     def _labelled(self, task: "asyncio.Task[None]") -> None:
         self._labelling.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            log.error("the blocks of a request with a tool call are not kept for it: %r", error)
+            log.error("could not change the retention of blocks after a tool call: %r", error)
 
     async def end_session(self, session: int) -> None:
         await self._core.call("kvroute_end_session", session)
@@ -178,8 +188,8 @@ class VllmEngine:
     async def render(self, call: HttpCall) -> Rendered:
         return await self._http.render(call)
 
-    async def _unread(self, request: GenerateRequest, emit: Emit) -> None:
-        """Tokens that nobody reads."""
+    async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
+        """Generate tokens without vLLM's HTTP application: for warm-ups, pins and canaries."""
         if request.pin:
             admit_pin(request, self)
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=cache_salt(request))
@@ -218,7 +228,7 @@ class VllmEngine:
         return self._host_pins
 
     async def _count_pin(self, request: GenerateRequest) -> None:
-        """Raises PinRefusedError when the cache has not kept what a later prompt needs."""
+        """Record the pin. Raises PinRefusedError if the cache lacks blocks of the pinned prompt."""
         if request.is_host_pin:
             self._host_pins[request.pin] = len(request.prompt_ids) // self.facts.block_size
             return
@@ -229,12 +239,13 @@ class VllmEngine:
         if tokens < wanted:
             await self.unpin(request.pin)
             raise PinRefusedError(
-                f"the engine has kept {tokens} of the {wanted} tokens of {request.pin}"
+                f"only {tokens} of the {wanted} tokens of {request.pin} are still cached; try again"
             )
 
     async def unpin(self, name: str) -> None:
-        pins = [each.pop(name, None) for each in (self._pins, self._host_pins)]
-        if pins != [None, None]:
+        if name in self._pins or name in self._host_pins:
+            self._pins.pop(name, None)
+            self._host_pins.pop(name, None)
             self._stats.kv_usage = await self._core.call("kvroute_unpin", name)
 
     async def events(self) -> AsyncIterator[list[KVEvent]]:
@@ -267,11 +278,11 @@ class VllmEngine:
             raise EngineDeadError(reason)
 
     def _dead(self, error: Exception) -> EngineDeadError:
-        return EngineDeadError(self._words.said() or str(error))
+        return EngineDeadError(self._words.message() or str(error))
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):  # vLLM itself reports a dead process
-            return any(each.status() == psutil.STATUS_STOPPED for each in self._processes)
+            return any(process.status() == psutil.STATUS_STOPPED for process in self._processes)
         return False
 
     async def emit_held(self) -> None:
@@ -285,7 +296,7 @@ class VllmEngine:
         return is_cleared
 
     async def close(self) -> None:
-        """With rank 0 all ranks end."""
+        """Close this rank; closing rank 0 shuts vLLM down for all ranks."""
         for task in self._labelling:
             task.cancel()
         if self._core.rank == 0:
@@ -297,8 +308,10 @@ class VllmEngine:
 def engine_args(
     settings: ReplicaSettings, model: str, subscriptions: Sequence[Subscription]
 ) -> AsyncEngineArgs:
-    """vLLM's arguments from kvroute's settings and the user's; the rest has vLLM's defaults.
-    subscriptions: by rank."""
+    """Return vLLM's arguments from kvroute's settings and from the user's --engine-args.
+
+    All other arguments have vLLM's defaults. `subscriptions` has an item for each rank.
+    """
     on_cpu = current_platform.is_cpu()
     scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
     ours: dict[str, Any] = {
@@ -308,8 +321,8 @@ def engine_args(
         "block_size": settings.block_size,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "data_parallel_size": settings.data_parallel_size,
-        # vLLM's default is off for models that it would answer wrongly, such as embedding models
-        # that pool over all tokens.
+        # None is vLLM's default: it is off for models for which caching would give wrong results,
+        # such as embedding models that pool over all tokens.
         "enable_prefix_caching": None if settings.prefix_caching else False,
         "stream_interval": settings.stream_interval,
         "scheduler_cls": f"kvroute.replica.vllm_engine.core.scheduler.{scheduler}",
@@ -317,8 +330,8 @@ def engine_args(
         "kv_events_config": KVEventsConfig(
             enable_kv_cache_events=settings.prefix_caching,
             publisher="zmq" if settings.prefix_caching else "null",
-            endpoint=listed(each.endpoint for each in subscriptions),
-            replay_endpoint=listed(each.replay_endpoint for each in subscriptions),
+            endpoint=listed(subscription.endpoint for subscription in subscriptions),
+            replay_endpoint=listed(subscription.replay_endpoint for subscription in subscriptions),
         ),
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
@@ -334,7 +347,8 @@ def engine_args(
     on_cpus = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
         "enforce_eager": True,
-        # vLLM's default for several ranks is one more process for each, bound to the first core.
+        # With several ranks, vLLM's default is a further process for each rank; all of these
+        # processes would be bound to the first core.
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else None,
     }
     args = (on_cpus if on_cpu else {}) | checked(settings.engine_args) | ours
@@ -342,7 +356,7 @@ def engine_args(
 
 
 class _Stats(StatLoggerBase):
-    """The numbers of a rank's scheduler in its last step; vLLM calls `record` in this process."""
+    """Numbers of a rank's scheduler at its last step; vLLM calls `record` in this process."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -363,13 +377,15 @@ class _Stats(StatLoggerBase):
 
 
 def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> ContinuingLLM:
-    """Runs in a separate thread: the engine's processes inherit that thread's cores. stats: by
-    rank."""
+    """Load the model. `stats` has an item for each rank.
+
+    This runs in a separate thread, because the engine's processes inherit that thread's cores.
+    """
     if current_platform.is_cpu():
         os.environ[fork_server.THREADS] = str(cores.threads(len(stats)))
         fork_server.install()
     die_with_parent.install()
-    os.environ[REGEX_TIMEOUT] = "0"  # vLLM's own limit; --max-compile-s is the one of ours
+    os.environ[REGEX_TIMEOUT] = "0"  # turns vLLM's own limit off: --max-compile-s replaces it
     with cores.bound():
         loggers = [lambda _, rank: stats[rank]]
         llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=loggers)
@@ -377,26 +393,28 @@ def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> Conti
 
 
 def _settle() -> None:
-    """Leave all that the start has made out of further collections of garbage, of which each would
-    stop this process's event loop for 0.4 s."""
+    """Exclude all objects that the start has made from further garbage collections.
+
+    With them, each collection would stop this process's event loop for 0.4 s.
+    """
     gc.collect()
     gc.freeze()
 
 
 async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
-    """Before the first request."""
-    told = await core.call(
+    """Start fingerprints in the scheduler, before the first request; return its Division."""
+    plain = await core.call(
         "kvroute_begin", settings.served_model_name, settings.revision, settings.block_size
     )
-    division = msgspec.convert(told, Division)
+    division = msgspec.convert(plain, Division)
     if division.host_block_bytes:
         is_caching = bool(core.llm.vllm_config.cache_config.enable_prefix_caching)
         check_tier(settings, division, is_caching=is_caching)
     return division
 
 
-async def _try(core: RankCore, words: LastWords) -> None:
-    """Generates two tokens: vLLM's start does not run every kernel that a request needs."""
+async def _smoke_test(core: RankCore, words: LastWords) -> None:
+    """Generate two tokens: vLLM's start does not run every kernel that a request needs."""
     llm = core.llm
     if "generate" not in await llm.get_supported_tasks() or llm.model_config.is_encoder_decoder:
         return
@@ -407,11 +425,11 @@ async def _try(core: RankCore, words: LastWords) -> None:
         ):
             pass
     except VllmDeadError as error:
-        if said := words.said():
-            raise CannotRunError(said) from error
-        raise  # killed, perhaps
+        if message := words.message():
+            raise CannotRunError(message) from error
+        raise  # without a message, the engine was probably killed from outside
     except (ValueError, EngineGenerateError):
-        return  # the engine lives; this model needs another prompt
+        return  # this model needs another prompt than this one; the engine works
 
 
 def _facts(
@@ -449,7 +467,7 @@ def _facts(
 
 
 def _pin_args(request: GenerateRequest) -> dict[str, str]:
-    """In a request's extra_args."""
+    """Return the entries for a request's extra_args."""
     if not request.pin:
         return {}
     return {HOST_PIN if request.is_host_pin else PIN: request.pin}

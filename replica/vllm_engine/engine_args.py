@@ -1,8 +1,9 @@
-"""A user's engine arguments are checked with vLLM's own types and constraints.
+"""Checks a user's --engine-args against vLLM's own types and constraints.
 
-They are those of vLLM's engine and those of its server's front, such as `tool_call_parser`.
+They may be arguments of vLLM's engine, or of its HTTP server, such as `tool_call_parser`.
 
-`main` is a program: it reads a JSON list of mappings, and prints one with the problems of each.
+`main` is a program: it reads a JSON list of mappings and prints a JSON list with the problems of
+each mapping.
 """
 
 import contextlib
@@ -19,13 +20,13 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
 
-MATCHES = 3  # names that are shown for an unknown one
+MATCHES = 3  # maximum number of similar names in the error for an unknown name
 
 
 def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
-        complaints = list(map(complain, json.load(sys.stdin)))
-    print(json.dumps(complaints))
+        problems = list(map(problems_of, json.load(sys.stdin)))
+    print(json.dumps(problems))
 
 
 def _names(arguments: Any) -> frozenset[str]:
@@ -38,27 +39,30 @@ FRONT = _names(BaseFrontendArgs) - ENGINE
 
 
 def checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's arguments, converted to vLLM's types. Raises ValueError that says what is
-    wrong."""
+    """Return the engine's arguments, converted to vLLM's types.
+
+    Raises:
+        ValueError: Arguments are wrong; the message lists the problems.
+    """
     return {name: value for name, value in _checked(engine_args).items() if name in ENGINE}
 
 
 def front_args(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for the arguments of the server's front."""
+    """Return the arguments of vLLM's HTTP server, converted. Raises ValueError like `checked`."""
     return {name: value for name, value in _checked(engine_args).items() if name not in ENGINE}
 
 
 def _checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     if not engine_args:
         return {}
-    if complaints := complain(engine_args):
-        raise ValueError("--engine-args: " + "; ".join(complaints))
+    if problems := problems_of(engine_args):
+        raise ValueError("--engine-args: " + "; ".join(problems))
     values = _model(engine_args).model_validate(engine_args)
     return {name: getattr(values, name) for name in engine_args}
 
 
-def complain(engine_args: Mapping[str, Any]) -> list[str]:
-    """What is wrong with each argument, and what to write instead."""
+def problems_of(engine_args: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with each argument, and what to write instead."""
     known = sorted(ENGINE | FRONT)
     unknown = [name for name in engine_args if name not in known]
     if unknown:
@@ -66,15 +70,15 @@ def complain(engine_args: Mapping[str, Any]) -> list[str]:
     try:
         _model(engine_args).model_validate(engine_args)
     except ValidationError as error:
-        return [_wrong(each) for each in error.errors(include_url=False)]
+        return [_wrong(problem) for problem in error.errors(include_url=False)]
     return []
 
 
 def _model(names: Mapping[str, Any]) -> Any:
-    """A pydantic model of these of vLLM's arguments."""
-    names_there = {"QuantizationConfigArgs": QuantizationConfigArgs}
+    """Return a pydantic model with the named arguments of vLLM."""
+    vllm_names = {"QuantizationConfigArgs": QuantizationConfigArgs}
     hints = get_type_hints(BaseFrontendArgs, include_extras=True) | get_type_hints(
-        AsyncEngineArgs, localns=names_there, include_extras=True
+        AsyncEngineArgs, localns=vllm_names, include_extras=True
     )
     fields: dict[str, Any] = {name: (_constrained(name, hints[name]), ...) for name in names}
     config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
@@ -82,8 +86,8 @@ def _model(names: Mapping[str, Any]) -> Any:
 
 
 def _constrained(name: str, hint: Any) -> Any:
-    """The type with the constraints that vLLM's configurations have for a field of that name."""
-    metadata = [each for config in _configs() for each in _metadata(config, name)]
+    """Return the type with the constraints that vLLM's configurations have for this field."""
+    metadata = [constraint for config in _configs() for constraint in _metadata(config, name)]
     return Annotated[hint, *metadata] if metadata else hint
 
 
@@ -106,5 +110,5 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 
 
 def _wrong(error: Any) -> str:
-    where = ".".join(map(str, error["loc"]))
-    return f"{where} is {error['input']!r}: {error['msg']}"
+    path = ".".join(map(str, error["loc"]))
+    return f"{path} is {error['input']!r}: {error['msg']}"

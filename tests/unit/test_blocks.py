@@ -23,15 +23,15 @@ def pool_of(blocks: int) -> BlockPool:
 
 
 def held(pool: BlockPool, token_ids: TokenIds, namespace: str = "") -> Table:
-    """A table with all its tokens in blocks."""
+    """Return a table with all its tokens in blocks."""
     table = pool.table(token_ids, Scope(namespace=namespace))
     assert pool.admit(table) is not None
     assert pool.extend(table, len(token_ids))
     return table
 
 
-def test_blocks_without_kv_are_found_by_nobody() -> None:
-    """Of a sequence that is preempted in the step that was to compute them."""
+def test_blocks_without_kv_are_never_a_hit() -> None:
+    """A sequence is preempted in the step that should compute its last two blocks."""
     pool = pool_of(12)
     table = held(pool, tokens(4 * SIZE))
     pool.forget(table, 2 * SIZE)
@@ -49,7 +49,7 @@ def test_blocks_without_kv_are_found_by_nobody() -> None:
 
 
 class AnyUse(RuleBasedStateMachine):
-    """Sequences come, grow and go in any order; few token values make many shared prefixes."""
+    """Sequences begin, grow and end in any order; few token values cause many shared prefixes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_namespaces_share_nothing() -> None:
     assert pool.admit(pool.table(tokens(2 * SIZE), Scope())) == 0
 
 
-def test_each_block_is_told_once_with_the_fingerprint_of_the_prompt_up_to_its_end() -> None:
+def test_each_block_has_one_event_with_the_fingerprint_of_the_prompt_up_to_its_end() -> None:
     pool = BlockPool(model="m", revision="r", block_size=SIZE, capacity_blocks=8)
     table = pool.table(tokens(SIZE), Scope("adapter", "tenant"))
     pool.admit(table)
@@ -189,7 +189,7 @@ def test_a_sequence_that_does_not_fit_takes_nothing_not_even_its_hits() -> None:
     assert pool.used_blocks == 1
 
 
-def test_without_prefix_caching_nothing_is_found_and_nothing_is_told() -> None:
+def test_without_prefix_caching_there_are_no_hits_and_no_events() -> None:
     pool = BlockPool(model="m", block_size=SIZE, capacity_blocks=4, prefix_caching=False)
     pool.free(held(pool, tokens(3 * SIZE)))
     assert pool.admit(pool.table(tokens(3 * SIZE), Scope())) == 0

@@ -1,4 +1,4 @@
-"""One link copies one thing at a time."""
+"""Copies over one link run one at a time."""
 
 import math
 
@@ -17,7 +17,7 @@ def test_a_copy_begins_when_the_one_before_has_ended() -> None:
     assert copies.begin("c", 1.0, now_s=20.0) == 21.0
 
 
-def test_a_copy_that_nobody_waits_for_takes_its_time_all_the_same() -> None:
+def test_a_copy_without_a_waiter_still_takes_its_time() -> None:
     copies, given_up = Copies[list[int]](), [1]
     copies.begin(given_up, 5.0, now_s=0.0)
     copies.drop(given_up)
@@ -26,7 +26,7 @@ def test_a_copy_that_nobody_waits_for_takes_its_time_all_the_same() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1))
-def test_the_link_is_never_faster_than_it_is(asked: list[tuple[float, float]]) -> None:
+def test_the_link_never_exceeds_its_speed(asked: list[tuple[float, float]]) -> None:
     copies, now_s, end_s = Copies[int](), 0.0, 0.0
     for number, (later_s, copy_s) in enumerate(asked):
         now_s += later_s

@@ -1,4 +1,4 @@
-"""How fast blocks come back from host memory."""
+"""The speed of copies from host memory."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_copies_show_the_real_speed(real: float) -> None:
     assert speed.bytes_per_s(49.0) == pytest.approx(real, rel=0.01)
 
 
-def test_nothing_copied_in_no_time_says_nothing() -> None:
+def test_an_empty_copy_changes_nothing() -> None:
     speed = CopySpeed(1e9)
     speed.copied(0, 0.0, 0.0)
     speed.copied(10, 0.0, 0.0)

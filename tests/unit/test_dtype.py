@@ -1,4 +1,4 @@
-"""Which dtype the built-in model has on which CPU; what the user asks for always counts."""
+"""The dtype of the built-in model on different CPUs; the user's choice is always used."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("cpuinfo", [XEON_OF_2023, EPYC_OF_2022, GRAVITON_3])
-def test_a_cpu_that_multiplies_bfloat16_says_so(cpu: Path, cpuinfo: str) -> None:
+def test_a_cpu_that_multiplies_bfloat16_is_recognised(cpu: Path, cpuinfo: str) -> None:
     cpu.write_text(cpuinfo)
     assert multiplies_bfloat16(cpu)
     assert choose_dtype("auto", is_builtin=True, on_cpu=True) == "bfloat16"
@@ -35,17 +35,17 @@ def test_on_other_cpus_the_builtin_model_has_float32(cpu: Path, cpuinfo: str) ->
     assert choose_dtype("auto", is_builtin=True, on_cpu=True) == "float32"
 
 
-def test_so_it_has_where_the_cpu_does_not_tell(cpu: Path) -> None:
+def test_the_builtin_model_has_float32_if_the_cpu_is_unknown(cpu: Path) -> None:
     assert choose_dtype("auto", is_builtin=True, on_cpu=True) == "float32"
 
 
-def test_other_models_and_gpus_have_what_vllm_makes_of_auto(cpu: Path) -> None:
+def test_other_models_and_gpus_have_vllms_own_default(cpu: Path) -> None:
     cpu.write_text(XEON_OF_2019)
     assert choose_dtype("auto", is_builtin=False, on_cpu=True) == "auto"
     assert choose_dtype("auto", is_builtin=True, on_cpu=False) == "auto"
 
 
 @pytest.mark.parametrize("asked", ["float32", "bfloat16"])
-def test_what_the_user_asks_for_counts(cpu: Path, asked: str) -> None:
+def test_the_users_dtype_is_used(cpu: Path, asked: str) -> None:
     cpu.write_text(XEON_OF_2019)
     assert choose_dtype(asked, is_builtin=True, on_cpu=True) == asked

@@ -1,4 +1,4 @@
-"""The table holds exactly the fingerprints that the engine holds, whatever it stores and evicts."""
+"""The table has exactly the fingerprints of the blocks that the engine holds."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -49,21 +49,21 @@ def applied(blocks: BlockTable, *events: KVEvent) -> Changes:
     return changes
 
 
-def test_stored_blocks_have_the_fingerprints_that_the_engine_tells() -> None:
+def test_stored_blocks_have_the_fingerprints_in_the_engines_events() -> None:
     blocks = BlockTable()
     changes = applied(blocks, stored(10, 11), stored(12))
     assert changes.added == prints(10, 11, 12) == set(blocks.held())
     assert len(blocks) == 3
 
 
-def test_a_second_copy_of_a_block_is_no_change_until_the_last_copy_goes() -> None:
+def test_a_second_copy_of_a_block_is_no_change_until_the_last_copy_is_removed() -> None:
     blocks = BlockTable()
     applied(blocks, stored(10))
     assert not applied(blocks, stored(10), removed(10))
     assert applied(blocks, removed(10)).removed == prints(10)
 
 
-def test_a_block_stored_and_evicted_in_one_batch_is_left_out_of_what_is_held() -> None:
+def test_a_block_that_is_stored_and_evicted_in_one_batch_is_not_held() -> None:
     blocks = BlockTable()
     assert applied(blocks, stored(10), removed(10)).added == set()
     assert blocks.held() == []
@@ -77,17 +77,17 @@ def test_a_clear_forgets_what_came_before_it_and_not_what_comes_after() -> None:
     assert changes.added == prints(11) == set(blocks.held())
 
 
-def test_after_lost_events_what_the_engine_tells_decides_what_is_still_believed() -> None:
+def test_after_lost_events_the_engines_list_decides_which_blocks_stay() -> None:
     blocks = BlockTable()
     applied(blocks, stored(10, 11, 12), EventsLost(), removed(99))
     changes = applied(blocks, BlocksHeld([{10: 2, 11: 1, 20: 1}]))
     assert changes.removed == prints(12)
     assert set(blocks.held()) == prints(10, 11)
-    assert not applied(blocks, removed(10))  # there is a second one
+    assert not applied(blocks, removed(10))  # a second copy remains
     assert applied(blocks, removed(10))
 
 
-def test_the_engines_word_is_compared_with_what_was_believed_until_then() -> None:
+def test_the_engines_list_is_compared_with_the_table_before_it() -> None:
     blocks = BlockTable()
     comparison = blocks.apply(
         [stored(10, 11), BlocksHeld([{10: 1, 20: 1}]), removed(10)], Changes()
@@ -106,7 +106,7 @@ def test_groups_are_compared_one_by_one_and_those_left_out_hold_nothing() -> Non
     assert set(blocks.held()) == prints(10, 11)
 
 
-def test_what_host_memory_has_is_compared_on_its_own_too() -> None:
+def test_blocks_in_host_memory_are_also_compared_separately() -> None:
     blocks = BlockTable((0, HOST_GROUPS))
     told = [stored(10, 11), stored(10, 11, group=1)]
     found = blocks.apply([*told, BlocksHeld([{10: 1, 11: 1}, {10: 1, 12: 1}])], Changes())
@@ -134,7 +134,7 @@ def test_a_group_outside_the_layout_is_ignored() -> None:
 
 
 def truth(members: Sequence[int | None], copies: Sequence[Counter[BlockHash]]) -> set[Fingerprint]:
-    """What is held, by the definition."""
+    """Return the fingerprints that are held, by the definition."""
     held = set[Fingerprint]()
     for entry in {each for each in members if each is not None}:
         parts = [copies[group] for group, each in enumerate(members) if each == entry]
@@ -143,8 +143,10 @@ def truth(members: Sequence[int | None], copies: Sequence[Counter[BlockHash]]) -
 
 
 class AnyGroups(RuleBasedStateMachine):
-    """Groups store and remove blocks in any order. A mirror that takes each batch's changes holds
-    what the table holds."""
+    """Groups store and remove blocks in any order.
+
+    A mirror that applies each batch's changes has the table's fingerprints.
+    """
 
     @initialize(members=st.sampled_from([PLAIN, WINDOWS, PARTS, (0, 0, 0), (2, 0, 1, None, 1)]))
     def begin(self, members: tuple[int | None, ...]) -> None:
@@ -167,7 +169,7 @@ class AnyGroups(RuleBasedStateMachine):
 
     @rule(group=st.integers(0, 4), number=st.integers(0, 5), other=st.integers(0, 5))
     def replace(self, group: int, number: int, other: int) -> None:
-        """In one batch of events."""
+        """Replace a block in one batch of events."""
         group %= len(self.members)
         self.copies[group] -= Counter([number])
         self.copies[group].update([other])

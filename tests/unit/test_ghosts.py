@@ -1,4 +1,4 @@
-"""The ghost list tells what a larger cache would have found besides."""
+"""The ghost list estimates the additional hits of a larger cache."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,23 +29,23 @@ from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.sessions.returns import WHYS
 
-SIZE = 4  # tokens of a block
+SIZE = 4  # tokens in a block
 CAPACITY = 16  # blocks
 
-PROMPTS = st.lists(  # of chats with one of two beginnings
+PROMPTS = st.lists(  # prompts of chats with one of two beginnings
     st.tuples(st.integers(0, 1), st.integers(0, 6), st.integers(1, 6)), min_size=20, max_size=60
 )
 
 
 def prompt(system: int, chat: int, blocks: int) -> TokenIds:
-    """A shared beginning of two blocks, and so many of the chat's own; then a token."""
+    """Return two shared blocks, then blocks of the chat's own, then a token."""
     shared = [1_000 + system] * 2 * SIZE
     own = [10 * system + chat] * blocks * SIZE
     return np.array([*shared, *own, 9], dtype=np.uint32)
 
 
 def hits(pool: BlockPool, prompts: Sequence[TokenIds], *, ghosts: Ghosts | None = None) -> int:
-    """Blocks that a cache delivers to these prompts, one after the other."""
+    """Count the hit blocks of these prompts, one after the other, in a cache."""
     found = 0
     for token_ids in prompts:
         table = pool.table(token_ids, Scope())
@@ -63,7 +63,7 @@ def pool_of(blocks: float) -> BlockPool:
 
 
 @given(PROMPTS)
-def test_it_tells_exactly_what_larger_caches_find_for_prompts_one_after_the_other(
+def test_the_estimate_is_exact_for_prompts_one_after_the_other(
     drawn: list[tuple[int, int, int]],
 ) -> None:
     prompts = [prompt(*each) for each in drawn]
@@ -84,7 +84,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS))
-def test_a_larger_cache_never_finds_less_and_the_list_is_never_longer_than_the_cache(
+def test_a_larger_cache_never_has_fewer_hits_and_the_list_never_exceeds_the_cache(
     events: list[KVEvent],
 ) -> None:
     ghosts = Ghosts(8, SIZE)
@@ -97,7 +97,7 @@ def test_a_larger_cache_never_finds_less_and_the_list_is_never_longer_than_the_c
     assert len(ghosts) <= 8
 
 
-def test_the_list_is_bounded_though_blocks_only_go() -> None:
+def test_the_list_is_bounded_if_blocks_are_only_evicted() -> None:
     for size in (1, 1_000):
         ghosts = Ghosts(8, SIZE)
         for first in range(0, 1_000, size):
@@ -124,7 +124,7 @@ def test_only_a_block_without_a_copy_left_is_a_ghost_and_each_once(
         assert ghosts._copies == +there
 
 
-def test_a_ghost_that_goes_again_unseen_is_the_youngest_and_there_once() -> None:
+def test_a_ghost_that_is_evicted_again_is_the_youngest_and_in_the_list_once() -> None:
     ghosts = Ghosts(8, SIZE)
     ghosts.happened([removed(*range(6)), stored(100), removed(0)])
     assert [[*part] for part in ghosts._parts] == [[4, 5, 0], [2, 3], [1]]
@@ -138,7 +138,7 @@ def stored(*blocks: int, group: int = 0) -> BlockStored:
     return BlockStored(blocks, (), group)
 
 
-def test_how_long_ago_a_block_went_says_how_large_the_cache_had_to_be() -> None:
+def test_the_evictions_since_a_blocks_own_show_how_large_the_cache_had_to_be() -> None:
     ghosts = Ghosts(8, SIZE)  # room for 2, 2 and 4 ghosts
     ghosts.happened([removed(*range(9)), stored(100)])
     for block, expected in ((0, (0, 0, 0)), (1, (0, 0, 1)), (5, (0, 1, 2)), (8, (1, 2, 3))):
@@ -146,7 +146,7 @@ def test_how_long_ago_a_block_went_says_how_large_the_cache_had_to_be() -> None:
         assert tuple(ghosts.hit_tokens.values()) == tuple(SIZE * blocks for blocks in expected)
 
 
-def test_what_lies_behind_a_miss_is_none_of_its_hits() -> None:
+def test_blocks_after_a_miss_are_no_hits_of_a_smaller_cache() -> None:
     ghosts = Ghosts(8, SIZE)
     ghosts.happened([removed(*range(4)), stored(3, 100, 2)])
     assert ghosts.hit_tokens == dict.fromkeys(SIZES, SIZE)
@@ -178,7 +178,7 @@ def test_one_group_is_followed_the_first_of_the_layouts_first_entry(
     assert without.hit_tokens == dict.fromkeys(SIZES, 0)
 
 
-def test_metrics_have_all_ranks_ghost_hits_and_evictions_by_why() -> None:
+def test_metrics_have_all_ranks_ghost_hits_and_evictions_by_reason() -> None:
     registry = CollectorRegistry()
     metrics, ranks = ReplicaMetrics(registry), [Ghosts(8, SIZE), Ghosts(8, 2 * SIZE)]
     for ghosts in ranks:
@@ -199,7 +199,7 @@ def test_a_simulated_engine_has_a_ghost_for_each_of_its_blocks(prefix_caching: b
     assert sum(ghosts_of(SimulatedEngine(config), BlockTable())._limits) == 64
 
 
-def test_what_comes_back_from_host_memory_was_not_missed() -> None:
+def test_blocks_that_are_reloaded_from_host_memory_are_not_missed() -> None:
     table = BlockTable((0, HOST_GROUPS))
     ghosts = Ghosts(4, 10, 0, table.in_host)
     before: list[KVEvent] = [

@@ -1,4 +1,4 @@
-"""Grammars that take too much end in their own process, and the next one is compiled as ever."""
+"""A grammar that exceeds a limit ends only its own process; the next grammar is compiled."""
 
 import multiprocessing
 import os
@@ -75,13 +75,13 @@ def verdict(pipes: tuple[Connection, Connection], number: int, does: str) -> Ver
         ("slow step", "step"),
     ],
 )
-def test_a_grammar_over_a_limit_ends_alone(
+def test_a_grammar_over_a_limit_affects_no_other(
     pipes: tuple[Connection, Connection], does: str, limit: str
 ) -> None:
     assert verdict(pipes, 1, does) == Verdict(1, limit=limit)
     assert verdict(pipes, 2, "ok") == Verdict(2, backend="xgrammar")
 
 
-def test_a_grammar_that_is_refused_says_why(pipes: tuple[Connection, Connection]) -> None:
+def test_a_rejected_grammar_has_a_reason(pipes: tuple[Connection, Connection]) -> None:
     assert verdict(pipes, 3, "wrong") == Verdict(3, error="wrong")
     assert verdict(pipes, 4, "x" * 10_000).error == "x" * MOST_TEXT

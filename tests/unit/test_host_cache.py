@@ -1,4 +1,4 @@
-"""Host memory keeps the blocks that are used last, or those that requests ask to keep."""
+"""Host memory keeps recently used blocks, and the blocks that retention hints protect."""
 
 from collections import OrderedDict
 
@@ -34,7 +34,7 @@ def test_hits_end_at_the_first_gap() -> None:
     assert cache.hits(chain(1, 2, 3, 4), start=2) == 0
 
 
-def test_the_prompt_used_longest_ago_is_dropped_from_its_tail() -> None:
+def test_the_least_recently_used_prompt_is_evicted_from_its_end() -> None:
     cache = host()
     cache.store(chain(1, 2, 3))
     cache.store(chain(4, 5, 6))
@@ -42,20 +42,20 @@ def test_the_prompt_used_longest_ago_is_dropped_from_its_tail() -> None:
     assert cache.store(chain(7, 8)) == (chain(7, 8), chain(6, 5))
 
 
-def test_what_is_there_already_is_not_stored_again() -> None:
+def test_a_block_that_is_stored_already_is_not_stored_again() -> None:
     cache = host()
     assert cache.store(chain(1, 2)) == (chain(1, 2), [])
     assert cache.store(chain(1, 2, 3)) == (chain(3), [])
     assert len(cache) == 3
 
 
-def test_a_prompt_drops_none_of_its_own_blocks() -> None:
+def test_a_prompt_evicts_none_of_its_own_blocks() -> None:
     cache = host(3)
     cache.store(chain(1, 2, 9))
     assert cache.store(chain(1, 2, 3, 4)) == (chain(3), chain(9))
 
 
-def test_what_seldom_comes_back_goes_first() -> None:
+def test_blocks_that_are_seldom_reused_are_evicted_first() -> None:
     cache = host(4)
     cache.store(chain(1, 2))
     cache.use(chain(1, 2))
@@ -65,7 +65,7 @@ def test_what_seldom_comes_back_goes_first() -> None:
     assert [*cache] == chain(1, 2, 5, 6)
 
 
-def test_an_ended_session_goes_first() -> None:
+def test_an_ended_sessions_blocks_are_evicted_first() -> None:
     cache = host(4)
     for first, session in ((1, 7), (3, 8)):
         cache.store(chain(first, first + 1))
@@ -74,7 +74,7 @@ def test_an_ended_session_goes_first() -> None:
     assert cache.store(chain(5))[1] == chain(4)
 
 
-def test_nothing_is_there_after_it_was_cleared() -> None:
+def test_a_cleared_cache_has_no_blocks() -> None:
     cache = host()
     cache.store(chain(1, 2))
     cache.clear()
@@ -82,17 +82,17 @@ def test_nothing_is_there_after_it_was_cleared() -> None:
     assert cache.store(chain(1, 2)) == (chain(1, 2), [])
 
 
-def test_what_is_pinned_stays_whenever_it_came() -> None:
+def test_pinned_blocks_stay_even_if_they_are_stored_after_the_pin() -> None:
     cache = host(4)
     cache.store(chain(1, 2))
     cache.pin("law", chain(1, 2, 3))
     cache.store(chain(1, 2, 3))
-    assert cache.store(chain(4, 5)) == (chain(4), [])  # there is room for one more
+    assert cache.store(chain(4, 5)) == (chain(4), [])  # there is room for one more block
     assert cache.store(chain(6)) == (chain(6), chain(4))
     assert [*cache] == chain(1, 2, 3, 6)
 
 
-def test_an_ended_pin_is_as_if_it_was_used_now() -> None:
+def test_blocks_of_an_ended_pin_count_as_just_used() -> None:
     cache = host(4)
     cache.store(chain(1, 2))
     cache.pin("law", chain(1, 2))
@@ -121,7 +121,9 @@ def test_no_room_at_all_stores_nothing(prompt: list[Fingerprint]) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["store", "use", "pin law", "pin tax"]), prompts)))
-def test_pins_hold_through_anything(steps: list[tuple[str, list[Fingerprint]]]) -> None:
+def test_no_sequence_of_steps_evicts_pinned_blocks(
+    steps: list[tuple[str, list[Fingerprint]]],
+) -> None:
     cache, pins = host(), dict[str, set[Fingerprint]]()
     for step, prompt in steps:
         pinned = {hash_ for each in pins.values() for hash_ in each if hash_ in cache}
@@ -140,7 +142,7 @@ def test_pins_hold_through_anything(steps: list[tuple[str, list[Fingerprint]]]) 
 
 
 class LeastRecentlyUsed(RuleBasedStateMachine):
-    """With nothing said, it is a plain LRU in which a prompt's last block is the oldest."""
+    """Without hints, the order is LRU, and a prompt's last block counts as its oldest."""
 
     def __init__(self) -> None:
         super().__init__()

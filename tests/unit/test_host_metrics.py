@@ -1,4 +1,4 @@
-"""A replica's metrics and block table know what host memory has and moves."""
+"""A replica's metrics and block table account for blocks and copies in host memory."""
 
 from prometheus_client import CollectorRegistry
 
@@ -22,7 +22,7 @@ def test_a_block_that_leaves_the_engine_stays_known_in_host_memory() -> None:
     assert not BlockTable((0,)).in_host
 
 
-def test_stores_in_host_memory_are_none_of_the_engines_cache() -> None:
+def test_stores_in_host_memory_do_not_count_for_the_engines_cache() -> None:
     registry = CollectorRegistry()
     metrics = ReplicaMetrics(registry)
     metrics.happened([*STORED, BlockRemoved([20], group=1)], groups=1)

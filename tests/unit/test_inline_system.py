@@ -1,4 +1,4 @@
-"""A session of Claude Code's shape keeps its cached prefix with the templates of model families."""
+"""A session like Claude Code's keeps its cached prefix with the templates of many models."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def tokenizer() -> Any:
 
 
 def renderer(tokenizer: Any, name: str) -> Render:
-    """Return how chats are rendered with this template."""
+    """Return a function that renders chats with this template."""
     template = (TEMPLATES / f"{name}.jinja").read_text()
 
     def render(messages: Sequence[Any]) -> str:
@@ -107,8 +107,8 @@ def test_no_text_is_lost_or_moved(tokenizer: Any) -> None:
         assert places == sorted(places), name
 
 
-def test_reminders_in_a_row_and_the_question_behind_them_are_one_message() -> None:
-    """Templates refuse two messages of the user in a row."""
+def test_consecutive_reminders_and_the_next_question_are_one_message() -> None:
+    """Templates reject two consecutive messages of the user."""
     roles = ("system", "user", "assistant", "system", "system", "user")
     messages = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
     *_, last = put_in_place(messages, "joined")

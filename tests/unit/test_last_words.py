@@ -1,4 +1,4 @@
-"""Why an engine died is found in what vLLM wrote."""
+"""The error that ended an engine is found in vLLM's output."""
 
 import os
 from pathlib import Path
@@ -41,23 +41,23 @@ def test_the_last_error_of_a_dead_process_is_its_cause(log: str, words: str) -> 
     assert last_words(log) == words
 
 
-def test_words_from_before_the_start_are_anothers(tmp_path: Path) -> None:
+def test_output_before_the_start_is_ignored(tmp_path: Path) -> None:
     with (tmp_path / "stream").open("w") as stream:
         kept = os.dup(1)
         os.dup2(stream.fileno(), 1)
         try:
             os.write(1, DEAD.encode())
             words = LastWords()
-            before = words.said()
+            before = words.message()
             os.write(1, REFUSED.encode())
-            after = words.said()
+            after = words.message()
         finally:
             os.dup2(kept, 1)
             os.close(kept)
     assert (before, after) == ("", "ValueError: too large")
 
 
-def test_only_what_every_start_would_repeat_is_final() -> None:
+def test_only_errors_that_every_start_would_repeat_are_final() -> None:
     words = LastWords()
     assert isinstance(words.of_start(ValueError("no such model\n\nat all")), CannotRunError)
     assert not isinstance(words.of_start(OSError("the port is taken")), CannotRunError)

@@ -27,7 +27,7 @@ PARSERS = {
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_template_tells_how_its_model_writes_tool_calls(name: str) -> None:
+def test_a_template_identifies_the_parser_of_tool_calls(name: str) -> None:
     template = (TEMPLATES / f"{name}.jinja").read_text()
     assert tool_parser(template, "any", "/models/any") == PARSERS[name]
 
@@ -38,8 +38,8 @@ def test_a_model_type_and_the_built_in_model_are_known_without_a_template() -> N
     assert tool_parser(None, "llama", "any") is None
 
 
-# Of models that are not named here, the template says nothing of reasoning, or only that they think
-# when they are asked to in words.
+# For all other models, the template has no reasoning, or the model reasons only if the prompt's
+# text tells it to.
 REASONING = {
     "deepseek_r1_distill": "deepseek_r1",
     "deepseek_v3_1": "deepseek_v3",
@@ -50,12 +50,12 @@ REASONING = {
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(TEMPLATES.glob("*.jinja"))])
-def test_a_template_tells_how_its_model_writes_reasoning(name: str) -> None:
+def test_a_template_identifies_the_parser_of_reasoning(name: str) -> None:
     if name != "gpt_oss":
         template = (TEMPLATES / f"{name}.jinja").read_text()
         assert reasoning_parser(template, "any") == REASONING.get(name)
 
 
-def test_where_the_template_does_not_tell_the_models_type_names_the_parser_of_reasoning() -> None:
+def test_the_model_type_identifies_the_parser_of_reasoning_if_the_template_does_not() -> None:
     assert reasoning_parser(None, "gpt_oss") == "openai_gptoss"
     assert reasoning_parser(None, "llama") is None

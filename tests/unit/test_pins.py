@@ -1,4 +1,4 @@
-"""How much room pins have, and which blocks they hold."""
+"""The limits of pins, and the blocks that pins hold."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -23,13 +23,13 @@ def test_pins_take_their_share_but_leave_room_for_a_longest_request() -> None:
     assert budget(0.0, max_model_len=32) == 0
 
 
-def test_a_pin_may_take_what_others_leave_and_what_it_has() -> None:
+def test_a_pin_may_take_the_free_blocks_and_its_own() -> None:
     engine = engine_with({"a": 10, "b": 12}, host=None)
     assert room_for_pin("a", engine) == 18
     assert room_for_pin("c", engine) == 8
 
 
-def test_host_memory_has_room_of_its_own() -> None:
+def test_host_memory_has_a_separate_limit_of_pins() -> None:
     engine = engine_with({"a": 30}, host=HostTier(1000, 1, 1.0, pin_blocks=300))
     assert room_for_pin("b", engine) == 0
     assert room_for_pin("b", engine, in_host=True) == 100
@@ -37,7 +37,7 @@ def test_host_memory_has_room_of_its_own() -> None:
 
 
 def engine_with(pins: dict[str, int], host: HostTier | None) -> Engine:
-    """It has a pin of 200 blocks in host memory, and room for 30 in its own."""
+    """Return an engine with a pin of 200 blocks in host memory, and room for 30 in its own."""
     facts = EngineFacts(32, 100, 2048, 1000.0, pin_blocks=30, host=host)
     return cast(Engine, SimpleNamespace(facts=facts, pins=pins, host_pins={"h": 200}))
 

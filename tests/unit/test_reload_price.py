@@ -1,4 +1,4 @@
-"""An engine reloads blocks from host memory only where that takes less time than computing them."""
+"""An engine reloads blocks from host memory only if that is faster than computing them."""
 
 import math
 
@@ -14,7 +14,7 @@ TOKEN_BYTES = 100_000.0
 
 
 def price_of(bytes_per_s: float = 1e10) -> ReloadPrice:
-    """Computing takes a second for 1,000 tokens, as long as nothing is measured."""
+    """Return prices with a claim of 1,000 computed tokens per second."""
     return ReloadPrice(PrefillModel(1_000.0, 10_000.0), CopySpeed(bytes_per_s), TOKEN_BYTES)
 
 
@@ -31,14 +31,14 @@ def test_late_tokens_cost_more_to_compute_and_not_to_reload() -> None:
     assert slow.is_cheaper(10_000, 11_000, 0.0)
 
 
-def test_a_tier_that_was_slow_is_tried_again_after_some_minutes_however_often_it_is_asked() -> None:
+def test_a_slow_tier_is_tried_again_after_some_minutes_however_often_it_is_compared() -> None:
     price = price_of()
     price.copies.copied(100_000_000, seconds=60.0, now_s=0.0)
     assert not any(price.is_cheaper(0, 1_000, 60.0) for _ in range(10_000))
     assert price.is_cheaper(0, 1_000, 1_800.0)
 
 
-def test_asking_changes_nothing() -> None:
+def test_a_comparison_changes_nothing() -> None:
     price = price_of()
     price.copies.copied(100_000_000, seconds=60.0, now_s=0.0)
     before_s = price.reload_s(1_000, 60.0)

@@ -1,4 +1,4 @@
-"""What a replica refuses of what routers ask."""
+"""Calls from routers that a replica rejects."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which idle block is evicted next."""
+"""The order in which idle blocks are evicted."""
 
 import math
 from collections import Counter, OrderedDict
@@ -15,10 +15,10 @@ from kvroute.contract.keep import KEEP, Keep
 from kvroute.replica.engine.idle_queue import ENDED, LEARNED, STILL_S, IdleQueue, Kind, kind_of
 from kvroute.replica.engine.kv_events import Evictions
 from kvroute.replica.engine.retention import (
+    NO_SESSION,
     PROMISED_SHARE,
     SHARED,
     SHARED_LOOK_S,
-    UNTOLD,
     IdleBlocks,
 )
 
@@ -36,7 +36,7 @@ keeps = st.builds(
 
 
 def idle_of(*blocks: int, at_s: float = 0.0, keep: Keep = KEEP, idle: IdleBlocks) -> None:
-    """A request that ends, with these blocks in the prompt's order."""
+    """Let a request end that has these blocks, in the prompt's order."""
     idle.label(blocks, keep)
     idle.put(blocks[::-1], at_s)
 
@@ -49,7 +49,7 @@ class AnyUse(RuleBasedStateMachine):
         self.idle = IdleBlocks(BLOCKS)
         self.now_s = 0.0
         self.held: set[int] = set()
-        self.since_s: dict[int, float] = {}  # of idle blocks
+        self.since_s: dict[int, float] = {}  # idle block -> time since which it is idle
         self.blank = set(range(BLOCKS))
 
     @initialize()
@@ -122,7 +122,7 @@ class AnyUse(RuleBasedStateMachine):
         assert self.idle.evictions() is None
 
     def ages(self) -> dict[int, float]:
-        """What the order compares, of all idle blocks. Empty where promises may be ignored."""
+        """Return the ages of all idle blocks; none if promises may be ignored."""
         self.idle._looked_s = -math.inf
         self.idle._end_promises(self.now_s)
         if sum(len(queue.blocks) for queue in self.idle._promised) > self.idle._cap:
@@ -148,14 +148,14 @@ class AnyUse(RuleBasedStateMachine):
     def a_session_has_exactly_its_own_blocks(self) -> None:
         owned = [(s, block) for s, blocks in self.idle._owned.items() for block in blocks]
         of_blocks = enumerate(self.idle._session_of)
-        told = [(s, block) for block, s in of_blocks if s not in (UNTOLD, SHARED)]
+        told = [(s, block) for block, s in of_blocks if s not in (NO_SESSION, SHARED)]
         assert sorted(owned) == sorted(told)
         assert all(self.idle._owned.values())
 
     @invariant()
     def all_that_sessions_own_has_ended_with_them(self) -> None:
         idle = self.idle
-        over = [block for session in idle._over for block in idle._owned[session]]
+        over = [block for session in idle._ended_sessions for block in idle._owned[session]]
         assert all(idle._queue_of[block] is idle._ended for block in over)
 
     @invariant()
@@ -172,10 +172,10 @@ class AnyUse(RuleBasedStateMachine):
         self.idle.forget(self.held)
         self.idle.pop(len(self.idle), self.now_s)
         assert not self.idle._owned
-        assert not self.idle._over
+        assert not self.idle._ended_sessions
         assert not self.idle._silent
         assert not any(queue.blocks for queue in self.idle._queues.values())
-        assert set(self.idle._session_of) == {UNTOLD}
+        assert set(self.idle._session_of) == {NO_SESSION}
         assert set(self.idle._queue_of) == {self.idle._usual}
 
 
@@ -187,7 +187,7 @@ TestAnyUse = AnyUse.TestCase
     st.lists(st.tuples(st.sampled_from(["end", "hit", "evict"]), st.integers(0, 99)), max_size=200),
     st.sampled_from([None, KEEP, Keep(session=7), Keep(session=7, tool_chance=0.1)]),
 )
-def test_with_nothing_said_it_is_lru(steps: list[tuple[str, int]], keep: Keep | None) -> None:
+def test_without_hints_the_order_is_lru(steps: list[tuple[str, int]], keep: Keep | None) -> None:
     idle, lru = IdleBlocks(BLOCKS), OrderedDict[int, None]()
     for now_s, (what, number) in enumerate(steps):
         match what:
@@ -215,12 +215,12 @@ def test_half_the_chance_ages_twice_as_fast() -> None:
     idle_of(1, at_s=0.0, keep=Keep(1.0), idle=idle)
     idle_of(2, at_s=6.0, keep=Keep(0.5), idle=idle)
     idle_of(3, at_s=9.0, keep=Keep(0.5), idle=idle)
-    assert [*idle.in_order(14.0)] == [2, 1, 3]  # as old as 16, 14 and 10
+    assert [*idle.in_order(14.0)] == [2, 1, 3]  # ages 16, 14 and 10
     assert idle.pop(3, 14.0) == [2, 1, 3]
 
 
 @pytest.mark.parametrize(("chance", "unlikely"), [(0.6, 0), (0.5, 0), (0.4, 1), (0.01, 1)])
-def test_unlikely_is_what_comes_back_less_than_half_as_often(chance: float, unlikely: int) -> None:
+def test_unlikely_blocks_are_reused_less_than_half_as_often(chance: float, unlikely: int) -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, keep=Keep(chance), idle=idle)
     idle.pop(1, 1.0)
@@ -231,12 +231,12 @@ def test_unlikely_is_what_comes_back_less_than_half_as_often(chance: float, unli
 def test_more_blocks_than_are_idle_are_refused(count: int) -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(*range(count - 1), idle=idle)
-    with pytest.raises(ValueError, match=f"{count} blocks are to be evicted, but {count - 1} are"):
+    with pytest.raises(ValueError, match=f"cannot evict {count} blocks: only {count - 1} are idle"):
         idle.pop(count, 1.0)
     assert len(idle) == count - 1
 
 
-def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, 3, keep=Keep(session=7), idle=idle)
     assert [*idle.in_order(1.0)] == [3, 2, 1]
@@ -246,7 +246,7 @@ def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
     assert idle.pop(3, 2.0) == [3, 2, 1]
 
 
-def test_what_has_ended_goes_first_and_what_others_use_does_not() -> None:
+def test_an_ended_sessions_own_blocks_are_evicted_first_and_shared_blocks_are_not() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, keep=Keep(session=7), idle=idle)
     idle.take(1)
@@ -266,7 +266,7 @@ def test_a_session_ends_with_its_last_request() -> None:
     assert idle.pop(1, 7.0) == [2]
 
 
-def test_a_session_that_goes_on_after_its_end_is_kept_again() -> None:
+def test_a_session_that_continues_after_its_end_is_retained_again() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, keep=Keep(session=7), idle=idle)
     idle_of(2, at_s=1.0, idle=idle)
@@ -281,7 +281,7 @@ def test_a_promise_holds_until_its_time_is_over() -> None:
     idle_of(1, keep=Keep(still_s=MINUTE_S, session=7), idle=idle)
     idle_of(2, 3, at_s=50.0, idle=idle)
     assert idle.pop(1, 59.0) == [3]
-    assert [*idle.in_order(100.0)] == [2, 1]  # as old as 50 and 40
+    assert [*idle.in_order(100.0)] == [2, 1]  # ages 50 and 40
     assert idle.pop(1, 111.0) == [2]
     assert idle.pop(1, 112.0) == [1]
     assert idle.evictions() == Evictions(usual=3)
@@ -294,7 +294,7 @@ def test_a_broken_promise_is_counted() -> None:
     assert idle.evictions() == Evictions(promised=1)
 
 
-def test_blocks_that_are_idle_already_are_kept_for_a_tool_since_they_are_idle() -> None:
+def test_the_retention_for_a_tool_call_counts_from_when_blocks_became_idle() -> None:
     idle = IdleBlocks(BLOCKS)
     said = Keep(0.3, session=7, tool_chance=1.0, tool_s=MINUTE_S)
     idle_of(1, 2, keep=said, idle=idle)
@@ -302,7 +302,7 @@ def test_blocks_that_are_idle_already_are_kept_for_a_tool_since_they_are_idle() 
     idle.label([1, 2], said.after_tool_call)
     assert idle.pop(1, 59.0) == [3]
     idle_of(4, at_s=59.0, idle=idle)
-    assert idle.pop(1, 119.5) == [4]  # as old as 60.5; the others as 59.5
+    assert idle.pop(1, 119.5) == [4]  # its age is 60.5; the others have 59.5
 
 
 def test_promises_hold_a_share_of_the_cache_at_most() -> None:
@@ -316,7 +316,7 @@ def test_promises_hold_a_share_of_the_cache_at_most() -> None:
     assert idle.evictions() == Evictions(promised=4, usual=len(others) - 4)
 
 
-def test_a_tenant_that_promises_much_breaks_no_promise_of_others() -> None:
+def test_a_tenant_with_many_promises_breaks_no_promise_of_others() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, 3, keep=Keep(still_s=MINUTE_S, session=7, tenant=1), idle=idle)
     greedy = [*range(4, 20)]
@@ -339,7 +339,7 @@ def test_promises_are_of_few_kinds_and_never_shorter_than_they_were_made(keep: K
             assert idle.pop(1, keep.still_s) == [2]
 
 
-def test_any_number_of_a_broken_router_is_some_kind() -> None:
+def test_any_number_from_a_faulty_router_has_a_kind() -> None:
     for chance in (float("nan"), float("inf"), 1e-300, 5.0):
         for still_s in (float("nan"), float("inf"), -5.0):
             idle = IdleBlocks(BLOCKS)
@@ -348,7 +348,7 @@ def test_any_number_of_a_broken_router_is_some_kind() -> None:
             assert not idle._owned
 
 
-def test_ended_sessions_go_in_the_order_of_their_ends() -> None:
+def test_ended_sessions_are_evicted_in_the_order_of_their_ends() -> None:
     idle = IdleBlocks(BLOCKS)
     for session in (1, 2, 3):
         blocks = 2 * session, 2 * session + 1
@@ -358,7 +358,7 @@ def test_ended_sessions_go_in_the_order_of_their_ends() -> None:
     assert idle.pop(6, 9.0) == [7, 6, 3, 2, 5, 4]
 
 
-def test_a_second_end_moves_nothing_until_the_session_has_gone_on() -> None:
+def test_a_second_end_has_no_effect_until_the_session_has_continued() -> None:
     idle = IdleBlocks(BLOCKS)
     for session in (1, 2):
         idle_of(session, 10 + session, keep=Keep(session=session), idle=idle)
@@ -381,35 +381,35 @@ def test_an_end_moves_no_blocks_that_have_ended_before() -> None:
 
 
 class CountedPops(OrderedDict[int, float]):
-    """Is added to only."""
+    """A dict that can only grow."""
 
     def popitem(self, last: bool = True) -> tuple[int, float]:
         raise AssertionError("a block was moved")
 
 
 @given(st.lists(st.floats(0, 9), max_size=20), st.lists(st.floats(0, 9), min_size=1, max_size=20))
-def test_blocks_come_in_at_their_places(there: list[float], added: list[float]) -> None:
+def test_blocks_are_inserted_at_their_places(there: list[float], added: list[float]) -> None:
     queue = IdleQueue(kind_of(KEEP))
     queue.blocks.update(enumerate(sorted(there)))
     queue.insert([(100 + number, since_s) for number, since_s in enumerate(added)])
     assert [*queue.blocks.values()] == sorted(there + added)
 
 
-def test_what_was_left_before_anything_was_told_is_no_sessions_own() -> None:
+def test_blocks_from_before_the_first_hint_belong_to_no_session() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, keep=KEEP, idle=idle)
-    idle.label([2], KEEP)  # held by others also
+    idle.label([2], KEEP)  # other requests hold it, too
     idle_of(3, keep=KEEP, idle=idle)
     assert idle.pop(1, 0.5) == [1]
     idle_of(4, keep=KEEP, at_s=1.0, idle=idle)
     idle.take(4)
-    idle_of(4, 2, 1, keep=Keep(session=7), at_s=2.0, idle=idle)  # 1 is a new one
+    idle_of(4, 2, 1, keep=Keep(session=7), at_s=2.0, idle=idle)  # block 1 has new content
     idle.end(7)
     assert idle.pop(4, 9.0) == [1, 3, 2, 4]
     assert idle.evictions() == Evictions(ended=1, usual=4)
 
 
-def test_what_says_nothing_is_kept_like_the_likeliest_and_is_no_sessions_own() -> None:
+def test_a_request_without_a_hint_has_the_highest_chance_and_no_session() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, keep=Keep(0.1, session=7), idle=idle)
     idle_of(2, keep=KEEP, idle=idle)
@@ -421,7 +421,7 @@ def test_what_says_nothing_is_kept_like_the_likeliest_and_is_no_sessions_own() -
 
 
 @given(st.sampled_from([1.0, 0.5, 0.1, 0.0]), st.sampled_from([0.0, 60.0]))
-def test_an_end_says_nothing_of_what_others_use(chance: float, still_s: float) -> None:
+def test_an_end_does_not_change_blocks_that_others_use(chance: float, still_s: float) -> None:
     idle = IdleBlocks(BLOCKS)
     idle.label([1], Keep(chance, still_s, session=7))
     idle.label([1], Keep(chance, still_s, session=8))
@@ -431,7 +431,7 @@ def test_an_end_says_nothing_of_what_others_use(chance: float, still_s: float) -
 
 
 @given(st.lists(st.floats(0.0, 40.0), max_size=20), st.booleans())
-def test_a_promise_on_a_shared_block_is_over_in_time_whoever_uses_it(
+def test_a_promise_on_a_shared_block_expires_even_if_the_block_is_used(
     uses: list[float], is_named: bool
 ) -> None:
     idle, now_s = IdleBlocks(BLOCKS), 0.0
@@ -482,7 +482,7 @@ def test_learned_waits_give_way_to_promises() -> None:
     assert idle.evictions() == Evictions(usual=5)
 
 
-def test_when_no_learned_wait_is_left_the_greediest_promises_are_ignored_at_once() -> None:
+def test_without_learned_waits_promises_of_tenants_over_their_share_are_ignored_at_once() -> None:
     idle, cap = IdleBlocks(BLOCKS), int(BLOCKS * PROMISED_SHARE)
     promised, wait = [*range(cap + 1)], cap + 1
     idle_of(*promised, keep=Keep(0.1, MINUTE_S, session=1), idle=idle)
@@ -507,7 +507,7 @@ class Plain(NamedTuple):
 
 
 def next_of(idle: list[Plain], now_s: float) -> Plain:
-    """By the rules, block by block."""
+    """Return the block to evict next, by applying the rules to each block."""
     promised = [each for each in idle if each.kind.still]
     plain = [each for each in idle if not each.kind.still]
     is_beyond, cap = len(promised) > BLOCKS * PROMISED_SHARE, BLOCKS * PROMISED_SHARE
@@ -530,14 +530,14 @@ def over(each: Plain, now_s: float) -> Plain:
     st.lists(st.tuples(keeps, st.integers(1, 7), st.integers(0, 3)), min_size=4, max_size=24),
     st.booleans(),
 )
-def test_the_next_to_go_is_the_one_that_a_plain_model_says(
+def test_the_order_of_eviction_is_that_of_a_simple_model(
     steps: list[tuple[Keep, int, int]], one_by_one: bool
 ) -> None:
     idle, model, blank, now_s = IdleBlocks(BLOCKS), list[Plain](), [*range(BLOCKS)], 0.0
     for number, (keep, blocks, evicted) in enumerate(steps):
-        now_s += 0.7123 + 0.0137 * number + 5 * evicted  # no two ages are the same
+        now_s += 0.7123 + 0.0137 * number + 5 * evicted  # so all ages are different
         new, blank = blank[:blocks], blank[blocks:]
-        keep = replace(keep, session=1 + number)  # none is shared
+        keep = replace(keep, session=1 + number)  # so no block is shared
         idle_of(*new, keep=keep, at_s=now_s, idle=idle)
         model += [Plain(block, now_s, kind_of(keep)) for block in reversed(new)]
         now_s += 0.5
@@ -552,7 +552,7 @@ def test_the_next_to_go_is_the_one_that_a_plain_model_says(
         blank += expected
 
 
-def test_the_order_of_queues_holds_for_a_while() -> None:
+def test_the_order_of_queues_is_used_for_a_while() -> None:
     idle = IdleBlocks(100)
     for session in range(1, 40):
         keep = Keep(1 / session, 9.0, session, tenant=session)
@@ -565,19 +565,19 @@ def test_the_order_of_queues_holds_for_a_while() -> None:
     assert ordered.call_count == 1
 
 
-def test_what_the_order_of_queues_did_not_know_is_chosen_at_once() -> None:
+def test_a_queue_that_is_not_in_the_order_is_chosen_at_once() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, 3, keep=Keep(still_s=MINUTE_S, session=1), idle=idle)
     assert idle.pop(1, 1.0) == [3]
     idle_of(4, at_s=1.0, keep=Keep(session=2), idle=idle)
-    assert idle.pop(1, 1.0) == [4]  # before what is promised
+    assert idle.pop(1, 1.0) == [4]  # evicted before blocks with a promise
     assert idle.pop(1, 1.0) == [2]
     idle_of(5, at_s=1.0, keep=Keep(session=3), idle=idle)
     idle_of(6, at_s=1.0, keep=Keep(0.0, session=4), idle=idle)
-    assert idle.pop(2, 1.0) == [6, 5]  # first what has ended
+    assert idle.pop(2, 1.0) == [6, 5]  # the ended session is first
 
 
-def test_an_order_that_is_a_moment_old_is_no_reason_to_evict_what_is_likelier() -> None:
+def test_an_order_that_is_a_moment_old_evicts_no_likelier_block() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(0, 1, keep=Keep(session=1), at_s=0.0, idle=idle)
     for number in range(4):  # one-shot prompts, each in a hundredth of a second

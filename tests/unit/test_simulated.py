@@ -38,7 +38,7 @@ MakeEngine = Callable[..., SimulatedEngine]
 
 @pytest.fixture
 async def make() -> AsyncGenerator[MakeEngine, None]:
-    """Engines that take no time, unless told to, and are closed at the end."""
+    """Yield a function that makes engines, by default without delays, and closes them later."""
     engines: list[SimulatedEngine] = []
 
     def make(tokenizer: str | None = None, **changes: Any) -> SimulatedEngine:
@@ -53,7 +53,7 @@ async def make() -> AsyncGenerator[MakeEngine, None]:
 
 
 def request(prompt: int | list[int], namespace: str = "", **fields: Any) -> GenerateRequest:
-    """A greedy completion; a number stands for a prompt of that many tokens, 0, 1, 2 ..."""
+    """Return a greedy request; a number stands for a prompt of that many tokens, 0, 1, 2 ..."""
     token_ids = list(range(prompt)) if isinstance(prompt, int) else prompt
     call = completion(**{"max_tokens": 8} | fields)
     return GenerateRequest("r", np.array(token_ids, dtype=np.uint32), namespace, call=call)
@@ -70,7 +70,7 @@ async def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> in
 
 
 async def heard(engine: SimulatedEngine) -> list[KVEvent]:
-    """The events that wait."""
+    """Return the pending events."""
     async for batch in engine.events():
         return batch
     return []
@@ -117,7 +117,7 @@ async def test_namespaces_share_no_blocks(make: MakeEngine) -> None:
     assert await cached_tokens(engine, request(100, namespace="a")) == 96
 
 
-async def test_a_small_cache_forgets_the_oldest_prompt_and_says_so(make: MakeEngine) -> None:
+async def test_a_small_cache_evicts_the_oldest_prompt_and_reports_it(make: MakeEngine) -> None:
     engine = make(capacity_blocks=8)
     old, young = request([1] * 130), request([2] * 130)
     await run(engine, old)
@@ -128,7 +128,9 @@ async def test_a_small_cache_forgets_the_oldest_prompt_and_says_so(make: MakeEng
     assert await cached_tokens(engine, old) == 96
 
 
-async def test_choices_that_outgrow_the_cache_give_way_and_still_finish(make: MakeEngine) -> None:
+async def test_choices_that_outgrow_the_cache_are_preempted_and_still_finish(
+    make: MakeEngine,
+) -> None:
     engine = make(capacity_blocks=12)
     requests = [request([i] * 64, max_tokens=128) for i in range(6)]
     answers = await asyncio.gather(*(run(engine, each) for each in requests))
@@ -137,7 +139,7 @@ async def test_choices_that_outgrow_the_cache_give_way_and_still_finish(make: Ma
     assert engine.load() == Load()
 
 
-async def test_events_alone_tell_which_blocks_are_left(make: MakeEngine) -> None:
+async def test_events_alone_show_which_blocks_are_cached(make: MakeEngine) -> None:
     engine = make(capacity_blocks=20)
     requests = [request([i % 4] * (40 + 9 * i), max_tokens=60) for i in range(20)]
     await asyncio.gather(*(run(engine, each) for each in requests))
@@ -151,7 +153,7 @@ async def test_events_alone_tell_which_blocks_are_left(make: MakeEngine) -> None
     assert +copies == engine._pool.copies()
 
 
-async def test_what_a_session_has_left_goes_first_once_it_has_ended(make: MakeEngine) -> None:
+async def test_blocks_of_an_ended_session_are_evicted_first(make: MakeEngine) -> None:
     engine = make(capacity_blocks=10)
     for session in (1, 2):
         prompt = request([session] * 4 * SIZE, max_tokens=1)
@@ -165,7 +167,7 @@ async def test_what_a_session_has_left_goes_first_once_it_has_ended(make: MakeEn
 
 
 @pytest.mark.parametrize(("answered", "why"), [(True, "ended"), (False, "usual")])
-async def test_a_request_that_is_cancelled_says_how_long_its_blocks_are_kept_once_it_has_answered(
+async def test_a_cancelled_request_sets_its_blocks_retention_only_after_its_first_token(
     make: MakeEngine, answered: bool, why: str
 ) -> None:
     engine = make(capacity_blocks=10, max_batched_tokens=SIZE, decode_step_s=0.001)
@@ -214,7 +216,9 @@ async def test_two_hundred_streams_finish_together_in_good_time(make: MakeEngine
     assert all(end_of(answer) == "length" for answer in answers)
 
 
-async def test_an_answer_resumed_on_another_engine_goes_on_identically(make: MakeEngine) -> None:
+async def test_an_answer_that_is_resumed_on_another_engine_continues_identically(
+    make: MakeEngine,
+) -> None:
     whole = said(await run(make(), request(70, max_tokens=40)))
     prompt = [*range(70), *whole[:13]]
     rest = await run(make(), request(prompt, max_tokens=27, namespace="elsewhere"))
@@ -260,7 +264,9 @@ async def test_two_choices_differ_and_compute_their_prompt_once(make: MakeEngine
     assert sum(len(e.block_hashes) for e in await heard(engine) if isinstance(e, BlockStored)) == 3
 
 
-async def test_without_prefix_caching_nothing_is_cached_or_told(make: MakeEngine) -> None:
+async def test_without_prefix_caching_there_are_no_cached_blocks_and_no_events(
+    make: MakeEngine,
+) -> None:
     engine = make(prefix_caching=False)
     for _ in range(2):
         assert await cached_tokens(engine, request(100)) == 0
@@ -268,7 +274,7 @@ async def test_without_prefix_caching_nothing_is_cached_or_told(make: MakeEngine
     assert engine._events == []
 
 
-async def test_a_reset_forgets_everything_and_says_so_at_once(make: MakeEngine) -> None:
+async def test_a_reset_clears_the_cache_and_reports_it_at_once(make: MakeEngine) -> None:
     engine = make()
     await run(engine, request(100))
     assert await engine.reset_prefix_cache()
@@ -295,7 +301,7 @@ async def test_events_nobody_reads_are_dropped_and_reported_lost(
     assert await heard(engine) == [EventsLost()]
 
 
-async def test_logprobs_have_as_many_alternatives_as_asked_for(make: MakeEngine) -> None:
+async def test_logprobs_have_the_requested_number_of_alternatives(make: MakeEngine) -> None:
     chunks = await run(make(), request(5, max_tokens=1, logprobs=3))
     ((token, top),) = logprobs_of(chunks)
     assert token == text(chunks) == next(iter(top))
@@ -346,7 +352,7 @@ async def test_a_closed_engine_ends_its_streams_and_takes_no_more(make: MakeEngi
         await engine.check()
 
 
-async def test_words_tokenise_back_to_the_tokens_that_were_said(
+async def test_words_tokenise_back_to_the_generated_tokens(
     make: MakeEngine, tmp_path: Path
 ) -> None:
     words = {"a": 0, "Ġapple": 1, "Ġpear": 2, "ĠPear": 3, "pear": 4, "Ġ7": 5, "Ġfig": 6}
@@ -358,6 +364,6 @@ async def test_words_tokenise_back_to_the_tokens_that_were_said(
     assert tokenizer.encode(text(chunks)).ids == said(chunks)
 
 
-def test_a_tokenizer_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected a folder with a tokenizer\.json"):
+def test_a_missing_tokenizer_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"name a folder with a tokenizer\.json"):
         SimulatedEngine(SimulatedConfig(), tokenizer="/no/such/folder")

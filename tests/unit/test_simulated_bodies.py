@@ -1,5 +1,7 @@
-"""The body of a request to a simulated engine gives sampling parameters, or is refused with the
-field and what to write there."""
+"""The body of a request to a simulated engine gives sampling parameters, or is rejected.
+
+The error names the field and a correct value.
+"""
 
 import contextlib
 import json
@@ -158,7 +160,7 @@ def test_a_field_that_would_change_the_response_is_refused(field: str, value: ob
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
 
 
-def test_such_a_field_may_ask_for_nothing() -> None:
+def test_such_a_field_may_have_a_value_without_effect() -> None:
     nothing = {name: values[0] for name, values in UNSUPPORTED.items() if values}
     assert completion(**nothing, best_of=1, tools=[{"type": "function"}]) == completion()
 
@@ -168,7 +170,7 @@ def test_a_long_bad_value_is_quoted_in_part() -> None:
 
 
 @pytest.mark.parametrize("path", [CHATS, "/v1/completions", "/v1/responses", "/tokenize"])
-def test_what_no_router_renders_is_refused_with_the_reason(path: str) -> None:
+def test_a_body_that_no_router_renders_is_rejected_with_the_reason(path: str) -> None:
     call = HttpCall(path, b'{"messages": 5}', 1.0, problem="a message has another role")
     refused = rendered(call).refusal
     assert refused

@@ -1,4 +1,4 @@
-"""The simulated engine's host memory: what it keeps, what comes back, and what is told of it."""
+"""The simulated engine's host memory: its blocks, reloads and events."""
 
 import asyncio
 from collections import Counter
@@ -27,10 +27,10 @@ from kvroute.settings.replica import ReplicaSettings
 from tests.support.chunks import streamed
 
 SIZE = 32  # tokens in a block
-BYTES = 1000  # of a block
+BYTES = 1000  # size of a block
 FAST = HostTier(blocks=64, block_bytes=BYTES, bytes_per_s=1e8)  # 10 us for a block
 SLOW = HostTier(blocks=64, block_bytes=BYTES, bytes_per_s=1e4)  # 100 ms for a block
-HARDLY_ANY_SPEED = {  # a copy of 6 blocks takes a minute, to compute them takes more
+HARDLY_ANY_SPEED = {  # copying 6 blocks takes a minute; computing them takes longer
     "host": HostTier(blocks=64, block_bytes=BYTES, bytes_per_s=100.0),
     "prefill_tokens_per_s": 2.0,
 }
@@ -40,7 +40,7 @@ MakeEngine = Callable[..., SimulatedEngine]
 
 @pytest.fixture
 async def make() -> AsyncGenerator[MakeEngine, None]:
-    """Engines with room for 8 blocks and a fast host tier, that compute a block in 3.2 ms."""
+    """Yield a maker of engines with 8 blocks and a fast host tier; a block computes in 3.2 ms."""
     engines: list[SimulatedEngine] = []
 
     def make(**changes: Any) -> SimulatedEngine:
@@ -65,7 +65,7 @@ def request(prompt: Sequence[int], max_tokens: int = 1, **fields: Any) -> Genera
 
 
 def of(number: int, blocks: int = 6) -> list[int]:
-    """A prompt of full blocks and one more token."""
+    """Return a prompt of full blocks and one more token."""
     return [number] * (blocks * SIZE + 1)
 
 
@@ -74,7 +74,7 @@ async def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> in
 
 
 async def waits_for_a_copy(engine: SimulatedEngine) -> asyncio.Task[int]:
-    """A request whose blocks only host memory has."""
+    """Return a request whose blocks are only in host memory."""
     wanted = request(of(1))
     table = engine._pool.table(wanted.token_ids, wanted.scope)
     assert engine._pool._host is not None
@@ -86,7 +86,7 @@ async def waits_for_a_copy(engine: SimulatedEngine) -> asyncio.Task[int]:
 
 
 async def heard(engine: SimulatedEngine) -> list[KVEvent]:
-    """The events that wait."""
+    """Return the pending events."""
     async for batch in engine.events():
         return batch
     return []
@@ -99,7 +99,7 @@ async def test_blocks_that_the_gpu_has_evicted_come_back(make: MakeEngine) -> No
     assert await cached_tokens(engine, request(of(1))) == 6 * SIZE
 
 
-async def test_what_is_pinned_in_host_memory_comes_back_whatever_came_between(
+async def test_blocks_that_are_pinned_in_host_memory_are_always_reloaded(
     make: MakeEngine,
 ) -> None:
     engine = make(host=HostTier(16, BYTES, FAST.bytes_per_s, pin_blocks=6))
@@ -125,7 +125,7 @@ async def test_a_clear_ends_pins_in_host_memory(make: MakeEngine) -> None:
     await cached_tokens(engine, request(of(2), pin="tax", is_host_pin=True))
 
 
-async def test_without_host_memory_they_are_gone_but_for_those_still_there(
+async def test_without_host_memory_only_cached_blocks_are_hits(
     make: MakeEngine,
 ) -> None:
     engine = make(host=None)
@@ -136,7 +136,7 @@ async def test_without_host_memory_they_are_gone_but_for_those_still_there(
     assert engine.facts.host is None
 
 
-async def test_what_is_computed_sooner_is_not_copied(make: MakeEngine) -> None:
+async def test_blocks_that_are_computed_faster_are_not_copied(make: MakeEngine) -> None:
     engine = make(host=SLOW)
     for number in (1, 2):
         await cached_tokens(engine, request(of(number)))
@@ -170,7 +170,7 @@ async def test_blocks_are_written_through_answers_included(make: MakeEngine) -> 
     assert sum(event.out_bytes for event in events if isinstance(event, Transfers)) == 3 * BYTES
 
 
-async def test_events_alone_tell_what_both_tiers_hold(make: MakeEngine) -> None:
+async def test_events_alone_show_which_blocks_both_tiers_hold(make: MakeEngine) -> None:
     engine = make(host=HostTier(12, BYTES, FAST.bytes_per_s), max_batched_tokens=64)
     prompts = [of(number % 5, 2 + number % 3) for number in range(12)]
     await asyncio.gather(*(cached_tokens(engine, request(each, 40)) for each in prompts))
@@ -187,7 +187,7 @@ async def test_events_alone_tell_what_both_tiers_hold(make: MakeEngine) -> None:
     assert len(held.copies[1]) <= 12
 
 
-async def test_the_block_table_announces_host_blocks_as_such(make: MakeEngine) -> None:
+async def test_the_block_table_publishes_host_blocks_as_such(make: MakeEngine) -> None:
     engine = make()
     for number in (1, 2):
         await cached_tokens(engine, request(of(number)))
@@ -216,7 +216,7 @@ async def test_others_run_while_one_waits_for_its_copy(make: MakeEngine) -> None
     waiting.cancel()
 
 
-async def test_who_needs_the_same_blocks_waits_for_them(make: MakeEngine) -> None:
+async def test_a_request_that_needs_the_same_blocks_waits_for_their_copy(make: MakeEngine) -> None:
     engine = make(capacity_blocks=16)
     for number in (1, 2, 3):
         await cached_tokens(engine, request(of(number)))
@@ -228,7 +228,9 @@ async def test_who_needs_the_same_blocks_waits_for_them(make: MakeEngine) -> Non
     assert sum(event.reloaded_tokens for event in moved) < 6 * SIZE
 
 
-async def test_a_request_that_is_given_up_during_its_copy_leaves_nothing(make: MakeEngine) -> None:
+async def test_a_request_that_is_cancelled_during_its_copy_leaves_no_blocks(
+    make: MakeEngine,
+) -> None:
     engine = make(**HARDLY_ANY_SPEED)
     waiting = await waits_for_a_copy(engine)
     waiting.cancel()
@@ -237,7 +239,7 @@ async def test_a_request_that_is_given_up_during_its_copy_leaves_nothing(make: M
     assert await engine.reset_prefix_cache()
 
 
-async def test_an_ended_session_leaves_host_memory_first(make: MakeEngine) -> None:
+async def test_an_ended_sessions_blocks_are_evicted_first_in_host_memory(make: MakeEngine) -> None:
     engine = make(host=HostTier(12, BYTES, FAST.bytes_per_s))
     for number in (1, 2):
         await cached_tokens(engine, request(of(number), keep=Keep(session=number)))

@@ -1,4 +1,4 @@
-"""Whose turn it is in the simulated engine: requests wait in the routers' order."""
+"""The simulated engine runs waiting requests in the routers' order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -23,7 +23,7 @@ ORDERS = st.lists(st.integers(-3, 3).map(lambda order: 100.0 * order), min_size=
 
 @asynccontextmanager
 async def started(**changes: Any) -> AsyncIterator[SimulatedEngine]:
-    """An engine that takes no time, unless told to."""
+    """Return an engine, by default without delays."""
     instant = {"prefill_tokens_per_s": 0.0, "decode_step_s": 0.0, "decode_per_seq_s": 0.0}
     engine = SimulatedEngine(SimulatedConfig(**{**instant, **changes}))
     yield engine
@@ -41,7 +41,7 @@ def request(
 
 
 async def run(engine: SimulatedEngine, requests: Sequence[GenerateRequest]) -> list[int]:
-    """Asks all at once; returns their numbers as they end."""
+    """Run all requests at the same time; return their numbers in the order of their ends."""
     ended: list[int] = []
 
     async def ask(each: GenerateRequest) -> None:
@@ -69,7 +69,9 @@ def test_requests_are_admitted_by_their_order_and_equal_ones_as_they_came(
 
 
 @given(ORDERS, st.sets(st.integers(0, 11)))
-def test_those_that_leave_the_queue_change_no_turns(orders: list[float], leaving: set[int]) -> None:
+def test_requests_that_leave_the_queue_do_not_change_the_order(
+    orders: list[float], leaving: set[int]
+) -> None:
     async def the_others() -> list[int]:
         async with started(max_running=1) as engine:
             requests = [request(*each, n=1 + each[0] % 2) for each in enumerate(orders)]
@@ -109,7 +111,9 @@ def test_whatever_the_order_preempted_choices_lose_no_token(
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.0, 0.0), (-9.0, 9.0), (9.0, -9.0)])
-async def test_the_latest_turn_gives_way_when_blocks_run_out(first: float, second: float) -> None:
+async def test_the_last_in_order_is_preempted_when_blocks_run_out(
+    first: float, second: float
+) -> None:
     async with started(capacity_blocks=8) as engine:
         requests = [
             request(0, first, tokens=90, max_tokens=60),
@@ -124,8 +128,8 @@ async def test_the_latest_turn_gives_way_when_blocks_run_out(first: float, secon
         await asyncio.wait([asking, later])
 
 
-async def test_a_preempted_one_waits_behind_those_before_it() -> None:
-    """Its own order counts, not that it ran before."""
+async def test_a_preempted_choice_waits_after_those_before_it_in_order() -> None:
+    """Only its order decides, not that it has run before."""
     async with started(capacity_blocks=8) as engine:
         requests = [
             request(0, 0.0, tokens=90, max_tokens=60),
@@ -140,7 +144,7 @@ async def test_a_preempted_one_waits_behind_those_before_it() -> None:
         assert await asking == [0, 1]
 
 
-async def test_who_waits_for_an_adapters_place_holds_up_nobody() -> None:
+async def test_a_request_that_waits_for_an_adapters_place_delays_no_other() -> None:
     async with started(
         max_running=2, max_loras=1, lora_load_s=0.0, adapters=frozenset("ab")
     ) as engine:
@@ -149,13 +153,13 @@ async def test_who_waits_for_an_adapters_place_holds_up_nobody() -> None:
         assert await run(engine, requests) == [2, 3, 0, 1]
 
 
-async def test_the_choices_of_a_request_share_its_turn() -> None:
+async def test_the_choices_of_a_request_have_its_order() -> None:
     async with started(max_running=1) as engine:
         requests = [request(0, 5.0), request(1, 0.0, n=3), replace(request(2), order_s=1.0)]
         assert await run(engine, requests) == [1, 2, 0]
 
 
-async def test_a_request_that_leaves_takes_its_waiting_choices_along() -> None:
+async def test_a_request_that_leaves_removes_its_waiting_choices() -> None:
     async with started(max_running=1) as engine:
         other = asyncio.create_task(run(engine, [request(0, 5.0)]))
         async with aclosing(streamed(engine.generate, request(1, n=4, max_tokens=500))) as chunks:

@@ -1,6 +1,6 @@
-"""A simulated engine's responses are what the official client expects of OpenAI, event for event.
+"""A simulated engine's responses have the format that OpenAI's client expects, in each event.
 
-tests/unit/test_dispatch.py cuts them.
+tests/unit/test_dispatch.py tests them with interruptions.
 """
 
 import json
@@ -38,7 +38,7 @@ def whole(kind: type[Reply], *said: Output, **sampling: Any) -> Any:
 
 
 def events(kind: type[Reply], *said: Output, **sampling: Any) -> list[Any]:
-    """The decoded events of a stream, without its end."""
+    """Return the decoded events of a stream, without its end."""
     response = reply(kind, **sampling)
     stream = b"".join(map(response.add, said)) + response.end()
     assert stream.endswith(DONE)
@@ -129,7 +129,7 @@ def test_completion_logprobs_are_parallel_lists_with_the_chosen_token_among_the_
     }
 
 
-def test_streamed_offsets_go_on_where_the_last_event_ended() -> None:
+def test_streamed_offsets_continue_where_the_last_event_ended() -> None:
     said = [
         Output(0, "ab", (1,), 0, (token("ab", -1.0),)),
         Output(0, "c", (1,), 0, (token("c", -1),)),

@@ -1,4 +1,4 @@
-"""A subscriber gets every batch once and in order, whatever is lost on the way."""
+"""A subscriber gets every batch once and in order, also if messages are lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from kvroute.replica.vllm_engine.core.subscription import END, Subscription
 
 
 class Publisher:
-    """Numbers batches and remembers them, as vLLM's does."""
+    """A publisher that numbers batches and keeps them, like vLLM's."""
 
     def __init__(self, subscription: Subscription) -> None:
         self.context = zmq.asyncio.Context()
@@ -50,7 +50,7 @@ class Publisher:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[Publisher, Subscription]]:
-    """Of which the first batch has come."""
+    """Yield a connected pair; the first batch has been received."""
     subscription = Subscription()
     publisher = Publisher(subscription)
     await subscription.connect()
@@ -62,7 +62,7 @@ async def pair() -> AsyncIterator[tuple[Publisher, Subscription]]:
 
 
 async def heard(subscription: Subscription, last: int) -> list[bytes | None]:
-    """What is heard up to that batch."""
+    """Return the payloads up to that batch."""
     found: list[bytes | None] = []
     async with aclosing(subscription.batches()) as batches, asyncio.timeout(10):
         async for batch in batches:
@@ -79,14 +79,14 @@ def all_of(publisher: Publisher) -> list[bytes | None]:
 Pair = tuple[Publisher, Subscription]
 
 
-async def test_batches_that_were_lost_are_heard_before_the_next_one(pair: Pair) -> None:
+async def test_lost_batches_are_received_before_the_next_batch(pair: Pair) -> None:
     publisher, subscription = pair
     for is_lost in (False, True, True, False, True, False, False):
         await publisher.publish(is_lost=is_lost)
     assert await heard(subscription, max(publisher.remembered)) == all_of(publisher)
 
 
-async def test_a_lost_batch_that_nothing_follows_is_heard_all_the_same(
+async def test_a_lost_batch_is_received_even_if_no_batch_follows(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvroute.replica.vllm_engine.core.subscription.QUIET_S", 0.05)
@@ -95,7 +95,7 @@ async def test_a_lost_batch_that_nothing_follows_is_heard_all_the_same(
     assert await heard(subscription, max(publisher.remembered)) == all_of(publisher)
 
 
-async def test_of_lost_batches_that_are_forgotten_one_hears_that_they_were(pair: Pair) -> None:
+async def test_batches_that_the_publisher_no_longer_has_are_reported_as_lost(pair: Pair) -> None:
     publisher, subscription = pair
     last = max(publisher.remembered)
     await heard(subscription, last)
@@ -117,6 +117,6 @@ async def test_a_publisher_that_does_not_answer_is_not_waited_for(
     assert None in await heard(subscription, max(publisher.remembered))
 
 
-async def test_nothing_is_left_of_the_address_once_they_are_connected(pair: Pair) -> None:
+async def test_no_file_of_the_address_remains_after_the_connection(pair: Pair) -> None:
     _, subscription = pair
     assert not Path(subscription.replay_endpoint.removeprefix("ipc://")).parent.exists()

@@ -1,8 +1,9 @@
-"""vLLM's cache salt of a request, which counts from behind the blocks that everybody shares.
+"""Applies a request's cache salt after the blocks that all namespaces share.
 
-vLLM mixes a request's salt into the hash of its first block. Here it goes into the first block that
-is the namespace's own: all blocks before it are shared with everybody, and none after it are.
-Loaded in the engine's process, where blocks are hashed.
+vLLM mixes a request's salt into the hash of its first block. Here, the salt is mixed into the first
+block that only the request's namespace may use. So blocks before it are shared by all namespaces,
+and the block itself and all blocks after it are not. This module is loaded in the engine's process,
+where blocks are hashed.
 """
 
 from collections.abc import Callable
@@ -16,16 +17,17 @@ from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest
 
 ExtraKeys = Callable[[Request, int, int, int], tuple[tuple[Any, ...] | None, int]]
-vllms: ExtraKeys = kv_cache_utils.generate_block_hash_extra_keys
+vllm_extra_keys: ExtraKeys = kv_cache_utils.generate_block_hash_extra_keys
 
 
 def cache_salt(request: GenerateRequest) -> str | None:
-    """SHARED_TOKENS:NAMESPACE; None: everybody shares all of its blocks."""
+    """Return SHARED_TOKENS:NAMESPACE, or None if all namespaces share all of its blocks."""
     return f"{request.shared_tokens}:{request.namespace}" if request.namespace else None
 
 
 def scope_of(request: Request) -> Scope:
-    shared_tokens, namespace = _parted(request.cache_salt or "")
+    """Return the scope of the request's fingerprints."""
+    shared_tokens, namespace = _parse(request.cache_salt or "")
     lora = request.lora_request.name if request.lora_request else ""
     return Scope(lora, namespace, shared_tokens)
 
@@ -33,14 +35,14 @@ def scope_of(request: Request) -> Scope:
 def extra_keys(
     request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
 ) -> tuple[tuple[Any, ...] | None, int]:
-    """vLLM's function of that name, but for the place of the salt."""
+    """Return what vLLM's function returns, but with the salt in the first unshared block."""
     salt = request.cache_salt
-    shared_tokens, _ = _parted(salt or "")
+    shared_tokens, _ = _parse(salt or "")
     if not shared_tokens:
-        return vllms(request, start_token_idx, end_token_idx, start_mm_idx)
+        return vllm_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
     request.cache_salt = None
     try:
-        keys, next_mm_idx = vllms(request, start_token_idx, end_token_idx, start_mm_idx)
+        keys, next_mm_idx = vllm_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
     finally:
         request.cache_salt = salt
     if start_token_idx <= shared_tokens < end_token_idx:
@@ -49,8 +51,11 @@ def extra_keys(
 
 
 @lru_cache(maxsize=4096)
-def _parted(salt: str) -> tuple[int, str]:
-    """Shared tokens, namespace. A salt without a number is all namespace."""
+def _parse(salt: str) -> tuple[int, str]:
+    """Return the number of shared tokens and the namespace.
+
+    A salt without a number is a namespace without shared tokens.
+    """
     shared_tokens, colon, namespace = salt.partition(":")
     return (int(shared_tokens), namespace) if colon and shared_tokens.isdecimal() else (0, salt)
 

@@ -1,7 +1,7 @@
-"""Tells which blocks vLLM frees while their request runs: blocks that have left a window, and
-states that newer ones replace.
+"""Reports the blocks that vLLM frees while their request still runs.
 
-vLLM puts null blocks in their places, so they are no longer among the request's at its end.
+These are blocks that have left a sliding window, and states that newer states replace. vLLM puts
+null blocks in their places. So at the request's end they are not among its blocks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,16 +11,20 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-# The request's id, the pool, and the blocks with a hash in the prompt's order; they are held still.
-Tell = Callable[[str, BlockPool, Sequence[KVCacheBlock]], None]
+# A function that gets the request's id, the pool, and the blocks that have a hash, in the prompt's
+# order. When it is called, the request still holds the blocks.
+Report = Callable[[str, BlockPool, Sequence[KVCacheBlock]], None]
 
 
-def tell_early_frees(managers: Iterable[SingleTypeKVCacheManager], tell: Tell) -> None:
-    """From now on. Managers that hold all blocks until the request ends stay as they are."""
+def report_early_frees(managers: Iterable[SingleTypeKVCacheManager], report: Report) -> None:
+    """Call `report` from now on when a manager frees blocks of a running request.
+
+    Managers that hold all blocks until the request ends are not changed.
+    """
     for manager in managers:
         if _frees_early(type(manager)):
-            _watch(manager.block_pool, tell)
-            manager.__class__ = type("TellingManager", (_Manager, type(manager)), {})
+            _watch(manager.block_pool, report)
+            manager.__class__ = type("ReportingManager", (_Manager, type(manager)), {})
 
 
 def _frees_early(kind: type[SingleTypeKVCacheManager]) -> bool:
@@ -31,22 +35,24 @@ def _frees_early(kind: type[SingleTypeKVCacheManager]) -> bool:
     )
 
 
-def _watch(pool: BlockPool, tell: Tell) -> None:
+def _watch(pool: BlockPool, report: Report) -> None:
     if not isinstance(pool, _Pool):
-        pool.__class__ = type("TellingPool", (_Pool, type(pool)), {})
-        pool.kvroute_freeing, pool.kvroute_tell = None, tell
+        pool.__class__ = type("ReportingPool", (_Pool, type(pool)), {})
+        pool.kvroute_freeing, pool.kvroute_report = None, report
 
 
 class _Pool(BlockPool):
-    kvroute_freeing: str | None  # the request whose early frees these are
-    kvroute_tell: Tell
+    kvroute_freeing: str | None  # the request whose blocks are being freed early
+    kvroute_report: Report
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         if self.kvroute_freeing is not None:
             ordered_blocks = list(ordered_blocks)
-            own = [each for each in ordered_blocks if each.block_hash and each.pool in (None, self)]
+            own = [
+                block for block in ordered_blocks if block.block_hash and block.pool in (None, self)
+            ]
             if own:
-                self.kvroute_tell(self.kvroute_freeing, self, own[::-1])
+                self.kvroute_report(self.kvroute_freeing, self, own[::-1])
         super().free_blocks(ordered_blocks)
 
 
@@ -54,7 +60,10 @@ class _Manager(SingleTypeKVCacheManager):
     block_pool: _Pool
 
     def remove_skipped_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
-        """vLLM calls it for each request in each step."""
+        """Mark the blocks that are freed meanwhile as freed early.
+
+        vLLM calls this for each request in each step.
+        """
         self.block_pool.kvroute_freeing = request_id
         try:
             super().remove_skipped_blocks(request_id, *args, **kwargs)

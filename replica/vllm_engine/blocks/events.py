@@ -1,7 +1,7 @@
 """The events that vLLM's process sends about its KV cache.
 
-Only events of this package's own types are about blocks that the replica tells of; those of vLLM's
-types come from a user's KV connector and are about other memory, or repeat what was told before.
+The replica publishes only the blocks in events of this module's own types. Events of vLLM's types
+come from a user's KV connector. They are about other memory, or they repeat earlier events.
 """
 
 from vllm.distributed import kv_events
@@ -21,7 +21,7 @@ from kvroute.replica.engine.kv_events import (
 
 class Stored(kv_events.KVCacheEvent):
     block_hashes: list[ExternalBlockHash]
-    fingerprints: list[Fingerprint]  # of the prompt up to each block's end
+    fingerprints: list[Fingerprint]  # for each block: fingerprint of the prompt up to its end
     group: int
 
 
@@ -31,14 +31,15 @@ class Removed(kv_events.KVCacheEvent):
 
 
 class Held(kv_events.KVCacheEvent):
-    """For each group: blocks cached under each hash, after the events before this one. With a host
-    tier, the same follows of what that has."""
+    """All cached blocks, after the events before this one."""
 
+    # For each group, the number of cached blocks under each hash. With a host tier, the groups in
+    # host memory follow.
     copies: list[dict[ExternalBlockHash, int]]
 
 
 class Evicted(kv_events.KVCacheEvent):
-    """Why blocks were evicted, as in Evictions."""
+    """Numbers of evicted blocks by the reason, as in kv_events.Evictions."""
 
     ended: int
     unlikely: int
@@ -47,7 +48,7 @@ class Evicted(kv_events.KVCacheEvent):
 
 
 class Moved(kv_events.KVCacheEvent):
-    """Copies from host memory and to it, as in Transfers."""
+    """Copies from and to host memory, as in kv_events.Transfers."""
 
     reloaded_tokens: int
     in_bytes: int
@@ -57,7 +58,7 @@ class Moved(kv_events.KVCacheEvent):
 
 
 class EventBatch(kv_events.EventBatch):
-    """vLLM's KVEventBatch, with kvroute's events in addition to its own."""
+    """vLLM's KVEventBatch, with kvroute's types of events in addition to vLLM's types."""
 
     events: list[
         Stored
@@ -72,7 +73,7 @@ class EventBatch(kv_events.EventBatch):
 
 
 def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
-    """What the event says about the cache; None: nothing."""
+    """Return the engine event for an event of vLLM's process; None if it is to be ignored."""
     match event:
         case Stored():
             return BlockStored(event.block_hashes, event.fingerprints, event.group)

@@ -1,7 +1,8 @@
 """The free blocks of one of vLLM's block pools, in the order of engine/retention.py.
 
-The pool knows an order nowhere else: its events, reference counts and hashes stay vLLM's. This has
-the methods of FreeKVCacheBlockQueue that vLLM 0.32 calls.
+Only the pool's queue of free blocks defines an order, so replacing it is enough: the pool's events,
+reference counts and hashes are not changed. This class has the methods of FreeKVCacheBlockQueue
+that vLLM 0.32 calls.
 """
 
 import time
@@ -16,37 +17,36 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class FreeQueue:
-    """Takes the place of the pool's queue."""
+    """Replaces the pool's queue of free blocks."""
 
     def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
         self._blocks = pool.blocks
         self._clock = clock
-        # Without a hash; the last one is the next to be used.
+        # Ids of free blocks without a hash; the last one is used next.
         free = pool.free_block_queue.get_all_free_blocks()
         self._blank = {block.block_id: None for block in reversed(free)}
         self._idle = IdleBlocks(len(pool.blocks))
         pool.free_block_queue = self
 
     def label(self, blocks: Sequence[KVCacheBlock], keep: Keep) -> None:
-        """What a request says of its blocks; they may be free already. Null blocks are not among
-        them."""
+        """Set the retention of a request's blocks, which may be free already, but not null."""
         self._idle.label([block.block_id for block in blocks], keep)
 
     def end(self, session: int) -> None:
-        """Its blocks are evicted first."""
+        """Make the blocks of an ended session the first to be evicted."""
         self._idle.end(session)
 
     def clear(self) -> None:
-        """The pool has forgotten all hashes, and no block is held."""
+        """Treat all blocks as blocks without a hash; the pool has cleared its cache."""
         idle = list(self._idle.in_order(self._clock()))
         self._blank = dict.fromkeys([*reversed(idle), *self._blank])
         self._idle.clear()
 
     def evictions(self) -> Evictions | None:
-        """Since the last call; None: there were none."""
+        """Return the evictions since the last call, or None if there were none."""
         return self._idle.evictions()
 
-    # What vLLM calls.
+    # Methods that vLLM calls.
 
     @property
     def num_free_blocks(self) -> int:
@@ -85,7 +85,10 @@ class FreeQueue:
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """The next to be evicted first. Always from the head: what stood before the cursor may be
-        new there, and offloading connectors skip what they have."""
+        """Yield all free blocks in the order of eviction, whatever the cursor is.
+
+        Blocks before the cursor may be new there. Offloading connectors, which call this, skip
+        blocks that they have already.
+        """
         yield from (self._blocks[id_] for id_ in reversed(self._blank))
         yield from (self._blocks[id_] for id_ in self._idle.in_order(self._clock()))

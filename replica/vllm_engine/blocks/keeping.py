@@ -1,4 +1,4 @@
-"""What requests say of their blocks reaches the free queues of vLLM's block pools."""
+"""Passes the retention hints of requests to the free queues of vLLM's block pools."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,29 +16,29 @@ from kvroute.replica.engine.idle_queue import kind_of
 from kvroute.replica.engine.kv_events import Evictions
 from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
-# In a request's extra_args.
-SAID = "kvroute_keep"  # its Keep, as a list
-NAME = "kvroute_name"  # under which its blocks can be labelled again
-RECENT = 256  # requests whose blocks can
-SESSION = Keep.__struct_fields__.index("session")  # where a Keep has it, as a list
+# Keys of a request's extra_args.
+KEEP_ARG = "kvroute_keep"  # the request's retention hint: a Keep, as a list
+NAME_ARG = "kvroute_name"  # the request's id, for a later change of its blocks' retention
+RECENT = 256  # number of ended requests whose blocks' retention can still be changed
+SESSION = Keep.__struct_fields__.index("session")  # index of the session in a Keep as a list
 
 
 def keep_args(request: GenerateRequest) -> dict[str, Any]:
-    """For the extra_args of its parameters."""
+    """Return the entries for the request's extra_args."""
     if request.keep is None:
         return {}
-    return {SAID: msgspec.to_builtins(request.keep), NAME: request.request_id}
+    return {KEEP_ARG: msgspec.to_builtins(request.keep), NAME_ARG: request.request_id}
 
 
-def said_of(request: Request) -> Keep:
-    """What it says of its blocks."""
+def keep_of(request: Request) -> Keep:
+    """Return the request's retention hint."""
     args = _args(request)
-    return msgspec.convert(args[SAID], Keep) if SAID in args else KEEP
+    return msgspec.convert(args[KEEP_ARG], Keep) if KEEP_ARG in args else KEEP
 
 
 def name_of(request: Request, keep: Keep) -> str | None:
-    """Under which it may say something else than that; None: it will not."""
-    name: str | None = _args(request).get(NAME)
+    """Return the request's name if its retention may change after its end, else None."""
+    name: str | None = _args(request).get(NAME_ARG)
     is_final = name is None or kind_of(keep) == kind_of(keep.after_tool_call)
     return None if is_final else name
 
@@ -47,11 +47,11 @@ def _args(request: Request) -> dict[str, Any]:
     return (request.sampling_params and request.sampling_params.extra_args) or {}
 
 
-_Group = tuple[FreeQueue, Sequence[KVCacheBlock]]  # blocks of a request in one group
+_Group = tuple[FreeQueue, Sequence[KVCacheBlock]]  # a request's blocks in one KV cache group
 
 
 class _Labelled(NamedTuple):
-    """Blocks that a request has given back, and what they held."""
+    """Blocks that a request has freed, and their hashes at that time."""
 
     queue: FreeQueue
     blocks: Sequence[KVCacheBlock]
@@ -59,62 +59,65 @@ class _Labelled(NamedTuple):
 
 
 class Keeping:
-    """Of one scheduler, from before its first request on."""
+    """The retention hints for one scheduler's blocks; made before the first request."""
 
     def __init__(self, manager: KVCacheManager, pools: Iterable[BlockPool]) -> None:
         self._managers = manager.coordinator.single_type_managers
         self._queues = {pool: FreeQueue(pool) for pool in pools if pool.enable_caching}
         self._recent: OrderedDict[str, list[_Labelled]] = OrderedDict()
         self._recent_blocks = 0
-        self._is_told = False  # anything but the default
+        self._has_hints = False  # True once a request had another hint than the default
         self._most_blocks = sum(pool.num_gpu_blocks for pool in self._queues)
 
     def label(self, request: Request) -> None:
-        """The request ends; its blocks are still held."""
+        """Set the retention of the blocks of a request that ends; it still holds them."""
         self._label(request, self._blocks(request))
 
     def label_freed(
         self, request: Request, pool: BlockPool, blocks: Sequence[KVCacheBlock]
     ) -> None:
-        """It goes on without these, which are still held."""
+        """Set the retention of blocks that a running request frees; it still holds them."""
         if queue := self._queues.get(pool):
             self._label(request, [(queue, blocks)])
 
     def label_again(self, name: str, keep: Keep) -> None:
-        """Its blocks, as far as they hold what they held; nothing if it ended too long ago."""
+        """Change the retention of an ended request's blocks, except blocks with new content.
+
+        This has no effect if the request ended too long ago.
+        """
         for queue, blocks, hashes in self._forget(name):
             pairs = zip(blocks, hashes, strict=True)
-            same = [block for block, hash_ in pairs if hash_ and block.block_hash == hash_]
-            queue.label(same, keep)
+            unchanged = [block for block, hash_ in pairs if hash_ and block.block_hash == hash_]
+            queue.label(unchanged, keep)
 
     def end(self, session: int, running: Iterable[Request]) -> None:
-        """Also what its requests will leave, of those that run."""
+        """End a session: its blocks are evicted first, also those of its running requests."""
         for args in map(_args, running):
-            if SAID in args and args[SAID][SESSION] == session:
-                args[SAID] = msgspec.to_builtins(over(session))
-                self._forget(args[NAME])
+            if KEEP_ARG in args and args[KEEP_ARG][SESSION] == session:
+                args[KEEP_ARG] = msgspec.to_builtins(over(session))
+                self._forget(args[NAME_ARG])
         for queue in self._queues.values():
             queue.end(session)
 
     def clear(self) -> None:
-        """The pools are empty."""
+        """Forget all hints; the pools have cleared their caches."""
         self._recent.clear()
         self._recent_blocks = 0
-        self._is_told = False
+        self._has_hints = False
         for queue in self._queues.values():
             queue.clear()
 
     def evictions(self) -> Iterator[Evictions]:
-        """Since the last call; of each pool, where there were any."""
+        """Yield each pool's evictions since the last call, if there were any."""
         for queue in self._queues.values():
             if evictions := queue.evictions():
                 yield evictions
 
     def _label(self, request: Request, groups: Iterable[_Group]) -> None:
-        keep = said_of(request)
-        if keep == KEEP and not self._is_told:
-            return  # that is said of all blocks
-        self._is_told = True
+        keep = keep_of(request)
+        if keep == KEEP and not self._has_hints:
+            return  # all blocks have the default
+        self._has_hints = True
         name = name_of(request, keep)
         for queue, blocks in groups:
             queue.label(blocks, keep)
@@ -129,7 +132,7 @@ class Keeping:
                 yield queue, [block for block in blocks if not block.is_null]
 
     def _remember(self, name: str, queue: FreeQueue, blocks: Sequence[KVCacheBlock]) -> None:
-        """Under one name there are all choices of a request."""
+        """Keep the blocks for `label_again`; all choices of a request have the same name."""
         hashes = [block.block_hash for block in blocks]
         self._recent.setdefault(name, []).append(_Labelled(queue, blocks, hashes))
         self._recent.move_to_end(name)
@@ -139,5 +142,5 @@ class Keeping:
 
     def _forget(self, name: str) -> list[_Labelled]:
         labelled = self._recent.pop(name, [])
-        self._recent_blocks -= sum(len(each.blocks) for each in labelled)
+        self._recent_blocks -= sum(len(group.blocks) for group in labelled)
         return labelled

@@ -1,8 +1,8 @@
-"""vLLM's block pools tell of their blocks by fingerprints, one group at a time.
+"""Makes vLLM's block pools emit events with fingerprints.
 
-vLLM's own event has hashes for the blocks that are neither null nor left out by the mask, and the
-tokens of all of them; so it is replaced where it is made, and the pool's arguments tell each
-block's end.
+vLLM's own event has hashes only for blocks that are neither null nor left out by the mask, but the
+tokens of all blocks. So the event does not say which tokens belong to a hash. It is replaced as
+soon as the pool has made it: the arguments of the pool's method give the end of each block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,13 +27,13 @@ from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
 
 def fingerprint(pool: BlockPool, space: Space) -> None:
-    """The pool's events have fingerprints from now on."""
+    """Make the pool's events have fingerprints from now on."""
     pool.__class__ = type("FingerprintedPool", (_Fingerprinted, type(pool)), {})
     pool.kvroute_space = space
 
 
 def copies_of(pools: Iterable[BlockPool], groups: int) -> list[dict[ExternalBlockHash, int]]:
-    """For each group, the number of blocks cached under each hash; the hashes are as in events."""
+    """Return, for each group, the number of blocks cached under each hash that events use."""
     copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(groups)]
     as_numbers = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
     for pool in pools:
@@ -74,7 +74,7 @@ class _Fingerprinted(BlockPool):
                 if not blocks[number].is_null
                 and (block_mask is None or block_mask[number - num_cached_blocks])
             ]
-            self._tell_of(request, ends, kv_cache_group_id)
+            self._replace_last_event(request, ends, kv_cache_group_id)
 
     def cache_partial_block(
         self,
@@ -90,7 +90,7 @@ class _Fingerprinted(BlockPool):
             request, block, num_tokens, kv_cache_group_id, *args, **kwargs
         )
         if len(self.kv_event_queue) > before:
-            self._tell_of(request, [num_tokens], kv_cache_group_id)
+            self._replace_last_event(request, [num_tokens], kv_cache_group_id)
         return key
 
     def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
@@ -100,22 +100,25 @@ class _Fingerprinted(BlockPool):
                 for key in block_hashes
             )
 
-    def _tell_of(self, request: Request, ends: Sequence[int], group: int) -> None:
-        """Replaces vLLM's last event, about the blocks with these ends. Blocks of which no
-        fingerprint is known are left out: those of embeddings, and those that end between two."""
+    def _replace_last_event(self, request: Request, ends: Sequence[int], group: int) -> None:
+        """Replace vLLM's last event, which is about the blocks with these ends.
+
+        Blocks without a fingerprint are left out: blocks of embeddings, and blocks that do not end
+        at a multiple of the fingerprints' block size.
+        """
         stored = self.kv_event_queue.pop()
         assert isinstance(stored, kv_events.BlockStored)
         if request.prompt_embeds is not None:
             return
-        known = [
-            (block_hash, found)
-            for block_hash, found in zip(
+        pairs = [
+            (block_hash, block_fingerprint)
+            for block_hash, block_fingerprint in zip(
                 stored.block_hashes,
                 chain_of(request, self.kvroute_space).at(request, ends, self.hash_block_size),
                 strict=True,
             )
-            if found is not None
+            if block_fingerprint is not None
         ]
-        if known:
-            hashes, found = zip(*known, strict=True)
-            self.kv_event_queue.append(Stored(list(hashes), list(found), group))
+        if pairs:
+            hashes, fingerprints = zip(*pairs, strict=True)
+            self.kv_event_queue.append(Stored(list(hashes), list(fingerprints), group))

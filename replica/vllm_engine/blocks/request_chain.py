@@ -1,4 +1,4 @@
-"""The fingerprints of a request's tokens, computed beside vLLM's hashes of them."""
+"""The fingerprints of a request's tokens, in addition to vLLM's hashes of the same tokens."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from kvroute.replica.vllm_engine.blocks.cache_salt import scope_of
 
 
 class RequestChain:
-    """It grows as far as the request's cached blocks reach.
+    """The chain of a request's fingerprints; it grows as the request's blocks are cached.
 
-    The next input of a streaming session replaces some tokens. vLLM's hash at the chain's end
-    proves that those before it are still the same: else the chain begins anew.
+    The next input of a streaming session replaces some of the request's tokens. If vLLM's hash at
+    the chain's end has changed, the chain is computed again from the start.
     """
 
     def __init__(self, space: Space) -> None:
@@ -23,15 +23,21 @@ class RequestChain:
 
     def _begin(self) -> None:
         self._fingerprints: list[Fingerprint] = []
-        self._hashes = 0  # of vLLM, before the chain's end
-        self._last_hash = b""  # of them
+        self._hashes = 0  # number of vLLM's block hashes up to the chain's end
+        self._last_hash = b""  # the last of these hashes
 
     def at(
         self, request: Request, ends: Sequence[int], hash_tokens: int
     ) -> list[Fingerprint | None]:
-        """The fingerprint of the tokens before each end; None where none ends.
+        """Return the fingerprint of the tokens before each end.
 
-        hash_tokens: tokens of one of the request's block hashes; each end is a multiple of it.
+        Args:
+            request: The request.
+            ends: Numbers of tokens, in ascending order; each is a multiple of `hash_tokens`.
+            hash_tokens: The number of tokens of one of the request's block hashes.
+
+        Returns:
+            For each end its fingerprint, or None if the end is not a multiple of the block size.
         """
         if self._hashes and not self._is_of(request):
             self._begin()
@@ -43,7 +49,7 @@ class RequestChain:
         return [None if end % unit else self._fingerprints[end // unit - 1] for end in ends]
 
     def _is_of(self, request: Request) -> bool:
-        """The tokens before its end are still the request's."""
+        """Return whether the tokens before the chain's end are still the request's tokens."""
         hashes: list[bytes] = request.block_hashes
         return len(hashes) >= self._hashes and hashes[self._hashes - 1] == self._last_hash
 
@@ -57,7 +63,7 @@ class RequestChain:
 
 
 def chain_of(request: Request, space: Space) -> RequestChain:
-    """Kept with the request."""
+    """Return the request's chain; it is an attribute of the request."""
     if not hasattr(request, "kvroute_chain"):
         request.kvroute_chain = RequestChain(space)
     chain: RequestChain = request.kvroute_chain
@@ -65,11 +71,11 @@ def chain_of(request: Request, space: Space) -> RequestChain:
 
 
 def _features_from(request: Request, begin: int) -> list[Feature]:
-    """Counted from that token; none if all have ended there."""
-    given = request.mm_features
-    if not given or given[-1].mm_position.offset + given[-1].mm_position.length <= begin:
+    """Return the features with offsets relative to token `begin`; none if all end before it."""
+    features = request.mm_features
+    if not features or features[-1].mm_position.offset + features[-1].mm_position.length <= begin:
         return []
     return [
-        Feature(each.identifier, each.mm_position.offset - begin, each.mm_position.length)
-        for each in given
+        Feature(feature.identifier, feature.mm_position.offset - begin, feature.mm_position.length)
+        for feature in features
     ]

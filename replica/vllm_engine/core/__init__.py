@@ -1,1 +1,1 @@
-"""The engine: its scheduler, its events, and how this process reaches it."""
+"""vLLM's engine core: its scheduler, its events, and the calls from the replica's process."""

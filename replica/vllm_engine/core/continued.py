@@ -1,7 +1,7 @@
-"""A response that another engine began goes on as if this engine had generated all of it.
+"""Continues a response that another engine began, as if this engine had generated all of it.
 
-The tokens that were answered become the end of the prompt. This is vLLM's private API in part;
-tests/slow/engines/test_engine.py checks what it relies on.
+The tokens that the client has received already are appended to the prompt. Some of the vLLM API
+that is used here is private; tests/slow/engines/test_engine.py checks what this module relies on.
 """
 
 from collections import Counter
@@ -26,11 +26,13 @@ CONTEXT_TOKENS = 4  # preceding tokens that vLLM needs to decode a token's text 
 
 
 def can_continue(params: SamplingParams) -> bool:
-    """Whether another engine can go on exactly where the first one failed.
+    """Return whether another engine can continue exactly where the first engine failed.
 
-    It cannot with several choices, of which a prompt can hold only one; with a presence penalty,
-    which applies once however often a token occurs; with a budget for thinking, of which it does
-    not know the rest; and where the response ends with numbers of the tokens answered before.
+    It cannot in these cases:
+    - The request has several choices: a prompt can hold the tokens of only one choice.
+    - It has a presence penalty, which applies once however often a token occurs.
+    - It has a budget for reasoning tokens: the new engine does not know how much of it is left.
+    - The end of the response has numbers for the earlier tokens, such as log-probabilities.
     """
     is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
     return (
@@ -44,12 +46,13 @@ def can_continue(params: SamplingParams) -> bool:
 
 
 def rest(params: SamplingParams, answered: Sequence[int]) -> SamplingParams:
-    """The parameters for what is left of the response. Changes and returns `params`."""
+    """Change `params` to the parameters for the rest of the response, and return them."""
     params.max_tokens = (params.max_tokens or 0) - len(answered)
     params.min_tokens = max(0, params.min_tokens - len(answered))
-    if params.seed is not None:  # a generator cannot skip ahead, and must not repeat its numbers
+    if params.seed is not None:
+        # A generator cannot skip the numbers that were used, and must not use them again.
         params.seed ^= len(answered)
-    if params.frequency_penalty:  # vLLM's penalty counts only its own output
+    if params.frequency_penalty:  # vLLM's penalty counts only tokens that this engine generates
         bias = dict(params.logit_bias or {})
         for token_id, count in Counter(answered).items():
             bias[token_id] = bias.get(token_id, 0.0) - params.frequency_penalty * count
@@ -66,12 +69,15 @@ def repeated(
     request_id: str,
     tokenizer: Any,
 ) -> Iterator[RequestOutput]:
-    """Yield the outputs of the engine that answered these tokens.
+    """Yield the outputs that the first engine made, from the tokens that it generated.
 
     Args:
-        answered: all tokens of these outputs.
-        deltas: how many tokens each output has.
-        prompt: vLLM's, as it came from its renderer.
+        answered: The tokens of all these outputs.
+        deltas: The number of tokens in each output.
+        prompt: The prompt, as vLLM's renderer made it.
+        params: The request's parameters.
+        request_id: The request's id.
+        tokenizer: The model's tokenizer.
     """
     prompt_ids, text_of_prompt = prompt["prompt_token_ids"], prompt.get("prompt")
     request = EngineCoreRequest(
@@ -98,10 +104,10 @@ def repeated(
 
 
 def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
-    """Return an entry for each token, without its probability; None if none are wanted.
+    """Return an entry with a false probability for each token; None if none are requested.
 
-    vLLM's application counts the characters of the tokens' texts, where a token may be a part of a
-    character.
+    vLLM's application needs the entries' texts: from their lengths it computes the text offsets of
+    later tokens. A token's text depends on earlier tokens, because it may be a part of a character.
     """
     if processor.num_logprobs is None:
         return None
@@ -112,7 +118,7 @@ def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
 
 
 class ContinuingLLM(AsyncLLM):
-    """AsyncLLM for requests whose extra_args have ANSWERED."""
+    """AsyncLLM that can also continue responses: those of requests with ANSWERED in extra_args."""
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
         params = request.sampling_params
@@ -129,7 +135,7 @@ class ContinuingLLM(AsyncLLM):
 def _continue(
     state: RequestState, request: EngineCoreRequest, answered: int, tokenizer: Any
 ) -> None:
-    """Treats the request's last `answered` prompt tokens as output that was delivered."""
+    """Treat the request's last `answered` prompt tokens as output that was delivered."""
     ids = request.prompt_token_ids
     prompt, delivered = ids[:-answered], ids[-answered:]
     detokenizer = IncrementalDetokenizer.from_new_request(

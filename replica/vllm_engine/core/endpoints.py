@@ -1,23 +1,24 @@
-"""Each data parallel rank publishes its KV events at endpoints of its own.
+"""Gives each data parallel rank its own endpoints for KV events.
 
-vLLM has one setting for all ranks and adds the rank to a port, which may be taken. Here the setting
-lists the endpoints of all ranks. scheduler.py imports this in each engine's process.
+vLLM has one setting for all ranks and adds the rank to its port. But that port may be in use. Here
+the setting lists the endpoints of all ranks. scheduler.py imports this module in each engine's
+process.
 """
 
 from collections.abc import Iterable
 
 from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 
-SEPARATOR = "\n"  # which no path has
+SEPARATOR = "\n"  # between endpoints; no endpoint contains it
 
 
 def listed(endpoints: Iterable[str]) -> str:
-    """The value of vLLM's setting; endpoints: by rank."""
+    """Return the value of vLLM's setting for the endpoints of all ranks, in the ranks' order."""
     return SEPARATOR.join(endpoints)
 
 
 class RankPublisher(ZmqEventPublisher):
-    """vLLM's publisher, which takes its own endpoints from the lists."""
+    """vLLM's publisher; it takes the endpoints of its own rank from the lists."""
 
     @staticmethod
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:

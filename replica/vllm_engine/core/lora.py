@@ -1,7 +1,7 @@
-"""A LoRA adapter is in vLLM's memory before a request that needs it starts.
+"""Loads a request's LoRA adapter into vLLM before the request starts.
 
-vLLM itself would load it during a step, and an adapter that cannot be loaded would kill the engine.
-Here it is loaded before the request starts, so that an error affects only the request.
+vLLM itself would load the adapter during a step, and an adapter that cannot be loaded would kill
+the engine. Here, such an error affects only the request.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from kvroute.replica.vllm_engine.core.rank_core import RankCore
 
 
 class Adapters:
-    """The LoRA adapters that one rank of an engine may load; ranks load theirs by themselves."""
+    """The LoRA adapters that one rank of an engine may load; each rank loads its own copies."""
 
     def __init__(self, core: RankCore, adapters: Iterable[Adapter]) -> None:
         self._core = core
@@ -25,17 +25,20 @@ class Adapters:
             for number, adapter in enumerate(adapters, start=1)
         }
         self._loading = asyncio.Lock()
-        self.loaded: list[str] = []  # names, in order of eviction
-        self.load_s = LOAD_S  # recent mean time to load one
+        self.loaded: list[str] = []  # names of loaded adapters; the next one to be evicted is first
+        self.load_s = LOAD_S  # moving average of the seconds to load an adapter
 
     async def ready(self, name: str) -> LoRARequest | None:
-        """Loads the adapter and returns the argument for vLLM; None without a name. Raises
-        ValueError for an unknown adapter, or when its files cannot be loaded."""
+        """Load the adapter and return the argument for vLLM; None if `name` is empty.
+
+        Raises:
+            ValueError: The adapter is unknown, or its files cannot be loaded.
+        """
         if not name:
             return None
         if name not in self.known:
             raise ValueError(
-                f"this replica has no LoRA adapter {name!r}; there are {', '.join(self.known)}"
+                f"this replica has no LoRA adapter {name!r}; it has {', '.join(self.known)}"
             )
         async with self._loading:
             if name not in self.loaded:
@@ -51,11 +54,11 @@ class Adapters:
             await self._core.call("add_lora", adapter)
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM raises its engine's errors as plain Exception
+        except Exception as error:  # vLLM raises errors of its engine as plain Exception
             raise ValueError(
                 f"the LoRA adapter {adapter.lora_name!r} cannot be loaded from "
                 f"{adapter.lora_path}: {error}"
             ) from error
         self.load_s += (time.monotonic() - began_s - self.load_s) / 2
-        resident = await self._core.call("list_loras")  # another one may have been evicted
+        resident = await self._core.call("list_loras")  # loading may have evicted another adapter
         self.loaded = [name for name in self.loaded if self.known[name].lora_int_id in resident]

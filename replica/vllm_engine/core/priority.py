@@ -1,12 +1,12 @@
-"""vLLM runs requests in the routers' order, by this process's clock."""
+"""Converts the order that routers gave to requests to vLLM's priorities."""
 
 import time
 
 from kvroute.contract.generation import GenerateRequest
 
-UNITS_PER_S = 1_000_000  # fine enough that equal orders are first come, first served
+UNITS_PER_S = 1_000_000  # priority units per second: small enough to keep the order of arrival
 
 
 def priority_of(request: GenerateRequest) -> int:
-    """vLLM's priority of a request that arrives now; the smallest is first."""
+    """Return vLLM's priority of a request that arrives now; vLLM runs the smallest first."""
     return round((time.monotonic() + request.order_s) * UNITS_PER_S)

@@ -6,21 +6,21 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class RankCore:
-    """The rank's engine core, as its client in this process reaches it."""
+    """Access to the engine core of one rank from the replica's process."""
 
     def __init__(self, llm: AsyncLLM, rank: int) -> None:
         self.llm = llm
         self.rank = rank
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The result of a method of EngineCore, or of one that scheduler.py adds to it."""
+        """Call a method of EngineCore, or one that scheduler.py adds to it; return its result."""
         client = self.llm.engine_core
         engine = client.core_engines[self.rank]
         return await client._call_utility_async(method, *args, engine=engine)
 
 
 class AtRank:
-    """An AsyncLLM whose requests go to one rank, for its methods that cannot name any."""
+    """An AsyncLLM whose requests go to one rank, also from methods without an argument for it."""
 
     def __init__(self, llm: AsyncLLM, rank: int) -> None:
         self._llm = llm

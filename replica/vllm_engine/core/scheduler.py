@@ -1,10 +1,14 @@
 """vLLM's schedulers with nine additions.
 
-Events about blocks have fingerprints, clears are published at once, the cached blocks can be
-listed, blocks can be pinned, they are evicted in an order of our own (blocks/keeping.py), a tier in
-host memory obeys the same order and tells of its blocks in the same way (host/tier.py), a preempted
-request leaves no uncomputed block in the cache, the grammar of a response that another engine began
-goes on where it stood, and the engine dies with its replica.
+1. Events about blocks have fingerprints.
+2. When the cache is cleared, the event is published at once.
+3. The cached blocks can be listed.
+4. Blocks can be pinned.
+5. Blocks are evicted in kvroute's order (blocks/keeping.py).
+6. A tier in host memory evicts in the same order and publishes its blocks, too (host/tier.py).
+7. A preempted request leaves no uncomputed block in the cache.
+8. A response that another engine began continues with the grammar's state at that point.
+9. The engine's process ends when its replica ends.
 
 vLLM loads these classes by name inside the engine's process. They use private API of the pinned
 version; tests/slow/engines/test_engine.py checks what they rely on.
@@ -28,7 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvroute.blocks.chain import Space
 from kvroute.contract.keep import Keep
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
-from kvroute.replica.vllm_engine.blocks.early_frees import tell_early_frees
+from kvroute.replica.vllm_engine.blocks.early_frees import report_early_frees
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, Evicted, Held
 from kvroute.replica.vllm_engine.blocks.keeping import Keeping
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
@@ -39,16 +43,17 @@ from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.tier import HostTier
 
-# In a request's extra_args: the name under which its prompt is pinned, in either memory.
+# Keys of a request's extra_args; the value is the name of the pin that holds the prompt's blocks,
+# in the engine's memory or in host memory.
 PIN, HOST_PIN = "kvroute_pin", "kvroute_host_pin"
 
 
 @dataclass(frozen=True)
 class _Pin:
-    """It holds blocks like a request does."""
+    """A pin: it holds blocks like a request does."""
 
-    tokens: int  # of the prompt, that are found
-    blocks: list[tuple[BlockPool, list[KVCacheBlock]]]  # of each group
+    tokens: int  # length of the part of the prompt that is cached
+    blocks: list[tuple[BlockPool, list[KVCacheBlock]]]  # one item for each KV cache group
 
     def hold(self) -> None:
         for pool, blocks in self.blocks:
@@ -60,7 +65,7 @@ class _Pin:
 
 
 def _held(blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-    """A group has null blocks in place of those that it does not need."""
+    """Return the real blocks; a group has null blocks in place of blocks that it does not need."""
     return [block for block in blocks if not block.is_null]
 
 
@@ -71,11 +76,11 @@ class _Kvroute:
         self.pins: dict[str, _Pin] = {}
         self.keeping = Keeping(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()
-        tell_early_frees(self._managers, self._label_freed)
+        report_early_frees(self._managers, self._label_freed)
         die_with_parent()
 
     def begin(self, space: Space) -> Division:
-        """Before the first request: from now on, events have fingerprints."""
+        """Make events have fingerprints from now on; call this before the first request."""
         for pool in self._pools:
             fingerprint(pool, space)
         division = division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
@@ -85,12 +90,16 @@ class _Kvroute:
         connector = self.connector  # type: ignore[attr-defined]
         if connector is None:
             return None
-        from kvroute.replica.vllm_engine.host.tier import host_tier_of  # with vLLM's connector
+        # Late, because this imports vLLM's connector.
+        from kvroute.replica.vllm_engine.host.tier import host_tier_of
 
         return host_tier_of(connector)
 
     def _free_blocks(self, request: Request) -> None:
-        """vLLM calls this at a request's end, not when it is preempted."""
+        """Pin and label a request's blocks before they are freed.
+
+        vLLM calls this when a request ends, but not when it is preempted.
+        """
         params = request.sampling_params
         extra = (params and params.extra_args) or {}
         if request.status != RequestStatus.FINISHED_ABORTED:
@@ -108,7 +117,7 @@ class _Kvroute:
             self.keeping.label_freed(request, pool, blocks)
 
     def label_again(self, name: str, keep: Keep) -> None:
-        """A request that has ended says something else of its blocks."""
+        """Change how long the blocks of a request that has ended are retained."""
         self.keeping.label_again(name, keep)
         if self.host:
             self.host.label_again(name, keep)
@@ -119,8 +128,12 @@ class _Kvroute:
             self.host.end(session)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """vLLM caches blocks when their computation is scheduled. By priorities it also preempts
-        requests that this step has scheduled already, whose new blocks nothing will compute."""
+        """Remove the request's uncomputed blocks from the cache before it is preempted.
+
+        vLLM adds blocks to the cache when their computation is scheduled. With priorities, it can
+        preempt a request after the current step has scheduled it. Its new blocks are then never
+        computed.
+        """
         for manager in self._managers:
             blocks = manager.req_to_blocks.get(request.request_id, [])
             uncomputed = blocks[request.num_computed_tokens // manager.block_size :]
@@ -128,14 +141,17 @@ class _Kvroute:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _pin(self, name: str, request: Request) -> None:
-        """Holds what a prompt that begins with this one finds: of full attention all blocks, of
-        windows the last ones, of states one. They replace the earlier blocks of that name."""
+        """Hold the cached blocks that a longer prompt with this prompt as its prefix needs.
+
+        These are all blocks of full attention, the last blocks of sliding windows, and one state.
+        They replace the earlier blocks of a pin of that name.
+        """
         coordinator = self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
-        found, tokens, _ = coordinator.find_longest_cache_hit(
+        hits, tokens, _ = coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_prompt_tokens
         )
-        managers = zip(coordinator.single_type_managers, found, strict=True)
-        pin = _Pin(tokens, [(each.block_pool, _held(blocks)) for each, blocks in managers])
+        groups = zip(coordinator.single_type_managers, hits, strict=True)
+        pin = _Pin(tokens, [(manager.block_pool, _held(blocks)) for manager, blocks in groups])
         pin.hold()
         self.unpin(name)
         self.pins[name] = pin
@@ -154,12 +170,14 @@ class _Kvroute:
 
     @property
     def _pools(self) -> list[BlockPool]:
-        """Some models keep a part of their groups in host memory, in another pool."""
+        """Return all block pools: with some models, some groups are in a pool in host memory."""
         return list(dict.fromkeys(manager.block_pool for manager in self._managers))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Also removes the pins and publishes AllBlocksCleared at once: vLLM would delay it until
-        the next step, which an idle engine does not have."""
+        """Clear the cache and its pins, and publish AllBlocksCleared at once.
+
+        vLLM itself would publish it in the next step, and an idle engine has no next step.
+        """
         pins = dict(self.pins)
         for name in pins:
             self.unpin(name)
@@ -176,25 +194,25 @@ class _Kvroute:
         return done
 
     def reset_connector_cache(self) -> bool:
-        """A host tier is cleared with the engine's own memory, and only then."""
+        """Do nothing if there is a host tier: it is cleared together with the engine's memory."""
         done: bool = self.host is not None or super().reset_connector_cache()  # type: ignore[misc]
         return done
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """It publishes the step's events."""
+        """Add the evictions to the step's events, which vLLM's method publishes."""
         if self.host:
             self.host.meter.computed(scheduler_output)
         if self.kv_cache_manager.block_pool.enable_kv_cache_events:  # type: ignore[attr-defined]
-            self._tell_evictions()
+            self._add_evictions()
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
-    def _tell_evictions(self) -> None:
+    def _add_evictions(self) -> None:
         queue = self.kv_cache_manager.block_pool.kv_event_queue  # type: ignore[attr-defined]
         for evictions in self.keeping.evictions():
             queue.append(Evicted(**asdict(evictions)))
 
     def emit_held(self) -> None:
-        """Publishes the cached blocks. It blocks the engine for about 0.5 ms per 1,000 blocks."""
+        """Publish all cached blocks. This blocks the engine for about 0.5 ms per 1,000 blocks."""
         groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
         copies = copies_of(self._pools, groups)
         if self.host:
@@ -202,9 +220,9 @@ class _Kvroute:
         self._publish_events(Held(copies))
 
     def _publish_events(self, *more: kv_events.KVCacheEvent) -> None:
-        """Publishes pending events now, then the given ones."""
-        of_host = self.host.take_events() if self.host else ()
-        events = [*self.kv_cache_manager.take_events(), *of_host, *more]  # type: ignore[attr-defined]
+        """Publish the pending events now, then the given ones."""
+        host_events = self.host.take_events() if self.host else ()
+        events = [*self.kv_cache_manager.take_events(), *host_events, *more]  # type: ignore[attr-defined]
         if events:
             self.kv_event_publisher.publish(  # type: ignore[attr-defined]
                 EventBatch(ts=time.time(), events=events)
@@ -212,11 +230,11 @@ class _Kvroute:
 
 
 class KvrouteScheduler(_Kvroute, Scheduler):
-    """For CPUs, where vLLM schedules in step with the model."""
+    """The scheduler on CPUs, where vLLM schedules a step after the previous one has ended."""
 
 
 class KvrouteAsyncScheduler(_Kvroute, AsyncScheduler):
-    """For GPUs, where the next step is scheduled while the last one runs."""
+    """The scheduler on GPUs, where vLLM schedules a step while the previous one runs."""
 
 
 # vLLM's client calls these functions in the engine's process by name, as methods of its core.
@@ -227,21 +245,21 @@ def kvroute_emit_held(core: EngineCore) -> None:
 
 
 def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) -> dict[str, Any]:
-    """Returns a Division, as plain values."""
+    """Start publishing fingerprints; return the cache's Division as plain values."""
     division: Division = core.scheduler.begin(Space(model, revision, block_size))
-    core.mm_receiver_cache = None  # media.py: images come with each request
+    core.mm_receiver_cache = None  # each request brings its images (http/media.py)
     plain: dict[str, Any] = msgspec.to_builtins(division)
     return plain
 
 
 def kvroute_pinned(core: EngineCore, name: str) -> int:
-    """Tokens."""
+    """Return the number of prompt tokens that the pin holds; 0 if there is no such pin."""
     pin: _Pin | None = core.scheduler.pins.get(name)
     return pin.tokens if pin else 0
 
 
 def kvroute_label(core: EngineCore, name: str, keep: list[Any]) -> None:
-    """A request that has ended says something else of its blocks. keep: a Keep."""
+    """Change the retention of an ended request's blocks; `keep` is a Keep as a list."""
     core.scheduler.label_again(name, msgspec.convert(keep, Keep))
 
 
@@ -250,7 +268,7 @@ def kvroute_end_session(core: EngineCore, session: int) -> None:
 
 
 def kvroute_unpin(core: EngineCore, name: str) -> float:
-    """Removes the pin; returns the share of the cache that is in use then."""
+    """Remove the pin, and return the share of the cache that is then in use."""
     core.scheduler.unpin(name)
     usage: float = core.scheduler.kv_cache_manager.usage
     return usage

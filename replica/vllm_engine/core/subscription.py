@@ -1,7 +1,7 @@
-"""vLLM's KV events arrive over ZMQ in order; lost batches are requested again.
+"""Receives vLLM's KV events over ZMQ in order, and requests lost batches again.
 
-vLLM's PUB socket sends (topic, number, payload), numbered from 0. Its ROUTER socket receives a
-number, then sends the batches from that number on that it still has, and then END.
+vLLM's PUB socket sends (topic, number, payload), with numbers from 0 on. Its ROUTER socket receives
+a number. It then sends all batches from that number on that it still has, followed by END.
 """
 
 import asyncio
@@ -12,20 +12,21 @@ from tempfile import TemporaryDirectory
 import zmq
 import zmq.asyncio
 
-END = 2**64 - 1  # instead of a batch's number
-QUIET_S = 5.0  # after this time without a batch, missing ones are requested
-ANSWER_S = 2.0  # the timeout for each replayed message
-START_S = 30.0  # ... and for the first one
+END = 2**64 - 1  # replaces the batch number in the message that ends a replay
+QUIET_S = 5.0  # seconds without a batch after which the next batches are requested again
+ANSWER_S = 2.0  # timeout in seconds for each message of a replay
+START_S = 30.0  # timeout in seconds for the first message at the engine's start
 
 
 class Subscription:
-    """The publisher connects to `endpoint` and binds `replay_endpoint`."""
+    """The receiver of one publisher, which connects to `endpoint` and binds `replay_endpoint`."""
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
         self._live = self._socket(zmq.SUB)
         self._live.setsockopt(zmq.SUBSCRIBE, b"")
-        # This side binds and the engine connects: no port is guessed, no early batch is lost.
+        # This side binds and the engine connects. So no port has to be guessed, and batches that
+        # the engine sends early are not lost.
         port = self._live.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.folder = TemporaryDirectory(prefix="kvroute-events-")
@@ -34,8 +35,13 @@ class Subscription:
         self._due = 0  # the number of the next batch
 
     async def connect(self, *, has_publisher: bool = True) -> None:
-        """Connects to the running publisher, then deletes the socket's file, so that no file stays
-        when a process is killed. Raises TimeoutError when the publisher does not respond."""
+        """Connect to the running publisher, then delete the socket's file.
+
+        The file is deleted so that it does not remain when a process is killed.
+
+        Raises:
+            TimeoutError: The publisher does not respond.
+        """
         if has_publisher:
             self._replay.connect(self.replay_endpoint)
             await self._request(END)
@@ -44,7 +50,7 @@ class Subscription:
         self.folder.cleanup()
 
     async def batches(self) -> AsyncGenerator[bytes | None, None]:
-        """Payloads, each once; None where some are finally lost. For one reader."""
+        """Yield each payload once, and None where payloads are lost for good. For one reader."""
         while True:
             live = await _receive(self._live, QUIET_S)
             if live is None or live[0] > self._due:
@@ -59,7 +65,7 @@ class Subscription:
         self.folder.cleanup()
 
     async def _missed(self) -> AsyncGenerator[tuple[int, bytes], None]:
-        """The due batch and later ones, as far as the publisher still has them."""
+        """Yield the next batch and later ones, as far as the publisher still has them."""
         await self._request(self._due)
         while (answer := await _receive(self._replay, ANSWER_S)) and answer[0] != END:
             yield answer
@@ -82,7 +88,7 @@ class Subscription:
 
 
 async def _receive(socket: zmq.asyncio.Socket, wait_s: float) -> tuple[int, bytes] | None:
-    """A batch and its number, or None when none came in time."""
+    """Return a batch and its number, or None if none arrived in time."""
     try:
         async with asyncio.timeout(wait_s):
             *_, number, payload = await socket.recv_multipart()

@@ -1,1 +1,1 @@
-"""Grammars of clients: validated in a process of their own, and compiled by the engine."""
+"""Grammars from clients: validated in a separate process, then compiled by the engine."""

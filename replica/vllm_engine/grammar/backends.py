@@ -1,4 +1,4 @@
-"""The engine compiles each request's grammar by the backend that vLLM has chosen for it."""
+"""Compiles each request's grammar in the engine, with the backend that vLLM chose for it."""
 
 import os
 import threading
@@ -10,29 +10,34 @@ from vllm.v1.structured_output.backend_types import StructuredOutputBackend, Str
 
 from kvroute.replica.vllm_engine.grammar.process import NICE
 
-ANSWERED = "kvroute_answered"  # in extra_args: how many of the last prompt tokens were answered
+# Key of a request's extra_args: the number of tokens at the prompt's end that another engine has
+# generated as the beginning of the answer.
+ANSWERED = "kvroute_answered"
 
 
 def _yield_cores() -> None:
-    """Give the engine's steps precedence over this thread and those that it starts: Linux has a
-    priority for each thread. A compiler does not hold Python's lock."""
+    """Lower the priority of this thread and of the threads that it starts.
+
+    So the engine's steps come first: Linux has a priority for each thread, and a compiler does not
+    hold Python's lock.
+    """
     os.nice(NICE)
 
 
 class Grammars(StructuredOutputManager):
     """Compiles each request's grammar by the backend that vLLM has chosen for the request.
 
-    vLLM itself keeps the backend of the first request for all requests. If that one's schema needed
-    guidance, strict tool calls of everybody fail from then on. A grammar of a resumed answer starts
-    behind what another engine has answered.
+    vLLM itself uses the backend of the first request for all requests. If the schema of that
+    request needed guidance, all strict tool calls fail from then on. The grammar of a resumed
+    answer starts after the tokens that another engine has generated.
     """
 
     _lock: threading.Lock
-    _backends: dict[str, StructuredOutputBackend]  # by name
+    _backends: dict[str, StructuredOutputBackend]  # name -> backend
 
     @classmethod
     def take_over(cls, manager: StructuredOutputManager) -> None:
-        """Make vLLM's manager one of this class."""
+        """Change vLLM's manager to an object of this class."""
         manager.__class__ = cls
         vars(manager).update(_lock=threading.Lock(), _backends={})
         if executor := vars(manager).get("executor"):  # without a tokenizer there is none
@@ -43,20 +48,23 @@ class Grammars(StructuredOutputManager):
         if request.structured_output_request is None:
             return
         name = request.sampling_params.structured_outputs._backend
-        with self._lock:  # the thread that compiles the grammar waits for it
-            self.backend = self._backends.get(name)  # None: vLLM makes it
+        with self._lock:  # the thread that compiles the grammar needs the lock, so it waits
+            self.backend = self._backends.get(name)  # None: vLLM creates the backend
             super().grammar_init(request)
             self._backends[name] = self.backend
 
     def clear_backend(self) -> None:
         self.backend = None
-        super().clear_backend()  # ends the threads that use them
+        super().clear_backend()  # ends the threads that use the backends
         for backend in self._backends.values():
             backend.destroy()
         self._backends.clear()
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        """Compile a grammar, in a thread: `self.backend` may be that of a later request."""
+        """Compile a grammar in a thread.
+
+        Meanwhile, `self.backend` may have become the backend of a later request.
+        """
         params = request.sampling_params
         with self._lock:
             backend = self._backends[params.structured_outputs._backend]
@@ -68,7 +76,7 @@ class Grammars(StructuredOutputManager):
         return grammar
 
     def _advance(self, grammar: StructuredOutputGrammar, request: Request, answered: int) -> None:
-        """Accepts what was answered, except the reasoning before it, which has no grammar."""
+        """Advance the grammar over the generated tokens, except reasoning, which has no grammar."""
         ids, wanted = list(request.prompt_token_ids), request.structured_output_request
         prompt, delivered = ids[:-answered], ids[-answered:]
         reasoner = self._get_reasoner(request)
@@ -79,4 +87,4 @@ class Grammars(StructuredOutputManager):
             return
         wanted.reasoning_ended = True
         if not grammar.accept_tokens(request.request_id, delivered[bounds.grammar_start :]):
-            raise ValueError("the grammar does not allow what was answered so far")
+            raise ValueError("the grammar does not allow the tokens that were generated so far")

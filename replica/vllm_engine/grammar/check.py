@@ -1,7 +1,7 @@
-"""Grammars of clients reach the engine only after another process has compiled them.
+"""Has clients' grammars compiled in a separate process before they reach the engine.
 
-vLLM validates a grammar on the event loop and compiles it in the engine's process. A schema can
-take minutes of either, and stop every stream of the replica meanwhile.
+vLLM itself validates a grammar on the event loop and compiles it in the engine's process. Each of
+these can take minutes for a large schema and would stop every stream of the replica meanwhile.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from kvroute.replica.vllm_engine.process import fork_server
 
 log = logging.getLogger("kvroute.replica")
 
-PARALLEL = 4  # grammars that are compiled at a time; each may take MEMORY_BYTES
-MOST_WAITING = 64  # further grammars are refused; each may have the size of a body
-KNOWN = 4096  # verdicts that are remembered; an error has up to 2,000 characters
+PARALLEL = 4  # grammars that are compiled at the same time; each may take MEMORY_BYTES
+MOST_WAITING = 64  # maximum number of waiting grammars; each may be as large as a request's body
+KNOWN = 4096  # maximum number of cached verdicts; an error has up to 2,000 characters
 FIELDS = (
     *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
     *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
@@ -47,28 +47,29 @@ REMEDY = "simplify it: fewer optional properties, alternatives, values or repeti
 
 
 class GrammarCheck:
-    """Has each grammar compiled once in a process of its own, and remembers the verdict.
+    """Has each grammar compiled once in a separate process, and caches the verdict.
 
-    Use it from one event loop. config: vLLM's. cpu_s: CPU time for one grammar.
+    Use it from one event loop.
     """
 
     def __init__(self, config: Any, cpu_s: float) -> None:
+        """Create a check with vLLM's configuration and the limit of CPU seconds for a grammar."""
         self._config = config
         self._cpu_s = cpu_s
-        self._known: dict[bytes, Verdict] = {}  # by digest; the one used last is at the end
-        self._asked: dict[bytes, asyncio.Task[Verdict]] = {}  # by digest
-        self._answers: dict[int, asyncio.Future[Verdict]] = {}  # by a job's number
+        self._known: dict[bytes, Verdict] = {}  # digest -> verdict; the last used one is last
+        self._pending: dict[bytes, asyncio.Task[Verdict]] = {}  # digest -> running compilation
+        self._verdicts: dict[int, asyncio.Future[Verdict]] = {}  # job's number -> its verdict
         self._parallel = asyncio.Semaphore(PARALLEL)
         self._starting = asyncio.Lock()
         self._process: _Process | None = None
-        self._jobs = 0  # since the start
+        self._jobs = 0  # number of jobs since the start
 
     async def check(self, params: SamplingParams) -> None:
         """Choose the backend for a request's grammar, if it has one.
 
         Raises:
-            VLLMValidationError: the grammar is invalid or exceeds a limit.
-            GracefulHTTPError: too many grammars wait.
+            VLLMValidationError: The grammar is invalid or exceeds a limit.
+            GracefulHTTPError: Too many grammars wait.
         """
         wanted = params.structured_outputs
         if wanted is None or wanted.all_constraints_none():
@@ -83,7 +84,7 @@ class GrammarCheck:
 
     def close(self) -> None:
         """End the process."""
-        for task in self._asked.values():
+        for task in self._pending.values():
             task.cancel()
         self._end()
 
@@ -92,23 +93,23 @@ class GrammarCheck:
         if known := self._known.pop(digest, None):
             self._known[digest] = known
             return known
-        task = self._asked.get(digest)
+        task = self._pending.get(digest)
         if task is None:
-            if len(self._asked) >= PARALLEL + MOST_WAITING:
+            if len(self._pending) >= PARALLEL + MOST_WAITING:
                 raise GracefulHTTPError(
                     "too many grammars wait to be compiled; try again later",
                     HTTPStatus.TOO_MANY_REQUESTS,
                 )
-            task = asyncio.create_task(self._ask(digest, dict(spec)), name="grammar")
-            self._asked[digest] = task
-            task.add_done_callback(lambda _: self._asked.pop(digest, None))
-        return await asyncio.shield(task)  # others may wait for it too
+            task = asyncio.create_task(self._compile(digest, dict(spec)), name="grammar")
+            self._pending[digest] = task
+            task.add_done_callback(lambda _: self._pending.pop(digest, None))
+        return await asyncio.shield(task)  # other requests may wait for the same task
 
-    async def _ask(self, digest: bytes, spec: dict[str, Any]) -> Verdict:
+    async def _compile(self, digest: bytes, spec: dict[str, Any]) -> Verdict:
         async with self._parallel:
             self._jobs += 1
             answer = asyncio.get_running_loop().create_future()
-            self._answers[self._jobs] = answer
+            self._verdicts[self._jobs] = answer
             process = await self._running()
             job = msgspec.msgpack.encode(Job(self._jobs, spec))
             await asyncio.to_thread(process.send, job)
@@ -119,7 +120,7 @@ class GrammarCheck:
         return verdict
 
     async def _running(self) -> "_Process":
-        """Return the process, started if there is none."""
+        """Return the process; start it if it is not running."""
         async with self._starting:
             if self._process is None:
                 self._process = await asyncio.to_thread(_Process, self._config, self._cpu_s)
@@ -128,22 +129,22 @@ class GrammarCheck:
             return self._process
 
     def _receive(self, results: Connection) -> None:
-        """Take one verdict."""
+        """Receive one verdict."""
         try:
             verdict = msgspec.msgpack.decode(results.recv_bytes(), type=Verdict)
         except (EOFError, OSError):
             self._end()
             return
-        if (answer := self._answers.pop(verdict.number, None)) and not answer.done():
+        if (answer := self._verdicts.pop(verdict.number, None)) and not answer.done():
             answer.set_result(verdict)
 
     def _end(self) -> None:
-        """End the process; requests that wait for it fail, and the next one starts another."""
+        """End the process. Waiting requests fail; the next request starts a new process."""
         process, self._process = self._process, None
         if process is not None:
             asyncio.get_running_loop().remove_reader(process.results.fileno())
             process.close()
-        answers, self._answers = self._answers, {}
+        answers, self._verdicts = self._verdicts, {}
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(
@@ -155,7 +156,7 @@ class GrammarCheck:
 
 
 class _Process:
-    """The process, and both pipes to it. Starting it takes seconds on a GPU host."""
+    """The process and the pipes to and from it. Starting it takes seconds on a GPU host."""
 
     def __init__(self, config: Any, cpu_s: float) -> None:
         receiver, self._jobs = multiprocessing.Pipe(duplex=False)
@@ -169,13 +170,13 @@ class _Process:
             daemon=True,
         )
         self._process.start()
-        receiver.close()  # this process has only its own ends
+        receiver.close()  # the other process has these ends of the pipes
         sender.close()
-        self._turn = threading.Lock()
+        self._sending = threading.Lock()
 
     def send(self, job: bytes) -> None:
-        """Send one job; blocks until the process has read it, but for the last 64 KiB."""
-        with self._turn, suppress(OSError):  # it has ended, which the results tell
+        """Send one job, and block until the process has read all but the last 64 KiB of it."""
+        with self._sending, suppress(OSError):  # if the process has ended, `results` shows it
             self._jobs.send_bytes(job)
 
     def close(self) -> None:
@@ -185,7 +186,7 @@ class _Process:
 
 
 def _choose(wanted: StructuredOutputsParams, backend: str) -> None:
-    """Set what vLLM's own validation sets."""
+    """Set the fields that vLLM's own validation would set."""
     wanted._backend, wanted._backend_was_auto = backend, True
     if backend == "xgrammar" and wanted.choice:
         wanted.grammar, wanted.choice = choice_as_grammar(wanted.choice), None
@@ -196,16 +197,16 @@ def _name(spec: Mapping[str, Any]) -> str:
 
 
 def _over(limit: str, name: str, cpu_s: float) -> str:
-    """Return the error for a grammar over a limit."""
+    """Return the error message for a grammar that exceeds a limit."""
     exceeded = {
         "cpu": f"takes more than {cpu_s:g} s of CPU time to compile; that is the limit "
         "(--max-compile-s)",
-        "wall": f"is not compiled after {WALL_FACTOR * cpu_s:g} s; that is the limit "
-        "(--max-compile-s, times 10)",
+        "wall": f"takes more than {WALL_FACTOR * cpu_s:g} s to compile; that is the limit "
+        f"({WALL_FACTOR} times --max-compile-s)",
         "memory": f"takes more than {MEMORY_BYTES >> 20} MB of memory to compile; that is the "
         "limit",
         "step": f"takes more than {STEP_S * 1000:g} ms of each token's time; that is the limit",
-        "crash": "crashes the compiler; it is nested or repeated too deeply",
+        "crash": "crashes the compiler, because it is nested or repeated too deeply",
     }[limit]
     kind = "JSON schema" if name == "json" else name
     return f"the {kind} of the structured output {exceeded}. Please {REMEDY}"
@@ -215,7 +216,7 @@ _validate = SamplingParams._validate_structured_outputs
 
 
 def install() -> None:
-    """Leave out vLLM's validation of grammars that the other process has validated."""
+    """Make vLLM skip its validation of grammars that the other process has validated."""
     SamplingParams._validate_structured_outputs = _unless_checked
 
 

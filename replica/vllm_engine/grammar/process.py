@@ -1,8 +1,8 @@
-"""The process in which clients' grammars are validated and compiled before the engine gets them.
+"""The process that validates and compiles clients' grammars before the engine gets them.
 
-It loads the tokenizer once and forks a process for each grammar, which the kernel ends at its
-limits of CPU time, time and memory. So a grammar that takes minutes, or crashes its compiler, costs
-nobody else anything. `grammar/check.py` is the side of the replica.
+It loads the tokenizer once and forks a process for each grammar. The kernel ends that process at
+its limits of CPU time, elapsed time and memory. So a grammar that takes minutes, or that crashes
+its compiler, does not affect other requests. `grammar/check.py` is the replica's side.
 """
 
 import os
@@ -20,30 +20,32 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-NICE = 10  # lower priority of whatever compiles: steps of engines come first
-WALL_FACTOR = 10  # time limit, as a multiple of the CPU time: other processes compile as well
-MEMORY_BYTES = 2 << 30  # address space for one grammar; typical ones take 10 MB
-MOST_TEXT = 2000  # characters of an error: the answer fits in one atomic write to the pipe
-TRIED_STEPS = 16  # tokens of an answer for which masks are computed
-STEP_S = 0.025  # CPU time of the slowest of these masks; every stream waits for it at each step
+NICE = 10  # niceness of compiling processes and threads, so that engines' steps come first
+# Limit of elapsed time as a multiple of the limit of CPU time. It is large because other processes
+# compile at the same time.
+WALL_FACTOR = 10
+MEMORY_BYTES = 2 << 30  # limit of address space for a grammar; a typical grammar takes 10 MB
+MOST_TEXT = 2000  # maximum characters of an error: a verdict must fit in one atomic write to a pipe
+TRIED_STEPS = 16  # number of an answer's tokens for which masks are computed as a test
+STEP_S = 0.025  # limit of CPU seconds for each of these masks; all streams wait for each mask
 
 # Schemas that load the two usual backends, xgrammar and guidance, before the first fork.
 USUAL = ({"type": "integer"}, {"type": "integer", "multipleOf": 2})
 
-KILLED = {  # by the signal that ended a grammar's process
+KILLED = {  # signal that ended a grammar's process -> the limit that the grammar exceeded
     signal.SIGPROF: "cpu",
     signal.SIGALRM: "wall",
     signal.SIGABRT: "memory",
     signal.SIGSEGV: "crash",
-    signal.SIGKILL: "memory",  # by the kernel
+    signal.SIGKILL: "memory",  # sent by the kernel when the machine has no memory left
 }
 
 
 class Job(Struct, array_like=True):
-    """A grammar to validate and compile. `spec`: fields of StructuredOutputsParams."""
+    """A grammar to validate and compile."""
 
     number: int
-    spec: dict[str, Any]
+    spec: dict[str, Any]  # fields of StructuredOutputsParams
 
 
 class Verdict(Struct, array_like=True):
@@ -52,10 +54,10 @@ class Verdict(Struct, array_like=True):
     number: int
     backend: str = ""
     error: str = ""
-    limit: str = ""  # that the grammar exceeded: a value of KILLED, or "step"
+    limit: str = ""  # the limit that the grammar exceeded: a value of KILLED, or "step"
 
 
-Compile = Callable[[dict[str, Any]], str]  # the spec of a Job; returns the backend, or raises
+Compile = Callable[[dict[str, Any]], str]  # gets the spec of a Job; returns the backend, or raises
 
 
 def serve(
@@ -64,12 +66,14 @@ def serve(
     """Compile grammars until `jobs` is closed.
 
     Args:
-        loaded: makes the function that compiles a grammar, in this process.
-        cpu_s: CPU time for each grammar.
+        jobs: The pipe from which encoded jobs are read.
+        results: The pipe to which encoded verdicts are written.
+        loaded: Loads the function that compiles a grammar, in this process.
+        cpu_s: The limit of CPU seconds for each grammar.
     """
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica decides when this process ends
-    compile_, running = loaded(), dict[int, int]()  # the jobs' numbers by process id
+    compile_, running = loaded(), dict[int, int]()  # running: process id -> job's number
 
     ended = _ended_children()
     while True:
@@ -91,7 +95,8 @@ def serve(
 def _ended_children() -> int:
     """Return the reading end of a pipe that gets a byte whenever a child ends.
 
-    A signal that comes just before a blocking read would not interrupt the read.
+    A pipe is needed because a signal that arrives just before a blocking read does not interrupt
+    the read.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -113,7 +118,7 @@ def _reap(running: dict[int, int], results: Connection) -> None:
 
 
 def _run(job: Job, results: Connection, compile_: Compile, cpu_s: float) -> None:
-    """Send the verdict on one grammar, in its own process, and end that."""
+    """Send the verdict on one grammar, and end this process, which was forked for the grammar."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -124,10 +129,10 @@ def _run(job: Job, results: Connection, compile_: Compile, cpu_s: float) -> None
 
 
 def _limit(cpu_s: float) -> None:
-    """Have the kernel end this process at its limits."""
+    """Make the kernel end this process at its limits."""
     pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115
-    most = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    max_bytes = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * cpu_s)
@@ -140,23 +145,23 @@ def _verdict(job: Job, compile_: Compile) -> Verdict:
         return Verdict(job.number, limit="step")
     except MemoryError:
         return Verdict(job.number, limit="memory")
-    except Exception as error:  # any of the compilers'
+    except Exception as error:  # each compiler has its own exceptions
         if "bad_alloc" in str(error):
             return Verdict(job.number, limit="memory")
         return Verdict(job.number, error=(str(error) or repr(error))[:MOST_TEXT])
 
 
 class SlowStepError(Exception):
-    """The mask of one token takes too long."""
+    """Computing the mask of one token takes too long."""
 
 
 def loaded(config: Any) -> Compile:
-    """Return what compiles grammars as the engine does. config: its VllmConfig."""
+    """Return a function that compiles grammars like an engine with this VllmConfig."""
     return Compiler(config).compile
 
 
 class Compiler:
-    """vLLM's backends of structured outputs, as the engine has them. config: a VllmConfig."""
+    """The backends of structured outputs that an engine with this VllmConfig uses."""
 
     def __init__(self, config: Any) -> None:
         from vllm.v1.structured_output import StructuredOutputManager
@@ -167,11 +172,11 @@ class Compiler:
         self._manager = StructuredOutputManager(config)
         Grammars.take_over(self._manager)
         for schema in USUAL:
-            with suppress(Exception):  # the request that needs this backend gets the error
+            with suppress(Exception):  # a request that needs this backend will get the error
                 self.compile({"json": schema})
 
     def compile(self, spec: dict[str, Any]) -> str:
-        """Return the backend that has compiled the grammar. Any exception: why none has."""
+        """Compile a grammar; return the backend's name. Raises any exception if that fails."""
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
         from vllm.v1.structured_output.request import StructuredOutputRequest
 
@@ -184,7 +189,8 @@ class Compiler:
         request: Any = SimpleNamespace(
             request_id="grammar", sampling_params=params, structured_output_request=outputs
         )
-        with ThreadPoolExecutor(1) as self._manager.executor:  # no thread is left to be forked
+        # The executor ends here, because this process must not have a second thread when it forks.
+        with ThreadPoolExecutor(1) as self._manager.executor:
             self._manager.grammar_init(request)
         grammar = outputs.grammar
         if isinstance(grammar, Exception):
@@ -196,8 +202,8 @@ class Compiler:
         """Compute masks as the engine does at each step.
 
         Raises:
-            SlowStepError: a mask takes too long.
-            ValueError: no answer is allowed; the engine would fail with it.
+            SlowStepError: A mask takes too long.
+            ValueError: The grammar allows no answer; the engine would fail with this grammar.
         """
         backend = self._manager.backend
         assert backend is not None
@@ -208,7 +214,9 @@ class Compiler:
             bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
             allowed = bits.nonzero()[0]
             if step == 0 and not len(allowed):
-                raise ValueError("no answer can match the grammar, for example since it has no end")
+                raise ValueError(
+                    "no answer can match the grammar; for example, one of its rules may never end"
+                )
             if len(allowed) and not grammar.is_terminated():
                 token = int(allowed[len(allowed) * step // TRIED_STEPS])
                 grammar.accept_tokens("grammar", [token])

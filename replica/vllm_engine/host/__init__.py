@@ -1,1 +1,1 @@
-"""A tier of vLLM's cache in host memory."""
+"""A tier of vLLM's KV cache in host memory."""

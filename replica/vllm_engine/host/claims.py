@@ -1,4 +1,4 @@
-"""What an engine claims of its speeds before anything was measured; routers learn the real ones."""
+"""The speeds that an engine claims before it has measured any; routers learn the real speeds."""
 
 from vllm.platforms import current_platform
 
@@ -7,14 +7,16 @@ from kvroute.prefill.speed import PrefillModel
 CPU_PREFILL = PrefillModel(tokens_per_s=2_000.0, attention_tokens=1_000.0)
 GPU_PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
 
-# Bytes per s of copies from host memory: a memory's own speed, and PCIe's.
+# Speeds of copies from host memory in bytes per second: within memory, and over PCIe.
 CPU_RELOAD = 5e9
 GPU_RELOAD = 20e9
 
 
 def prefill_claim() -> PrefillModel:
+    """Return the claimed speed of prefill."""
     return CPU_PREFILL if current_platform.is_cpu() else GPU_PREFILL
 
 
 def reload_claim() -> float:
+    """Return the claimed speed of copies from host memory, in bytes per second."""
     return CPU_RELOAD if current_platform.is_cpu() else GPU_RELOAD

@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector and its manager, as a host tier needs them (host/tier.py)."""
+"""vLLM's OffloadingConnector and its manager, with the changes that host/tier.py needs."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -23,21 +23,25 @@ from kvroute.replica.vllm_engine.host.meter import Meter
 
 @dataclass
 class Ended:
-    """What is said of the blocks of a request that has ended. Some of their copies are made later,
-    and until then it may say something else."""
+    """The retention of the blocks of a request that has ended.
 
-    keys: Sequence[OffloadKey]  # in the prompt's order
+    Some of the blocks are copied to host memory later. The retention may change until then.
+    """
+
+    keys: Sequence[OffloadKey]  # the request's blocks, in the prompt's order
     keep: Keep
 
 
 class Manager(CPUOffloadingManager):
-    """vLLM lists the blocks of a copy in no order. Of a prompt, the last ones are to go first.
+    """vLLM's manager, with the blocks of each copy sorted so that a prompt's last blocks go first.
 
-    kvroute_most_tokens: of one prompt, from its start. A longer one would push out its own first
-    blocks, without which the others are of no use, and everybody else's.
+    vLLM itself lists the blocks of a copy in no order.
     """
 
     kvroute_stored: Callable[[Sequence[OffloadKey], Ended], None]
+    # Maximum number of tokens of a prompt that are copied to host memory, from its start. More
+    # tokens would evict the prompt's own first blocks, without which its other blocks are useless,
+    # and the blocks of all other prompts.
     kvroute_most_tokens: float = math.inf
 
     def prepare_store(
@@ -69,7 +73,7 @@ class Connector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """None of what host memory has, where computing it takes less time."""
+        """Return how many tokens to reload from host memory: none if computing them is faster."""
         tokens: int | None
         is_async: bool
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -79,15 +83,18 @@ class Connector(OffloadingConnector):
         return tokens, is_async
 
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """The block with the last token is computed, as without a tier: a request needs its
-        logits. vLLM itself sees to that where there are other groups than full attention."""
+        """Return how many tokens may be reloaded: not the block with the last token.
+
+        A request needs the logits of its last token, so that block is always computed. vLLM itself
+        leaves it out only for models with other groups than full attention.
+        """
         bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
         groups = self.scheduler.config.kv_group_configs
         if len(groups) > 1 or bound is not None:
             return bound
         block_tokens: int = groups[0].tokens_per_chunk
-        most: int = (request.num_tokens - 1) // block_tokens * block_tokens
-        return max(0, most - num_computed_tokens)
+        reusable: int = (request.num_tokens - 1) // block_tokens * block_tokens
+        return max(0, reusable - num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -1,6 +1,6 @@
-"""Copies blocks between the cache of vLLM's CPU backend and a host tier, which is memory as well.
+"""Copies blocks between the cache of vLLM's CPU backend and a host tier.
 
-vLLM's own copies are for GPUs. vLLM loads HostTierSpec by name, in each process of the engine.
+vLLM's own copies need a GPU. vLLM loads HostTierSpec by name, in each process of the engine.
 """
 
 import time
@@ -19,11 +19,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 Bytes = NDArray[np.int8]
-Places = Sequence[int]  # of blocks
+Places = Sequence[int]  # indices of blocks in the cache or in the tier
 
 
 class HostTierSpec(CPUOffloadingSpec):
-    """vLLM's, with copies that need no GPU."""
+    """vLLM's specification of a host tier, with copies that need no GPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:
@@ -32,13 +32,14 @@ class HostTierSpec(CPUOffloadingSpec):
 
 
 class HostCopies(OffloadingWorker):
-    """A copy is done when the call that asks for it returns."""
+    """Synchronous copies: a copy is done when the method that starts it returns."""
 
     def __init__(self, caches: CanonicalKVCaches, blocks: int) -> None:
-        # Of each tensor: [blocks, bytes]. NumPy copies rows several times as fast as torch.
-        self._cache = [each.tensor.numpy() for each in caches.tensors]
-        self._host = [np.empty((blocks, each.shape[1]), np.int8) for each in self._cache]
-        # Of each group: the tensors that have its layers. Groups may share tensors, not blocks.
+        # One array [blocks, bytes] for each tensor. NumPy copies rows several times faster than
+        # torch does.
+        self._cache = [cache.tensor.numpy() for cache in caches.tensors]
+        self._host = [np.empty((blocks, array.shape[1]), np.int8) for array in self._cache]
+        # For each group, the tensors that have its layers. Groups may share tensors, not blocks.
         self._tensors = [
             sorted({layer.tensor_idx for layer in layers}) for layers in caches.group_data_refs
         ]
@@ -65,8 +66,10 @@ class HostCopies(OffloadingWorker):
     def _places(
         self, cached: GPULoadStoreSpec, kept: BlockIDsLoadStoreSpec
     ) -> Iterator[tuple[int, tuple[Places, Places]]]:
-        """For each tensor: places in the cache and in the tier. Both specs list the blocks of all
-        groups, one group after the other."""
+        """Yield for each tensor: its index, places in the cache, and places in the tier.
+
+        Both specs list the blocks of all groups, one group after the other.
+        """
         pairs = zip(_ids(cached), _ids(kept), strict=True)
         for tensors, blocks in zip(self._tensors, cached.group_sizes, strict=True):
             if own := list(islice(pairs, blocks)):
@@ -80,10 +83,10 @@ class HostCopies(OffloadingWorker):
         source: Sequence[Bytes],
         to: Sequence[Bytes],
     ) -> bool:
-        """places: for each tensor, those in the source and those where the blocks go."""
+        """Copy blocks; `places` yields a tensor, places in `source`, and places in `to`."""
         began_s, copied_bytes = time.perf_counter(), 0
-        for tensor, (rows, goals) in places:
-            copied_bytes += _copy(source[tensor], rows, to[tensor], goals)
+        for tensor, (rows, targets) in places:
+            copied_bytes += _copy(source[tensor], rows, to[tensor], targets)
         took_s = time.perf_counter() - began_s
         self._done.append(TransferResult(job_id, True, copied_bytes, took_s))
         return True
@@ -95,7 +98,7 @@ def _ids(spec: BlockIDsLoadStoreSpec) -> Sequence[int]:
 
 
 def _copy(source: Bytes, rows: Places, to: Bytes, places: Places) -> int:
-    """Returns bytes."""
+    """Copy rows, and return the number of bytes."""
     for row, place in zip(rows, places, strict=True):
         to[place] = source[row]
     row_bytes: int = source.shape[1]

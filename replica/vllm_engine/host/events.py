@@ -1,4 +1,4 @@
-"""A host tier tells of its blocks by fingerprints, as the block pools do (blocks/pool.py)."""
+"""Emits a host tier's events with fingerprints, as blocks/pool.py does for block pools."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -25,24 +25,31 @@ from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
 
 class HostEvents(OffloadingEventsTracker):
-    """In the place of the connector's own. groups: of the engine's memory; those of host memory
-    have the numbers behind. hash_tokens: of one of a request's block hashes."""
+    """Replaces the connector's own tracker of events."""
 
     def __init__(self, groups: int, space: Space, hash_tokens: int) -> None:
+        """Create a tracker.
+
+        Args:
+            groups: The number of KV cache groups in the engine's memory. Group g of host memory
+                has the number `groups + g` in events.
+            space: The space of the fingerprints.
+            hash_tokens: The number of tokens of one of a request's block hashes.
+        """
         self._groups = groups
         self._space = space
         self._hash_tokens = hash_tokens
-        self._begun: dict[OffloadKey, Fingerprint] = {}  # of blocks whose copies are not done
+        self._pending: dict[OffloadKey, Fingerprint] = {}  # blocks that are still being copied
 
     def record_store(
         self, req: Request, group_config: Any, chunk_idx: int, offload_key: OffloadKey
     ) -> None:
-        self._begin(req, (chunk_idx + 1) * group_config.tokens_per_chunk, offload_key)
+        self._add_pending(req, (chunk_idx + 1) * group_config.tokens_per_chunk, offload_key)
 
     def record_partial_store(
         self, req: Request, group_config: Any, boundary_tokens: int, offload_key: OffloadKey
     ) -> None:
-        self._begin(req, boundary_tokens, offload_key)
+        self._add_pending(req, boundary_tokens, offload_key)
 
     def record_lookup(self, *args: Any) -> None:
         pass
@@ -51,38 +58,38 @@ class HostEvents(OffloadingEventsTracker):
         pass
 
     def take_events(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
-        return [each for event in events for each in self._told(event)]
+        return [converted for event in events for converted in self._converted(event)]
 
     def reset(self) -> None:
-        self._begun.clear()
+        self._pending.clear()
 
     def copies_of(self, keys: Iterable[OffloadKey]) -> list[dict[ExternalBlockHash, int]]:
-        """For each group, one under each of the hashes, which are as in events."""
+        """Return, for each group, one block under each key's hash, as in events."""
         copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(self._groups)]
         for key in keys:
             copies[get_offload_group_idx(key)][_name(key)] = 1
         return copies
 
-    def _begin(self, request: Request, end: int, key: OffloadKey) -> None:
-        """Of a block without a fingerprint nothing is told."""
+    def _add_pending(self, request: Request, end: int, key: OffloadKey) -> None:
+        """Note the fingerprint of a block whose copy begins, if it has one."""
         if request.prompt_embeds is not None:
             return
-        [found] = chain_of(request, self._space).at(request, [end], self._hash_tokens)
-        if found is not None:
-            self._begun[key] = found
+        [fingerprint] = chain_of(request, self._space).at(request, [end], self._hash_tokens)
+        if fingerprint is not None:
+            self._pending[key] = fingerprint
 
-    def _told(self, event: OffloadingEvent) -> list[KVCacheEvent]:
+    def _converted(self, event: OffloadingEvent) -> list[KVCacheEvent]:
         by_group: dict[int, list[OffloadKey]] = {}
         for key in event.keys:
             by_group.setdefault(self._groups + get_offload_group_idx(key), []).append(key)
         if event.removed:
             return [Removed(list(map(_name, keys)), group) for group, keys in by_group.items()]
-        each = [self._stored(keys, group) for group, keys in by_group.items()]
-        return [stored for stored in each if stored.block_hashes]
+        by_groups = [self._stored(keys, group) for group, keys in by_group.items()]
+        return [stored for stored in by_groups if stored.block_hashes]
 
     def _stored(self, keys: Iterable[OffloadKey], group: int) -> Stored:
-        done = [(_name(key), self._begun.pop(key)) for key in keys if key in self._begun]
-        return Stored([name for name, _ in done], [found for _, found in done], group)
+        done = [(_name(key), self._pending.pop(key)) for key in keys if key in self._pending]
+        return Stored([name for name, _ in done], [fingerprint for _, fingerprint in done], group)
 
 
 def _name(key: OffloadKey) -> ExternalBlockHash:

@@ -1,4 +1,4 @@
-"""How long an engine takes to compute prompts, and to copy blocks from a host tier and to it."""
+"""Measures how long an engine takes to compute prompts, and to copy from and to a host tier."""
 
 import time
 from collections import deque
@@ -15,23 +15,23 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.blocks.events import Moved
 
-# Steps with fewer prompt tokens say little about the speed of prompts, and so do those with many
-# others: a token of an answer takes its time for other reasons.
-TELLING_TOKENS = 64
-TELLING_SHARE = 0.9
+# Only steps with at least this many prompt tokens, and with at least this share of prompt tokens,
+# are used to learn the speed of prefill. The time of other tokens depends on other things.
+MIN_PROMPT_TOKENS = 64
+MIN_PROMPT_SHARE = 0.9
 
 
 class _Step(NamedTuple):
-    """What the engine was told to compute."""
+    """A step that was scheduled and has not ended."""
 
     output: SchedulerOutput
     began_s: float
-    predicted_s: float  # to compute it, as claimed; 0: that says little
+    predicted_s: float  # time by the claimed speed; 0: the step is not used to learn the speed
 
 
 @dataclass
 class _Moves:
-    """As in Moved."""
+    """The fields of the event Moved."""
 
     reloaded_tokens: int = 0
     in_bytes: int = 0
@@ -41,23 +41,27 @@ class _Moves:
 
 
 class Meter:
-    """Of one scheduler. scheduler: the connector's. price: None until the engine's first request;
-    it learns from all that is measured. clock: in seconds."""
+    """The measurements of one scheduler."""
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a meter for the connector's scheduler; `clock` returns seconds."""
+        # Learns from all measurements; None until the tier is set up, before the first request.
         self.price: ReloadPrice | None = None
         self.clock = clock
         self._scheduler = scheduler
         self._steps: deque[_Step] = deque()
-        self._computed_s = 0.0  # when the last step had ended
+        self._computed_s = 0.0  # time at which the last step ended
         self._moves = _Moves()
 
     def scheduled(self, output: SchedulerOutput) -> None:
         self._steps.append(_Step(output, self.clock(), self._predicted_s(output)))
 
     def computed(self, output: SchedulerOutput) -> None:
-        """Steps end in their order. Where they overlap, one takes the time since the last one's
-        end."""
+        """Record the end of a step, and learn the speed of prefill from its time.
+
+        Steps end in the order in which they were scheduled. If steps overlap, a step's time counts
+        from the end of the previous step.
+        """
         now_s = self.clock()
         while self._steps:
             step = self._steps.popleft()
@@ -69,7 +73,7 @@ class Meter:
         self._computed_s = now_s
 
     def copied(self, done: OffloadingWorkerMetadata) -> None:
-        """Since the last step, by all workers at the same time."""
+        """Record the copies that all workers have made since the last step, at the same time."""
         workers = self._scheduler.config.num_workers
         load, store, moves = done.transfer_stats.load, done.transfer_stats.store, self._moves
         moves.in_bytes += load.bytes
@@ -80,29 +84,29 @@ class Meter:
             self.price.copies.copied(load.bytes, load.time / workers, self.clock())
 
     def is_cheaper(self, start: int, end: int) -> bool:
-        """To reload the tokens [start, end) of a prompt than to compute them."""
+        """Return whether reloading tokens [start, end) of a prompt is faster than computing."""
         return self.price is None or self.price.is_cheaper(start, end, self.clock())
 
     def reloads(self, tokens: int) -> None:
         self._moves.reloaded_tokens += tokens
 
     def moved(self) -> list[KVCacheEvent]:
-        """Since the last call."""
+        """Return an event with the copies since the last call, if there were any."""
         moves, self._moves = vars(self._moves), _Moves()
         return [Moved(**moves)] if any(moves.values()) else []
 
     def _predicted_s(self, output: SchedulerOutput) -> float:
-        """0: its time says little about the speed of prompts."""
+        """Return the predicted time of a step, or 0 if it is not used to learn the speed."""
         if not self.price:
             return 0.0
         parts = list(self._parts(output))
         tokens = sum(end - start for start, end in parts)
-        if tokens < max(TELLING_TOKENS, TELLING_SHARE * output.total_num_scheduled_tokens):
+        if tokens < max(MIN_PROMPT_TOKENS, MIN_PROMPT_SHARE * output.total_num_scheduled_tokens):
             return 0.0
         return sum(self.price.prefill.seconds(start, end) for start, end in parts)
 
     def _parts(self, output: SchedulerOutput) -> Iterator[tuple[int, int]]:
-        """Of prompts, from their first token to be computed to the last."""
+        """Yield the parts of prompts that the step computes: first token, and end."""
         for name, tokens in output.num_scheduled_tokens.items():
             if status := self._scheduler._req_status.get(name):
                 start = status.req.num_computed_tokens

@@ -1,8 +1,8 @@
-"""Which blocks a host tier drops: in the order of engine/retention.py, as the engine's own memory.
+"""Evicts a host tier's blocks in the order of engine/retention.py, as in the engine's memory.
 
-vLLM loads RetentionPolicy by name, in the scheduler's process. A block is a chunk to vLLM, and the
-number of its place is its number here. It is idle while nothing copies it: requests use the copies
-in the engine's memory.
+vLLM loads RetentionPolicy by name, in the scheduler's process. vLLM calls a block a chunk; the
+index of the chunk's place is the block's number here. A block is idle while it is not being copied:
+requests use the copies in the engine's memory.
 """
 
 import time
@@ -20,20 +20,23 @@ class RetentionPolicy(CachePolicy):
     def __init__(self, cache_capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(cache_capacity)
         self.chunks: dict[OffloadKey, ChunkStatus] = {}
-        self._keys: dict[int, OffloadKey] = {}  # of each place
+        self._keys: dict[int, OffloadKey] = {}  # place -> key of the block there
         self._idle = IdleBlocks(cache_capacity)
         self._pins = PinnedKeys[OffloadKey]()
         self._clock = clock
 
     def label(self, keys: Iterable[OffloadKey], keep: Keep) -> None:
-        """What a request says of its blocks, in the prompt's order."""
-        self._idle.label([each.chunk_id for each in self._there(keys)], keep)
+        """Set the retention of a request's blocks, given in the prompt's order."""
+        self._idle.label([chunk.chunk_id for chunk in self._stored(keys)], keep)
 
     def used(self, keys: Sequence[OffloadKey], keep: Keep | None = None) -> None:
-        """A request used these blocks until now, in the prompt's order: of them the last one goes
-        first. It may say how to keep them, while they are not idle: among idle ones, they would
-        have to find their places behind all that became idle since."""
-        ids = self._at_rest(key for key in reversed(keys) if key not in self._pins)
+        """Record that a request used these blocks until now, and set their retention if given.
+
+        The keys are in the prompt's order; the last of the blocks is evicted first. The retention
+        is set while the blocks are taken out of the idle blocks. This is faster than to move them
+        within the idle blocks, past all blocks that became idle later.
+        """
+        ids = self._not_copied(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:
             self._idle.take(id_)
         if keep is not None:
@@ -41,17 +44,20 @@ class RetentionPolicy(CachePolicy):
         self._idle.put(ids, self._clock())
 
     def pin(self, name: str, keys: Sequence[OffloadKey]) -> None:
-        """These blocks, of a prompt in its order, are never dropped, even if they come later. They
-        replace the earlier ones of that name; without any, the pin ends."""
-        begun, over = self._pins.change(name, keys)
-        for id_ in self._at_rest(begun):
+        """Never evict these blocks, which may also be stored later.
+
+        They are in the prompt's order and replace the pin's earlier blocks. Without any, the pin
+        ends.
+        """
+        added, removed = self._pins.change(name, keys)
+        for id_ in self._not_copied(added):
             self._idle.take(id_)
-        self._idle.put(self._at_rest(reversed(over)), self._clock())
+        self._idle.put(self._not_copied(reversed(removed)), self._clock())
 
     def end(self, session: int) -> None:
         self._idle.end(session)
 
-    # What vLLM calls.
+    # Methods that vLLM calls.
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         return self.chunks.get(key)
@@ -66,7 +72,7 @@ class RetentionPolicy(CachePolicy):
         self._idle.forget([chunk.chunk_id])
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """A request's end says more (`used`)."""
+        """Do nothing: `used` is called at the request's end."""
 
     def mark_evictable(self, key: OffloadKey) -> None:
         if key not in self._pins:
@@ -79,12 +85,12 @@ class RetentionPolicy(CachePolicy):
     def evict(
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """None: there are too few besides the protected ones."""
-        kept = self._at_rest(key for key in protected if key not in self._pins)
+        """Evict `n` blocks; evict none and return None if too few are not protected."""
+        kept = self._not_copied(key for key in protected if key not in self._pins)
         if len(self._idle) - len(kept) < n:
             return None
-        gone = [self._keys.pop(id_) for id_ in self._idle.pop(n, self._clock(), set(kept))]
-        return [(key, self.chunks.pop(key)) for key in gone]
+        evicted = [self._keys.pop(id_) for id_ in self._idle.pop(n, self._clock(), set(kept))]
+        return [(key, self.chunks.pop(key)) for key in evicted]
 
     def clear(self) -> None:
         self.chunks.clear()
@@ -92,10 +98,9 @@ class RetentionPolicy(CachePolicy):
         self._idle.clear()
         self._pins.clear()
 
-    def _at_rest(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """The numbers of those that are here, and that nothing copies."""
-        return [each.chunk_id for each in self._there(keys) if each.ref_cnt == 0]
+    def _not_copied(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the numbers of the stored blocks that are not being copied."""
+        return [chunk.chunk_id for chunk in self._stored(keys) if chunk.ref_cnt == 0]
 
-    def _there(self, keys: Iterable[OffloadKey]) -> list[ChunkStatus]:
-        found = map(self.chunks.get, keys)
-        return [chunk for chunk in found if chunk is not None]
+    def _stored(self, keys: Iterable[OffloadKey]) -> list[ChunkStatus]:
+        return [chunk for key in keys if (chunk := self.chunks.get(key)) is not None]

@@ -1,7 +1,7 @@
-"""A scheduler's side of a tier in host memory, which vLLM's OffloadingConnector keeps.
+"""The scheduler's part of the host tier that vLLM's OffloadingConnector maintains.
 
-vLLM decides what is copied there and back, and when. Here it learns to tell of these blocks by
-fingerprints, to drop them in our order, and to reload them only where that is cheaper.
+vLLM decides which blocks are copied to host memory and back, and when. This module adds events with
+fingerprints, eviction in kvroute's order, and reloads only where they are faster than computing.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.blocks.division import Division
-from kvroute.replica.vllm_engine.blocks.keeping import RECENT, name_of, said_of
+from kvroute.replica.vllm_engine.blocks.keeping import RECENT, keep_of, name_of
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.host.connector import Connector, Ended, Manager
 from kvroute.replica.vllm_engine.host.events import HostEvents
@@ -32,7 +32,7 @@ from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 
 
 def host_tier_of(connector: Any) -> "HostTier | None":
-    """None: the connector keeps none, or one that is not ours."""
+    """Return the connector's host tier, or None if it has none or one that kvroute did not make."""
     if not isinstance(connector, OffloadingConnector):
         return None
     policy = getattr(connector.scheduler.manager, "_policy", None)
@@ -40,13 +40,13 @@ def host_tier_of(connector: Any) -> "HostTier | None":
 
 
 class HostTier:
-    """Of one scheduler, from before its first request on."""
+    """The host tier of one scheduler; made before the first request."""
 
     def __init__(self, connector: OffloadingConnector, policy: RetentionPolicy) -> None:
         self.meter = Meter(connector.scheduler)
         self._connector = connector
         self._policy = policy
-        self._is_told = False  # anything but the default
+        self._has_hints = False  # True once a request had another hint than the default
         self._recent: OrderedDict[str, list[Ended]] = OrderedDict()
         connector.__class__ = Connector
         connector.kvroute_meter = self.meter
@@ -54,8 +54,10 @@ class HostTier:
         connector.scheduler.manager.kvroute_stored = self.stored
 
     def begin(self, space: Space, division: Division) -> Division:
-        """From now on its events have fingerprints, and reloads have a price. Returns the division
-        with this tier."""
+        """Start events with fingerprints and prices of reloads.
+
+        Returns the division with this tier.
+        """
         scheduler = self._connector.scheduler
         hash_tokens, groups = scheduler.config.tokens_per_hash, len(division.groups)
         self._events = scheduler._events_tracker = HostEvents(groups, space, hash_tokens)
@@ -71,7 +73,7 @@ class HostTier:
         return whole
 
     def copies_of(self) -> list[dict[ExternalBlockHash, int]]:
-        """For each group, the blocks that can be reloaded."""
+        """Return, for each group, the number of blocks that can be reloaded under each hash."""
         chunks = self._policy.chunks.items()
         return self._events.copies_of(key for key, chunk in chunks if chunk.is_ready)
 
@@ -79,9 +81,12 @@ class HostTier:
         return list(self._connector.take_events())
 
     def clear(self) -> None:
-        """Nothing is kept; and nothing is to be told of what was, as the engine's own memory is
-        empty too. vLLM cannot clear twice between two steps: it asserts that it has told its
-        workers of the copies that the first time has stopped."""
+        """Clear the tier without events: the engine's memory is cleared too, with one event.
+
+        vLLM cannot clear the tier twice between two steps: it asserts that its workers have been
+        informed of the copies that the first call stopped. So the list of these copies is empty
+        during the second call.
+        """
         scheduler = self._connector.scheduler
         stopped = scheduler._current_batch_jobs_to_flush
         scheduler._current_batch_jobs_to_flush = set()
@@ -90,10 +95,10 @@ class HostTier:
         for _ in scheduler.manager.take_events():
             pass
         self._recent.clear()
-        self._is_told = False
+        self._has_hints = False
 
     def pin(self, name: str, request: Request) -> None:
-        """The full blocks of its prompt stay; the tier may still have to copy some."""
+        """Pin the full blocks of the request's prompt; some may still have to be copied."""
         if status := self._connector.scheduler._req_status.get(request.request_id):
             ends = status.req_context._offload_key_positions
             keys = (key for key, end in ends.items() if end <= request.num_prompt_tokens)
@@ -102,23 +107,23 @@ class HostTier:
     def unpin(self, name: str) -> None:
         self._policy.pin(name, ())
 
-    # What requests say of their blocks, as in Keeping.
+    # Retention hints of requests, as in Keeping.
 
     def ended(self, request: Request) -> None:
-        """Its blocks were used until now."""
+        """Record that a request used its blocks until now, and set their retention."""
         status = self._connector.scheduler._req_status.get(request.request_id)
         if status is None:
             return
-        positions, keep = status.req_context._offload_key_positions, said_of(request)
+        positions, keep = status.req_context._offload_key_positions, keep_of(request)
         ended = Ended(sorted(positions, key=positions.__getitem__), keep)
         status.req_context.set_state(ended)
-        self._is_told = self._is_told or keep != KEEP
-        self._policy.used(ended.keys, keep if self._is_told else None)
+        self._has_hints = self._has_hints or keep != KEEP
+        self._policy.used(ended.keys, keep if self._has_hints else None)
         if (name := name_of(request, keep)) is not None:
             self._remember(name, ended)
 
     def stored(self, keys: Sequence[OffloadKey], ended: Ended) -> None:
-        """These copies were made after their request's end. What was said meanwhile holds."""
+        """Set the retention of blocks whose copies were made after their request's end."""
         self._label(keys, ended.keep)
         self._policy.used(ended.keys)
 
@@ -128,7 +133,7 @@ class HostTier:
             self._label(ended.keys, keep)
 
     def end(self, session: int) -> None:
-        """Also of what its requests still copy."""
+        """End a session: its blocks are evicted first, also those that are still being copied."""
         self._policy.end(session)
         for status in self._connector.scheduler._req_status.values():
             ended = status.req_context.get_state(Ended)
@@ -136,11 +141,11 @@ class HostTier:
                 ended.keep = over(session)
 
     def _label(self, keys: Sequence[OffloadKey], keep: Keep) -> None:
-        if self._is_told:  # else that is said of all blocks
+        if self._has_hints:  # otherwise all blocks have the default
             self._policy.label(keys, keep)
 
     def _remember(self, name: str, ended: Ended) -> None:
-        """Under one name there are all choices of a request."""
+        """Keep the blocks for `label_again`; all choices of a request have the same name."""
         self._recent.setdefault(name, []).append(ended)
         self._recent.move_to_end(name)
         while len(self._recent) > RECENT or self._recent_blocks > self._policy.cache_capacity:
@@ -152,7 +157,7 @@ class HostTier:
 
 
 def _block_bytes(connector: OffloadingConnector) -> int:
-    """Of all workers together."""
+    """Return the size of a block of all workers together."""
     config = build_offloading_config(connector._vllm_config, connector._kv_cache_config)
     block_bytes: int = config.worker_kv_bytes_per_block * config.parallel.world_size
     return block_bytes

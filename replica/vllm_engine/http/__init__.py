@@ -1,1 +1,1 @@
-"""vLLM's HTTP application, which answers in the replica's process."""
+"""vLLM's HTTP application, which runs in the replica's process."""

@@ -1,8 +1,8 @@
 """vLLM's own HTTP application on a replica's engine, without a port.
 
-Shapes, validation, defaults and errors of all its routes are vLLM's. The router sends each request
-with its prompt's token ids, which the application takes instead of rendering the prompt again.
-vLLM's private API; tests/slow/engines/test_http_app.py checks what this relies on.
+All routes have vLLM's formats, validation, defaults and errors. The router sends each request with
+its prompt's token ids; the application uses these instead of rendering the prompt again. This
+module uses private API of vLLM; tests/slow/engines/test_http_app.py checks what it relies on.
 """
 
 import asyncio
@@ -53,13 +53,14 @@ from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, Run
 log = logging.getLogger("kvroute.replica")
 
 NO_AND_SOME_TOOLS: tuple[list[Any] | None, ...] = (None, [{}])
+# Loggers whose tracebacks are shortened to one line: those of vLLM's handlers of requests.
 HANDLERS = ("vllm.entrypoints", "vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
-MOST_LOGGED = 300  # characters of a line
-ALWAYS = {"enable_prompt_tokens_details": True}  # clients see their cached tokens
+MOST_LOGGED = 300  # maximum number of characters of such a line
+ALWAYS = {"enable_prompt_tokens_details": True}  # responses show the number of cached tokens
 
 
 class HttpApp:
-    """Answers requests by vLLM's application. adapters: by rank."""
+    """Answers requests with vLLM's application; `adapters` has an item for each rank."""
 
     def __init__(
         self,
@@ -71,8 +72,8 @@ class HttpApp:
         tool_parser: str,
         grammars: GrammarCheck,
     ) -> None:
-        self.content_format = content_format  # of EngineFacts, as the next one
-        self.tool_parser = tool_parser
+        self.content_format = content_format  # for EngineFacts
+        self.tool_parser = tool_parser  # for EngineFacts
         self._given = given
         self._app = app
         self._adapters = adapters
@@ -91,10 +92,11 @@ class HttpApp:
         """Build vLLM's application.
 
         Args:
-            front_args: arguments of vLLM's server, by name.
-            adapters: by rank.
-            max_compile_s: CPU time to compile one grammar.
-            merges_system: inline system messages of /v1/messages move to the front.
+            llm: The engine's client.
+            front_args: Arguments of vLLM's server, by name.
+            adapters: The adapters of each rank.
+            max_compile_s: The limit of CPU seconds to compile a grammar.
+            merges_system: Whether inline system messages of /v1/messages move to the front.
         """
         repeatable.install()
         media.install()
@@ -115,9 +117,11 @@ class HttpApp:
         response_object.install()
         if messages := getattr(app.state, "anthropic_serving_messages", None):
             inline_system.install(messages, merges=merges_system)
-            # vLLM finds it by rendering, once: not amid a request that brings its own prompt.
+            # vLLM computes this once, by rendering. That must not happen during a request that
+            # comes with its prompt, because nothing is rendered then.
             await messages._get_disabled_thinking_effort()
-        # Middlewares belong to the router; one that buffers would part bytes from tokens.
+        # The router has the middlewares. Here, a middleware that buffers would separate the bytes
+        # of a response from their tokens.
         app.user_middleware.clear()
         app.middleware_stack = app.build_middleware_stack()
         models = app.state.openai_serving_models
@@ -134,8 +138,15 @@ class HttpApp:
         )
 
     async def respond(self, request: GenerateRequest, emit: Emit) -> bool:
-        """Emits the response to a request with a `call`; returns whether it ends with a tool call.
-        ValueError for an unknown adapter. EngineDeadError."""
+        """Emit the response to a request with a `call`.
+
+        Returns:
+            Whether the response ends with a tool call.
+
+        Raises:
+            ValueError: The LoRA adapter is unknown or cannot be loaded.
+            EngineDeadError: The engine has died.
+        """
         assert request.call is not None
         lora = await self._adapters[request.rank].ready(request.lora)
         run = Run(request, request.call, emit, lora)
@@ -147,11 +158,11 @@ class HttpApp:
         self._grammars.close()
 
     def rendering_differences(self, rank: int) -> int:
-        """Return how many prompts to that rank a router has rendered in another way than vLLM."""
+        """Return how many prompts for the rank a router rendered to other tokens than vLLM."""
         return self._given.differences[rank]
 
     async def render(self, call: HttpCall) -> Rendered:
-        """Return the prompts of that request; the engine does not run."""
+        """Return the prompts of an HTTP request, without running the engine."""
         return await Rendering(call).rendered(self._app)
 
 
@@ -165,7 +176,7 @@ class _Client:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The engine's class, for vLLM's handlers that ask for it."""
+        """Return the engine client's class, for handlers of vLLM that check it."""
         return type(self._llm)
 
     def __getattr__(self, name: str) -> Any:
@@ -175,15 +186,15 @@ class _Client:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         run = CURRENT.get()
-        assert run is not None, "only HTTP requests come here"
+        assert run is not None, "only HTTP requests call this"
         return run.outputs(self._llm, self._grammars, prompt, sampling_params, options)
 
     async def encode(
         self, prompt: Any, *args: Any, lora_request: LoRARequest | None = None, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Embeddings, scores and classes."""
+        """Yield embeddings, scores or classes."""
         run = CURRENT.get()
-        assert run is not None, "only HTTP requests come here"
+        assert run is not None, "only HTTP requests call this"
         rank = run.request.rank
         lora = await self._adapters[rank].ready(lora_request.lora_name if lora_request else "")
         at_rank = AtRank(self._llm, rank)
@@ -195,14 +206,15 @@ class _Client:
 
 
 class GivenPrompts:
-    """Makes vLLM's renderer take the token ids that a request brings, instead of rendering again.
+    """Makes vLLM's renderer use the token ids of a request instead of rendering its prompt again.
 
-    It replaces two methods of the renderer and not the renderer itself: vLLM asks for its class,
-    for example to find its chat template.
+    This replaces two methods of the renderer and not the renderer itself, because vLLM checks the
+    renderer's class, for example to find the chat template.
     """
 
     def __init__(self, renderer: Any) -> None:
-        self.differences = Counter[int]()  # prompts that routers render in another way, by rank
+        # rank -> number of prompts that routers rendered to other tokens than vLLM
+        self.differences = Counter[int]()
         self._renderer = renderer
         self._render_chat = renderer.render_chat_async
         self._render_completion = renderer.render_cmpl_async
@@ -221,7 +233,10 @@ class GivenPrompts:
             rendered = await self._render_chat(conversations, chat_params, tok_params, **options)
             prompt = self._compared(prompt, rendered[1][0], run)
         # Only `echo` reads the conversation, and only its last message.
-        return [[_with_text(message) for message in each[-1:]] for each in conversations], [prompt]
+        last_messages = [
+            [_with_text(message) for message in conversation[-1:]] for conversation in conversations
+        ]
+        return last_messages, [prompt]
 
     async def completion(
         self, prompts: Sequence[Any], tok_params: Any = None, **options: Any
@@ -230,8 +245,8 @@ class GivenPrompts:
         run = _rendered()
         if run is None:
             rendered = await self._render_completion(prompts, tok_params, **options)
-            if isinstance(wanted := CURRENT.get(), Rendering):
-                wanted.prompts = rendered
+            if isinstance(current := CURRENT.get(), Rendering):
+                current.prompts = rendered
             return rendered
         prompt = await self._prompt(run, tok_params or self._renderer.default_cmpl_tok_params)
         if run.call.is_checked:
@@ -240,12 +255,13 @@ class GivenPrompts:
         return [prompt]
 
     def _compared(self, given: Any, rendered: Any, run: Run) -> Any:
-        """Return the prompt as vLLM renders it; count it if the given one differs."""
+        """Return the prompt as vLLM renders it; count it if the router's prompt is different."""
         if given["prompt_token_ids"] == rendered["prompt_token_ids"]:
             return given
         self.differences[run.request.rank] += 1
         log.error(
-            "the router has rendered request %s in another way than vLLM: %d tokens, %d here",
+            "the router rendered request %s to other tokens than vLLM: %d tokens in the router, "
+            "%d in vLLM; vLLM's tokens are used",
             run.request.request_id,
             len(given["prompt_token_ids"]),
             len(rendered["prompt_token_ids"]),
@@ -253,9 +269,9 @@ class GivenPrompts:
         return {**rendered, "cache_salt": given.get("cache_salt")}
 
     async def _prompt(self, run: Run, tok_params: Any) -> Any:
-        """Return the given prompt as the renderer makes prompts of ids.
+        """Return the prompt that the renderer makes from the given token ids.
 
-        That checks its length and truncates it, and decodes it if the response needs its text.
+        The renderer checks the length and truncates, and decodes if the response needs the text.
         """
         given = TokensPrompt(prompt_token_ids=run.request.prompt_ids.tolist())
         made = await self._renderer.tokenize_prompt_async(given, tok_params)
@@ -268,7 +284,7 @@ class GivenPrompts:
 
 
 def _with_text(message: Any) -> Any:
-    """Return a message whose content is one text, as vLLM's parsed conversations have it."""
+    """Return a message whose content is one text, like in conversations that vLLM has parsed."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
@@ -277,12 +293,15 @@ def _with_text(message: Any) -> Any:
 
 
 def _content_format(llm: AsyncLLM, args: Any) -> str:
-    """Of messages in the chat template; empty if there is none, or vLLM renders chats without it,
-    or formats differ."""
+    """Return the format in which the chat template expects the content of messages.
+
+    It is empty if there is no chat template, if vLLM renders chats without it, or if the formats
+    with and without tools differ.
+    """
     is_harmony = llm.model_config.hf_config.model_type == "gpt_oss"
     if is_harmony or not isinstance(llm.renderer, HfRenderer):
         return ""
-    found = {
+    formats = {
         resolve_chat_template_content_format(
             load_chat_template(args.chat_template),
             tools,
@@ -292,12 +311,12 @@ def _content_format(llm: AsyncLLM, args: Any) -> str:
         )
         for tools in NO_AND_SOME_TOOLS
     }
-    return found.pop() if len(found) == 1 else ""
+    return formats.pop() if len(formats) == 1 else ""
 
 
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
-    """vLLM's application imports a package that sets up the root logger for itself."""
+    """Restore the root logger: vLLM's application imports a package that changes it."""
     root = logging.getLogger()
     level, handlers = root.level, [*root.handlers]
     try:
@@ -308,7 +327,7 @@ def _root_logger_kept() -> Iterator[None]:
 
 
 def _shorten_logs() -> None:
-    """vLLM's handlers log a traceback for what a client did wrong; a line is enough."""
+    """Shorten tracebacks that vLLM's handlers log for clients' errors to one line."""
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(_short)
 
@@ -321,13 +340,13 @@ def _short(record: logging.LogRecord) -> bool:
 
 
 def _rendered() -> Run | None:
-    """The current request if it comes with its prompt."""
+    """Return the current request if it comes with its prompt's token ids."""
     run = CURRENT.get()
     return run if run is not None and run.call.is_rendered else None
 
 
 def _arguments(llm: AsyncLLM, front_args: Mapping[str, Any]) -> Any:
-    """The arguments of vLLM's server. Raises ValueError."""
+    """Return the arguments of vLLM's server. Raises ValueError if they are wrong."""
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     config = llm.vllm_config
     served = config.model_config.served_model_name

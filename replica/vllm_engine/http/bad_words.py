@@ -1,7 +1,7 @@
-"""Words that an answer must not have are limited by their tokens before the engine gets them.
+"""Limits the total number of tokens in `bad_words` before the engine gets them.
 
-vLLM limits their number when it tokenises them. Its engine on GPUs also limits the tokens of all
-words, and dies of a request with more.
+vLLM limits the number of words when it tokenises them. Its engine on GPUs also limits the tokens of
+all words together, and crashes at a request with more.
 """
 
 from typing import Any
@@ -14,16 +14,17 @@ _tokenise = SamplingParams.update_from_tokenizer
 
 
 def install() -> None:
-    """Check the tokens when vLLM has made them, in this process."""
+    """Check the number of tokens in this process, as soon as vLLM has tokenised the words."""
     SamplingParams.update_from_tokenizer = _update_from_tokenizer
 
 
 def _update_from_tokenizer(self: SamplingParams, tokenizer: Any) -> None:
     _tokenise(self, tokenizer)
     tokens = sum(map(len, self.bad_words_token_ids or ()))
-    most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-    if tokens > most:
+    max_tokens = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    if tokens > max_tokens:
         raise VLLMValidationError(
-            f"bad_words has {tokens} tokens; send words of {most} tokens at most",
+            f"bad_words has {tokens} tokens in all; send fewer or shorter words, with at most "
+            f"{max_tokens} tokens together",
             parameter="bad_words",
         )

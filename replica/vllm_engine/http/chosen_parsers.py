@@ -1,4 +1,4 @@
-"""Chooses vLLM's parsers for a model, where the user names none."""
+"""Chooses vLLM's parsers for a model if the user names none."""
 
 import logging
 from typing import Any
@@ -16,35 +16,38 @@ log = logging.getLogger("kvroute.replica")
 
 
 def choose_reasoning_parser(args: AsyncEngineArgs, chat_template: str | None) -> None:
-    """Set the engine's parser of reasoning, before the engine starts: grammars begin behind it.
+    """Set the engine's parser of reasoning in `args`.
+
+    The engine needs it before it starts, because grammars begin after the reasoning.
 
     Args:
-        args: changed.
-        chat_template: as the argument of vLLM's server: a file or the template itself.
+        args: The engine's arguments.
+        chat_template: The argument of vLLM's server: a file or the template itself.
     """
     if args.reasoning_parser:
         args.reasoning_parser = "" if args.reasoning_parser == NONE else args.reasoning_parser
         return
     config = args.create_model_config()
-    found = reasoning_parser(_template(config, chat_template), config.hf_config.model_type)
-    if found:
-        log.info("reasoning is read by vLLM's parser %s, by the model's chat template", found)
-        args.reasoning_parser = found
+    parser = reasoning_parser(_template(config, chat_template), config.hf_config.model_type)
+    if parser:
+        log.info("chose vLLM's reasoning parser %s, from the model's chat template", parser)
+        args.reasoning_parser = parser
 
 
 def chosen_tool_parser(config: ModelConfig, args: Any) -> str | None:
-    """Return the parser of tool calls: the given one, or what the model's template tells.
+    """Return the parser of tool calls: the user's choice, else one by the model's template.
 
     Args:
-        args: the arguments of vLLM's server.
+        config: The model's configuration.
+        args: The arguments of vLLM's server.
     """
     if args.tool_call_parser is not None:
         return None if args.tool_call_parser == NONE else str(args.tool_call_parser)
     template = _template(config, args.chat_template)
-    found = tool_parser(template, config.hf_config.model_type, config.model)
-    if found:
-        log.info("tool calls are read by vLLM's parser %s, by the model's chat template", found)
-    return found
+    parser = tool_parser(template, config.hf_config.model_type, config.model)
+    if parser:
+        log.info("chose vLLM's tool call parser %s, from the model's chat template", parser)
+    return parser
 
 
 def _template(config: ModelConfig, given: str | None) -> str | None:

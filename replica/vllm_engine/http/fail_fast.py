@@ -1,7 +1,7 @@
-"""The check of a list in a body ends at its first bad item, however deep the list is.
+"""Stops the validation of a list in a body at its first invalid item, at any depth.
 
-vLLM would collect the errors of all items, for each type that an item may have: one message with
-30,000 bad parts, 450 KB, holds up every stream of the replica for 8 s.
+vLLM itself collects the errors of all items, for each type that an item may have. A message of
+450 KB with 30,000 invalid parts would then stop every stream of the replica for 8 s.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from pydantic_core import SchemaValidator
 
 
 def install(app: FastAPI) -> None:
-    """For the bodies of all routes of vLLM's application."""
+    """Change the validation of bodies in all routes of vLLM's application."""
     for route in app.routes:
         if isinstance(route, APIRoute):
             for body in route.dependant.body_params:
@@ -20,15 +20,17 @@ def install(app: FastAPI) -> None:
 
 
 def _replace(adapter: Any) -> None:
-    """The adapter's validator gets another one for each list. Prebuilt ones of the models have
-    vLLM's own."""
+    """Replace the adapter's validator by one whose lists fail fast.
+
+    It cannot use the models' prebuilt validators, because these collect all errors.
+    """
     adapter.validator = SchemaValidator(_fail_fast(adapter.core_schema), _use_prebuilt=False)
 
 
 def _fail_fast(schema: Any) -> Any:
-    """A copy of a core schema, or of a part of one."""
+    """Return a copy of a core schema, or of a part of one, whose lists fail fast."""
     if isinstance(schema, dict):
-        copy = {name: _fail_fast(each) for name, each in schema.items()}
+        copy = {name: _fail_fast(part) for name, part in schema.items()}
         return copy | {"fail_fast": True} if schema.get("type") == "list" else copy
     if isinstance(schema, list | tuple):
         return type(schema)(map(_fail_fast, schema))

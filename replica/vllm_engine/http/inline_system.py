@@ -1,10 +1,9 @@
-"""System messages in the middle of a conversation of /v1/messages stay where they are.
+"""Keeps system messages in the middle of a conversation of /v1/messages in their places.
 
-Claude Code sends reminders as system messages, some after every tool result. Many chat templates
-take a system message at the front only, so vLLM moves all of them there. Each new one then changes
-the beginning of the prompt, and nothing behind it is found in the cache.
-
-Here such a message keeps its place (system_places.py).
+Claude Code sends reminders as system messages, some of them after every tool result. Many chat
+templates accept a system message at the front only, so vLLM moves all system messages there. Each
+new message then changes the beginning of the prompt, so that the rest of the prompt is no longer a
+cache hit. Here, such a message keeps its place (system_places.py).
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,9 @@ def install(serving: AnthropicServingMessages, *, merges: bool) -> None:
     """Make vLLM's handler of /v1/messages leave inline system messages in place.
 
     Args:
-        merges: move them to the front instead, as vLLM does where the template asks for it.
+        serving: vLLM's handler.
+        merges: Whether to change nothing: vLLM then moves the messages to the front if the
+            template requires that.
     """
     if merges:
         return
@@ -41,7 +42,7 @@ def install(serving: AnthropicServingMessages, *, merges: bool) -> None:
 
 
 def _render_of(serving: AnthropicServingMessages) -> Render | None:
-    """Return how chats are rendered; None if vLLM uses no chat template for this model."""
+    """Return a function that renders chats; None if vLLM uses no chat template for this model."""
     online = serving.online_renderer
     renderer = online.renderer
     if not isinstance(renderer, HfRenderer) or renderer.tokenizer is None:

@@ -1,7 +1,8 @@
-"""Images are processed once; one that cannot be loaded is the client's error.
+"""Processes each image once, and reports an image that cannot be loaded as the client's error.
 
-vLLM would answer with an error of the server to hosts that do not answer, to local files and to
-images of too many pixels, for example; a router would then ask the next replica for the same.
+For some images, vLLM itself would report an error of the server: for example if the image's host
+does not respond, for local files, and for too many pixels. A router would then send the same
+request to the next replica.
 """
 
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
-REPLACED = "http"  # vLLM's name of its own; others can be chosen with VLLM_MEDIA_CONNECTOR
+# vLLM's name of the connector that is replaced; VLLM_MEDIA_CONNECTOR can select another one.
+REPLACED = "http"
 
 
 class Connector(MediaConnector):
@@ -18,21 +20,22 @@ class Connector(MediaConnector):
             return await super().load_from_url_async(url, media_io, **options)
         except (ValueError, VLLMClientError):
             raise
-        except Exception as error:  # whatever downloads and decoders raise
-            words = f"{type(error).__name__}: {error}"
-            raise VLLMUnprocessableEntityError(f"Failed to load {url[:60]}: {words}") from error
+        except Exception as error:  # downloads and decoders raise many kinds of exceptions
+            reason = f"{type(error).__name__}: {error}"
+            raise VLLMUnprocessableEntityError(f"Failed to load {url[:60]}: {reason}") from error
 
 
 def process_once(renderer: Any) -> None:
-    """For a router that asks how a prompt is rendered, and for the engine that gets it.
+    """Use one cache of processed images for render requests and for the engine's requests.
 
-    vLLM keeps processed images for those who only ask. Of others it remembers what the engine has,
-    and sends no image twice; so the engine would miss one that a client has not waited for. Here
-    the engine gets each image with each request, and keeps none (core/scheduler.py).
+    vLLM has a cache of processed images for render requests only. For the engine's requests it
+    remembers which images the engine has, and sends no image twice. But if a client leaves before
+    its image is sent, the engine never gets that image. Here, the engine gets each image with each
+    request, and caches none (core/scheduler.py).
     """
     renderer._mm_processor_cache = renderer._mm_processor_only_cache
 
 
 def install() -> None:
-    """Once for each process."""
+    """Replace vLLM's connector; call this once in each process."""
     MEDIA_CONNECTOR_REGISTRY.register(REPLACED)(Connector)

@@ -1,7 +1,7 @@
-"""A request with tools is refused if the replica cannot read the model's tool calls.
+"""Rejects requests with tools if the replica has no parser for the model's tool calls.
 
-vLLM refuses chats and messages with tools if it has no parser for them, and names options of its
-own server. In its responses the calls would be text, which no client takes for a call.
+For chats and messages, vLLM itself rejects them, but its error names options of vLLM's server. For
+responses it does not: the calls would be plain text, which no client recognises as a call.
 """
 
 from typing import Any
@@ -9,34 +9,34 @@ from typing import Any
 from fastapi import FastAPI
 
 MESSAGE = (
-    "how this model writes tool calls is not known: restart with --engine-arg tool_call_parser=NAME"
-    ", where NAME is one of vLLM's tool call parsers, or set tool_choice to none"
+    "no parser is known for this model's tool calls: set tool_choice to none, or restart with "
+    "--engine-arg tool_call_parser=NAME, where NAME is one of vLLM's tool call parsers"
 )
-VLLMS = "--tool-call-parser to be set"  # the end of what vLLM says
+VLLM_MESSAGE_END = "--tool-call-parser to be set"  # the end of vLLM's own error message
 
 
 def install(app: FastAPI, tool_call_parser: str | None) -> None:
-    """Install the refusals, once vLLM's application has its state."""
+    """Install the checks; call this when vLLM's application has its state."""
     if (chats := getattr(app.state, "openai_serving_chat", None)) and not tool_call_parser:
-        _say_what_helps(chats.online_renderer)
+        _replace_message(chats.online_renderer)
     serving = getattr(app.state, "openai_serving_responses", None)  # pooling models have none
     if serving is None or serving.use_harmony or tool_call_parser:
         return
-    theirs = serving._validate_create_responses_input
+    vllm_check = serving._validate_create_responses_input
 
     def check(request: Any) -> Any:
         if request.tools and request.tool_choice != "none":
             return serving.create_error_response(MESSAGE, param="tools")
-        return theirs(request)
+        return vllm_check(request)
 
     serving._validate_create_responses_input = check
 
 
-def _say_what_helps(renderer: Any) -> None:
-    theirs = renderer.create_error_response
+def _replace_message(renderer: Any) -> None:
+    vllm_response = renderer.create_error_response
 
     def create_error_response(message: Any, *args: Any, **options: Any) -> Any:
-        is_ours = isinstance(message, str) and message.endswith(VLLMS)
-        return theirs(MESSAGE if is_ours else message, *args, **options)
+        is_replaced = isinstance(message, str) and message.endswith(VLLM_MESSAGE_END)
+        return vllm_response(MESSAGE if is_replaced else message, *args, **options)
 
     renderer.create_error_response = create_error_response

@@ -1,15 +1,16 @@
-"""Which of vLLM's parsers read a model's tool calls and its reasoning, by its chat template.
+"""Finds vLLM's parsers for a model's tool calls and its reasoning, from its chat template.
 
-A template shows the model's earlier answers in the form in which the model writes new ones, so the
-marks of that form tell the parser.
+A template writes the model's earlier answers in the form in which the model writes new ones. So the
+markers of that form in the template identify the parser.
 """
 
 import re
 from collections.abc import Sequence
 
-NONE = "none"  # as the name of a parser: no parser, also where one would be chosen
+NONE = "none"  # a user's value for a parser's name that turns the automatic choice off
 Forms = Sequence[tuple[tuple[str, ...], str]]
-# All these patterns are in the template: this parser. The first match counts.
+# Each item has patterns and a parser. The first item of which all patterns are in the template
+# gives the parser.
 TOOL_FORMS: Forms = (
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>", "<arg_key>"), "glm45"),
@@ -27,8 +28,8 @@ TOOL_FORMS: Forms = (
     ((r"<\|python_start\|>",), "llama4_pythonic"),
     ((r"<\|start_header_id\|>", r'"name": <?function', '"parameters":'), "llama3_json"),
 )
-# Models that think only when a request asks for it in words are left out: such a parser would take
-# all that they say without thinking for reasoning.
+# Models that reason only if the prompt's text tells them to are left out: for an answer without
+# reasoning, such a parser would take the whole answer for reasoning.
 REASONING_FORMS: Forms = (
     (("<seed:think>",), "seed_oss"),
     ((r"\[THINK\]",), "mistral"),
@@ -39,32 +40,33 @@ REASONING_FORMS: Forms = (
     (("<think>", "<minimax:tool_call>"), "minimax_m2"),
     (("<think>", r"<\|im_start\|>", "reasoning_content"), "qwen3"),
 )
-# By the model type of the configuration, where the template does not tell.
+# Model type in the configuration -> parser, for models whose template does not identify it.
 TOOL_TYPES = {"gpt_oss": "openai"}
 REASONING_TYPES = {"gpt_oss": "openai_gptoss"}
-# The built-in model's template has no tools: forced calls are written by a grammar, as JSON.
+# Part of a model's name -> parser. The built-in model's template has no tools; a grammar makes it
+# write forced calls as JSON.
 NAMES = {"SmolLM2-135M-Instruct": "hermes"}
 
 
 def tool_parser(template: str | None, model_type: str, name: str) -> str | None:
-    """Return the parser's name; None if neither template nor model tell.
+    """Return the parser's name; None if neither template nor model identify it.
 
     Args:
-        template: the chat template for requests with tools.
-        model_type: of the model's configuration.
-        name: folder or hub name of the model.
+        template: The chat template for requests with tools.
+        model_type: The model type in the model's configuration.
+        name: The model's folder, or its name on the Hugging Face Hub.
     """
-    found = TOOL_TYPES.get(model_type) or _by_form(template, TOOL_FORMS)
-    return found or next((parser for part, parser in NAMES.items() if part in name), None)
+    parser = TOOL_TYPES.get(model_type) or _by_form(template, TOOL_FORMS)
+    return parser or next((parser for part, parser in NAMES.items() if part in name), None)
 
 
 def reasoning_parser(template: str | None, model_type: str) -> str | None:
-    """Return the parser's name; None if neither template nor model tell."""
+    """Return the parser's name; None if neither template nor model identify it."""
     return REASONING_TYPES.get(model_type) or _by_form(template, REASONING_FORMS)
 
 
 def _by_form(template: str | None, forms: Forms) -> str | None:
-    """Return the parser of the first form that the template writes."""
+    """Return the parser of the first form whose patterns are all in the template."""
     for patterns, parser in forms:
         if template and all(re.search(pattern, template) for pattern in patterns):
             return parser

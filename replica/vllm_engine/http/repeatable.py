@@ -1,7 +1,7 @@
-"""What vLLM's handlers draw at random and date is the same for one request on every replica.
+"""Makes the random ids and the times in a response the same on every replica.
 
-Some routes repeat ids and dates in several events; a replica that goes on must use the same ones.
-The handlers' modules name `uuid` and `time`; here these names get other objects.
+Some routes repeat ids and times in several events, so a replica that continues a response must use
+the same values. Here, the names `uuid` and `time` in vLLM's modules get other objects.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 
 from kvroute.replica.vllm_engine.http.run import CURRENT
 
-# vLLM's modules, and which names are replaced in each.
+# vLLM's module -> the names that are replaced in it.
 REPLACED = {
     "vllm.utils": ("uuid",),
     "vllm.entrypoints.generate.base.serving": ("time",),
@@ -47,7 +47,7 @@ class _Time:
 
 
 def install() -> None:
-    """Once for each process."""
+    """Replace the names; call this once in each process."""
     ours = {"time": _Time(), "uuid": _Uuid()}
     for name, attributes in REPLACED.items():
         module = importlib.import_module(name)

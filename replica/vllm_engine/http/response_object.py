@@ -1,7 +1,7 @@
-"""Objects of the Responses API have every member that the Open Responses specification requires.
+"""Adds the members to objects of the Responses API that the Open Responses specification requires.
 
-vLLM leaves some out, and has null for others that are never null. Clients with strict types refuse
-such an object.
+vLLM leaves some members out, and sets others to null that must not be null. Clients with strict
+types reject such an object.
 """
 
 import time
@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.responses.protocol import (
 
 from kvroute.replica.vllm_engine.http.run import CURRENT
 
-# The default of `text`.
+# The default of the member `text`.
 TEXT = ResponseTextConfig.model_validate({"format": {"type": "text"}, "verbosity": "medium"})
 
 
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def complete(response: ResponsesResponse, request: ResponsesRequest) -> ResponsesResponse:
-    """Fill in a response's members, as far as vLLM has not. Changes and returns the response."""
+    """Set the members of a response that vLLM has not set, and return the response."""
     run = CURRENT.get()
     defaults = {"metadata": {}, "text": TEXT, "top_logprobs": 0}
     values = {name: value for name, value in defaults.items() if getattr(response, name) is None}
@@ -52,6 +52,6 @@ def complete(response: ResponsesResponse, request: ResponsesRequest) -> Response
 
 
 def with_bytes(logprobs: Sequence[Any]) -> list[Any]:
-    """Return log-probabilities for an event, with the bytes of each token: vLLM leaves them out."""
+    """Return log-probabilities for an event, with each token's bytes, which vLLM leaves out."""
     event = streaming_events.response_text_delta_event.Logprob
-    return [event.model_validate(each.model_dump()) for each in logprobs]
+    return [event.model_validate(logprob.model_dump()) for logprob in logprobs]

@@ -1,9 +1,9 @@
-"""One HTTP request in vLLM's application: what it gets, and the chunks that its response becomes.
+"""Runs one HTTP request in vLLM's application, and converts its response to chunks.
 
-The application runs over ASGI in a task of its own and reads the engine through `outputs`. A chunk
-is one output of the engine with all bytes that the application sends until it asks for the next
-one. So the tokens and the bytes that a router has always belong together, and another replica can
-go on behind them. The application's task itself hands each chunk on.
+The application runs over ASGI in its own task and reads the engine's outputs through `outputs`. A
+chunk is one output of the engine with all bytes that the application sends before it requests the
+next output. So the tokens and the bytes that a router has received always belong together, and
+another replica can continue after them. The application's task itself emits each chunk.
 """
 
 import asyncio
@@ -45,57 +45,62 @@ from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 
 log = logging.getLogger("kvroute.replica")
 
-WHOLE_TOKENS = 32  # in a chunk of a response that is sent as a whole: what a lost replica may cost
-# Log-probabilities of a prompt, which the replica's loop makes all at once: 6 us of CPU time each.
+# Tokens in a chunk of a response without streaming. If the replica is lost, at most this many
+# tokens have to be generated again.
+WHOLE_TOKENS = 32
+# Maximum number of log-probabilities of a prompt. The event loop computes all of them in one piece;
+# each takes 6 us of CPU time.
 MOST_PROMPT_LOGPROBS = 131_072
-END_S = 5.0  # for the application to end once the client has left
-OURS = "kvroute_"  # how names in extra_args begin that clients may not set
+END_S = 5.0  # seconds for the application to end after the client has left; then it is cancelled
+OURS = "kvroute_"  # prefix of the keys of extra_args that clients may not set
 RESPONSES = "/v1/responses"
 ERROR_EVENT = b"event: error"
-# What the end of an answer has when it is a tool call, by its path. In texts quotes are escaped.
+# Path -> bytes in the last chunk of an answer that ends with a tool call. They cannot be a part of
+# the answer's text, because quotes in texts are escaped.
 TOOL_CALL = {
     "/v1/chat/completions": b'"finish_reason":"tool_calls"',
     "/v1/messages": b'"stop_reason":"tool_use"',
     RESPONSES: b'"type":"function_call"',
 }
-STARTED = "response already started"  # in the text of Starlette's RuntimeError
-NEVER = b"\0"  # JSON has none
-# Of a chat whose request names the tool: somewhere in the answer, and at its end.
+STARTED = "response already started"  # part of the message of Starlette's RuntimeError
+NEVER = b"\0"  # a byte that JSON cannot contain
+# A chat whose request names the tool has the first bytes somewhere in the answer, and the second
+# bytes at the answer's end.
 CALLS, STOP = b'"tool_calls":[{', b'"finish_reason":"stop"'
 
-Message = Mapping[str, Any]  # ASGI's
+Message = Mapping[str, Any]  # a message of ASGI
 
 
 class Run:
-    """One request. lora: vLLM's argument for its adapter."""
+    """One request; `lora` is vLLM's argument for its LoRA adapter."""
 
     def __init__(
         self, request: GenerateRequest, call: HttpCall, emit: Emit, lora: Any = None
     ) -> None:
         self.call = call
-        self.is_tool_call = False  # the end of the response
+        self.is_tool_call = False  # True if the response ended with a tool call
         self.random = random.Random(request.request_id)  # the same numbers on every replica
         self.request = request
-        self.priority = priority_of(request)  # whatever the body says
+        self.priority = priority_of(request)  # replaces a priority in the body
         self._lora = lora
-        self._body: bytes | None = call.body  # until it was read
-        self._has_left = asyncio.Event()  # the client
+        self._body: bytes | None = call.body  # None after it was read
+        self._has_left = asyncio.Event()  # set when the client has left
         self._emit = emit
         self._failure: Exception | None = None
-        self._token_ids: list[int] = []  # generated since the last chunk
-        self._data: list[bytes] = []  # sent since the last chunk
-        self._has_calls = False  # sent at any time
-        self._has_put = False  # a chunk was emitted
-        self._status = 0  # 0: a chunk has it
+        self._token_ids: list[int] = []  # tokens that were generated since the last chunk
+        self._data: list[bytes] = []  # bytes that were sent since the last chunk
+        self._has_calls = False  # True once bytes with CALLS were sent
+        self._has_emitted = False  # True once a chunk was emitted
+        self._status = 0  # status that the next chunk has to contain; 0: none
         self._content_type = ""
-        self._prompts = 0  # that the engine was asked to answer
+        self._prompts = 0  # number of prompts that the application passed to the engine
         self._can_continue = True
         self._counts: tuple[int, int] | None = None  # cached and written tokens of the prompt
         if call.deltas:
             self._counts = call.cached_tokens, call.written_tokens
 
     async def respond(self, app: Any) -> None:
-        """Runs the application. Cancelling it aborts the request at the engine."""
+        """Run the application. Cancelling this call aborts the request at the engine."""
         task = asyncio.create_task(self._run(app))
         try:
             await asyncio.wait([task])
@@ -104,7 +109,7 @@ class Run:
         if self._failure is not None:
             raise self._failure
 
-    # ASGI.
+    # The application's side of ASGI.
 
     async def receive(self) -> Message:
         if self._body is not None:
@@ -118,7 +123,7 @@ class Run:
             self._status = int(message["status"])
             self._content_type = content_type(message)
         elif body := message.get("body"):
-            if body.startswith(ERROR_EVENT):  # of /v1/messages; Anthropic has other types
+            if body.startswith(ERROR_EVENT):  # an event of /v1/messages, with Anthropic's type
                 body = body.replace(b'"type":"internal_error"', b'"type":"api_error"')
             self._data.append(body)
             self._has_calls = self._has_calls or CALLS in body
@@ -130,32 +135,32 @@ class Run:
             headers |= self.request.trace or {}
             await app(scope(self.call.path, headers), self.receive, self.send)
             self._put(is_last=True)
-        except Exception as error:  # any of the application's
+        except Exception as error:  # the application can raise any exception
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """End with an error response if the client has nothing yet; else fail with the error."""
-        if self._failure is not None or self._has_put or self.call.deltas:
+        """End with an error response if the client has received nothing; else fail with `error`."""
+        if self._failure is not None or self._has_emitted or self.call.deltas:
             self._failure = self._failure or error
             return
-        log.warning("vLLM's application failed with %s", self.call.path, exc_info=error)
+        log.warning("vLLM's application failed for %s", self.call.path, exc_info=error)
         is_body = _is_of_validation(error)
-        if is_body or self._status < 400:  # else the application has made a response itself
-            shown = f"a field of the body has a value of a wrong type: {error}"
-            made = create_error_response(shown if is_body else _unwrapped(error))
-            self._status, self._content_type = made.error.code, "application/json"
-            self._data = [made.model_dump_json().encode()]
+        if is_body or self._status < 400:  # else the application itself has made an error response
+            message = f"a field of the body has a value of a wrong type: {error}"
+            response = create_error_response(message if is_body else _unwrapped(error))
+            self._status, self._content_type = response.error.code, "application/json"
+            self._data = [response.model_dump_json().encode()]
         self._put(is_last=True)
 
     async def _leave(self, task: "asyncio.Task[None]") -> None:
-        """vLLM's handlers notice that the client has left, and abort the request."""
+        """Report to vLLM's handlers that the client has left, so that they abort the request."""
         self._has_left.set()
         while not task.done():
             await asyncio.wait([task], timeout=END_S)
             task.cancel()
 
     def _put(self, *, is_last: bool = False) -> None:
-        """Emits all that came since the last chunk, while somebody reads it."""
+        """Emit a chunk with all tokens and bytes since the last one, unless the client has left."""
         if self._failure is not None or self._has_left.is_set():
             return
         tokens, data = tuple(self._token_ids), b"".join(self._data)
@@ -170,14 +175,14 @@ class Run:
             self._can_continue,
             self.is_tool_call,
         )
-        self._token_ids, self._data, self._status, self._has_put = [], [], 0, True
+        self._token_ids, self._data, self._status, self._has_emitted = [], [], 0, True
         self._emit(Chunk(tokens, cached_tokens, is_last, part))
 
     def _ends_with_call(self, end: bytes) -> bool:
         is_named = self._has_calls and STOP in end
         return is_named or TOOL_CALL.get(self.call.path, NEVER) in end
 
-    # What vLLM's handlers ask the engine.
+    # The engine's side for vLLM's handlers.
 
     def outputs(
         self,
@@ -191,7 +196,8 @@ class Run:
         self._prompts += 1
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
         has_ids = prompt["type"] in ("token", "multimodal")
-        repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None  # at its end
+        # The end of a response of /v1/responses contains the log-probabilities of all its tokens.
+        repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None
         is_kept = not repeats_logprobs and can_continue(params)
         self._can_continue = self._prompts == 1 and has_ids and is_kept
         deltas = _delta_params(params, keep_args(self.request))
@@ -201,7 +207,7 @@ class Run:
         return _whole(outputs) if is_whole else outputs
 
     def salted(self, prompt: Any) -> Any:
-        """With the router's salt, whatever the body says."""
+        """Return the prompt with the router's salt, which replaces a salt in the body."""
         salt = cache_salt(self.request)
         return {**prompt, "cache_salt": salt} if salt else prompt
 
@@ -213,7 +219,7 @@ class Run:
         params: SamplingParams,
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        prepared()  # another process checks the grammar
+        prepared()  # the preparation ends here, because another process checks the grammar
         await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
         ids = prompt["prompt_token_ids"]
@@ -223,15 +229,16 @@ class Run:
             tokenizer = llm.get_tokenizer()
             for output in repeated(answered, self.call.deltas, prompt, params, id_, tokenizer):
                 yield self._counted(output)
-            self._data, self._status = [], 0  # the client has it
-            prompt = {**prompt, "prompt_token_ids": [*ids, *answered]}  # images stand before
+            self._data, self._status = [], 0  # the client has received these bytes already
+            # Offsets of images stay valid, because all images are in the prompt.
+            prompt = {**prompt, "prompt_token_ids": [*ids, *answered]}
             params = rest(params, answered)
         ours = {
             "lora_request": self._lora,
             "data_parallel_rank": self.request.rank,
             "priority": self.priority,
         }
-        prompt_logprobs = None  # of the prompt's tokens, once the engine has told them
+        prompt_logprobs = None  # log-probabilities of the prompt's tokens, once there are any
         outputs = llm.generate(prompt, params, id_, **{**options, **ours})
         async with self.reporting_a_dead_engine(), aclosing(outputs):
             with _outside():
@@ -239,20 +246,25 @@ class Run:
             while output is not None:
                 output.prompt_token_ids = ids
                 _check_tokens_fit_grammar(output, params)
-                if params.n > 1:  # vLLM loses a choice's own when its first output is joined to a
-                    # later one of another choice; with `echo`, each choice begins with them
+                if params.n > 1:
+                    # With `echo`, each choice begins with the prompt's log-probabilities. But if
+                    # vLLM merges a choice's first output into a later output of another choice, it
+                    # loses them.
                     prompt_logprobs = output.prompt_logprobs or prompt_logprobs
                     output.prompt_logprobs = prompt_logprobs
                 for choice in output.outputs:
                     self._token_ids += choice.token_ids
                 yield self._counted(output)
-                if not output.finished:  # the last tokens go with the response's end
+                if not output.finished:  # the last tokens are in one chunk with the response's end
                     self._put()
                 output = await anext(outputs, None)
 
     @asynccontextmanager
     async def reporting_a_dead_engine(self) -> AsyncIterator[None]:
-        """The router is told, and goes on elsewhere; the application would answer with an error."""
+        """Report the engine's death to the router, which continues at another replica.
+
+        Otherwise the application would answer with an error.
+        """
         try:
             yield
         except VllmDeadError as error:
@@ -260,7 +272,7 @@ class Run:
             raise
 
     def _counted(self, output: RequestOutput) -> RequestOutput:
-        """With the cached tokens that the first replica found."""
+        """Return the output with the numbers of cached tokens from the request's first replica."""
         if self._counts is None:
             self._counts = output.num_cached_tokens or 0, output.num_cache_creation_tokens or 0
         output.num_cached_tokens, output.num_cache_creation_tokens = self._counts
@@ -268,22 +280,21 @@ class Run:
 
 
 class Rendering(Run):
-    """A request of which only the prompts are wanted. The application is stopped when it asks the
-    engine."""
+    """A request that only renders prompts: the application is stopped when it calls the engine."""
 
     def __init__(self, call: HttpCall) -> None:
         request, self._chunks = GenerateRequest("render-0", NO_TOKENS), list[Chunk]()
         call = msgspec.structs.replace(call, is_rendered=False)
         super().__init__(request, call, self._chunks.append)
-        self.prompts: Sequence[Any] = ()  # all of a completion's, once vLLM has rendered them
-        self._asked: Any = None  # the prompt that the engine was asked to answer first
+        self.prompts: Sequence[Any] = ()  # all prompts of a completion, once vLLM rendered them
+        self._first: Any = None  # the first prompt that the application passed to the engine
 
     async def rendered(self, app: Any) -> Rendered:
-        """Run the application until it asks the engine; return the prompts, or the refusal."""
+        """Run the application until it calls the engine; return the prompts, or its error."""
         await self.respond(app)
-        if self._asked is None:
+        if self._first is None:
             return Rendered(refusal=self._chunks[-1].http)
-        first, *more = map(rendered_of, self.prompts or [self._asked])
+        first, *more = map(rendered_of, self.prompts or [self._first])
         return msgspec.structs.replace(first, more=tuple(more))
 
     async def outputs(
@@ -294,16 +305,17 @@ class Rendering(Run):
         params: SamplingParams,
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._asked = prompt
-        raise asyncio.CancelledError  # past every handler of errors
-        yield  # this makes it a generator
+        self._first = prompt
+        raise asyncio.CancelledError  # no error handler catches this
+        yield  # makes this method a generator
 
 
 def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
-    """Return what a router has to know of one of vLLM's prompts."""
+    """Return the parts of one of vLLM's prompts that a router needs."""
     if prompt["type"] == "embeds":
         ids = [0] * len(prompt["prompt_embeds"])
-        features = [Feature(secrets.token_hex(16), 0, len(ids))]  # nothing else has them
+        # A random feature, so that the prompt's fingerprints match no other prompt.
+        features = [Feature(secrets.token_hex(16), 0, len(ids))]
     else:
         ids, features = prompt["prompt_token_ids"], _features(prompt)
     packed = np.array(ids, "<u4").tobytes()
@@ -313,32 +325,35 @@ def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
 def _features(prompt: Mapping[str, Any]) -> list[Feature]:
     if prompt["type"] != "multimodal":
         return []
-    found = [
+    features = [
         Feature(identifier, place.offset, place.length)
         for modality, places in prompt["mm_placeholders"].items()
         for identifier, place in zip(prompt["mm_hashes"][modality], places, strict=True)
     ]
-    return sorted(found, key=lambda feature: feature.offset)
+    return sorted(features, key=lambda feature: feature.offset)
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """Return the error that Starlette has wrapped, as it came behind a response's beginning."""
+    """Return the original of an error that Starlette wrapped: the response had begun before it."""
     cause, is_wrapper = error.__cause__, STARTED in str(error)
     return cause if is_wrapper and isinstance(cause, Exception) else error
 
 
 def _is_of_validation(error: Exception) -> bool:
-    """Return whether vLLM's checks of a body have failed, which expect objects or lists there."""
+    """Return whether the error was raised during the validation of the body.
+
+    Some of vLLM's validators expect an object or a list, and raise an error for any other value.
+    """
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code is request_body_to_args.__code__ for frame, _ in frames)
 
 
-# The request that the running task works on; None outside the application.
+# The request of the running task; None outside the application.
 CURRENT: ContextVar[Run | None] = ContextVar("CURRENT", default=None)
 
 
 def scope(path: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    """ASGI's, of a POST request with a JSON body."""
+    """Return the ASGI scope of a POST request with a JSON body."""
     all_headers = {"content-type": "application/json", **headers}
     return {
         "type": "http",
@@ -358,7 +373,7 @@ def scope(path: str, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def content_type(message: Message) -> str:
-    """Of an http.response.start."""
+    """Return the content type in a message http.response.start."""
     for name, value in message["headers"]:
         if name.lower() == b"content-type":
             return str(value, "latin-1")
@@ -367,7 +382,7 @@ def content_type(message: Message) -> str:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """The engine draws ids of its own at first, which must not use up the request's."""
+    """Run code outside the request: the engine's own random ids must not use the request's."""
     token = CURRENT.set(None)
     try:
         yield
@@ -381,15 +396,15 @@ def _check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
     values = tokens * (params.prompt_logprobs + 1)
     if values > MOST_PROMPT_LOGPROBS:
         raise VLLMValidationError(
-            f"{values} log-probabilities of the prompt are asked for: prompt_logprobs (with echo: "
-            f"logprobs) and one more, for each of {tokens} tokens. The limit is "
-            f"{MOST_PROMPT_LOGPROBS}; ask for fewer, or send a shorter prompt",
+            f"this request needs {values} log-probabilities of the prompt: prompt_logprobs (with "
+            f"echo: logprobs) plus one, times {tokens} tokens. The limit is "
+            f"{MOST_PROMPT_LOGPROBS}; lower prompt_logprobs, or send a shorter prompt",
             parameter="prompt_logprobs",
         )
 
 
 def _check_tokens_fit_grammar(output: RequestOutput, params: SamplingParams) -> None:
-    """Refuse a request whose limits on tokens leave none that its grammar allows.
+    """Reject a request whose limits on tokens exclude all tokens that its grammar allows.
 
     The engine ends such a request with an error that names no cause.
     """
@@ -404,17 +419,17 @@ def _check_tokens_fit_grammar(output: RequestOutput, params: SamplingParams) -> 
     if any(choice.finish_reason == "error" for choice in output.outputs):
         raise VLLMValidationError(
             f"{' and '.join(given)}: the allowed tokens do not fit the schema or grammar of the "
-            "answer; allow more tokens, or leave one of them out",
+            "answer; allow more tokens, or leave one of these fields out",
             parameter=given[0],
         )
 
 
 def _delta_params(params: SamplingParams, ours: Mapping[str, Any]) -> SamplingParams:
-    """A copy, for outputs as they come; only kvroute itself may ask what is in `ours`."""
+    """Return a copy of the parameters for streaming; `ours` replaces kvroute's own extra_args."""
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
     extra_args = params.extra_args or {}
-    theirs = {k: v for k, v in extra_args.items() if not k.startswith(OURS)}
+    theirs = {key: value for key, value in extra_args.items() if not key.startswith(OURS)}
     params.extra_args = {**theirs, **ours} or None
     return params
 
@@ -422,7 +437,7 @@ def _delta_params(params: SamplingParams, ours: Mapping[str, Any]) -> SamplingPa
 async def _whole(
     outputs: AsyncGenerator[RequestOutput, None],
 ) -> AsyncGenerator[RequestOutput, None]:
-    """All outputs as one, as FINAL_ONLY gives them."""
+    """Yield all outputs as one output, like vLLM does with FINAL_ONLY."""
     whole: RequestOutput | None = None
     async with aclosing(outputs):
         async for output in outputs:

@@ -1,16 +1,16 @@
-"""Where system messages in the middle of a conversation go, by what a chat template takes.
+"""Places system messages in the middle of a conversation where a chat template accepts them.
 
-Such a message stays a system message if the template takes one there; else it becomes a user
-message; else its text is joined to the message before it. Which of these works is found by
-rendering example conversations.
+Such a message stays a system message if the template accepts one there. Otherwise it becomes a user
+message. If the template accepts that neither, its text is joined to the message before it. Example
+conversations are rendered to find out which of these works.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 Message = dict[str, Any]
-Render = Callable[[Sequence[Message]], str]  # by the chat template; raises if it refuses
-Place = Literal["system", "user", "joined"]  # what becomes of an inline system message
+Render = Callable[[Sequence[Message]], str]  # renders a chat; raises if the template rejects it
+Place = Literal["system", "user", "joined"]  # how an inline system message is placed
 
 INLINE = "Inline reminder 7351."
 _CALL = {"id": "a23456789", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -32,12 +32,12 @@ EXAMPLES: tuple[list[Message], ...] = (
 
 
 def place_for(render: Render) -> Place:
-    """Return the first place in which every example renders as one would expect.
+    """Return the first place with which all examples render correctly.
 
-    That is: the conversation before the inline message renders as without it, and the message's
-    text comes once, behind it, also when the conversation goes on.
+    This means: the conversation before the inline message renders as it does without the message.
+    After it, the message's text occurs once, also if the conversation continues.
     """
-    beginnings = [(before, text) for before in EXAMPLES if (text := _tried(render, before))]
+    beginnings = [(before, text) for before in EXAMPLES if (text := _rendered(render, before))]
     roles: tuple[Place, ...] = ("system", "user") if beginnings else ()
     for role in roles:
         if all(_keeps(render, before, text, role) for before, text in beginnings):
@@ -45,26 +45,29 @@ def place_for(render: Render) -> Place:
     return "joined"
 
 
-def _tried(render: Render, messages: Sequence[Message]) -> str:
-    """Return the rendered messages; nothing if the template refuses them."""
+def _rendered(render: Render, messages: Sequence[Message]) -> str:
+    """Return the rendered messages; an empty text if the template rejects them."""
     try:
         return render(messages)
-    except Exception:  # Jinja's, or whatever a template's own code raises
+    except Exception:  # an exception of Jinja, or of the template's own code
         return ""
 
 
 def _keeps(render: Render, before: Sequence[Message], beginning: str, role: str) -> bool:
     inline = {"role": role, "content": INLINE}
-    more: tuple[list[Message], ...] = ([], [_ANSWER], [_ANSWER, {"role": "user", "content": "So?"}])
-    wholes = [_tried(render, [*before, inline, *following]) for following in more]
+    endings: tuple[list[Message], ...] = (
+        [],
+        [_ANSWER],
+        [_ANSWER, {"role": "user", "content": "So?"}],
+    )
+    texts = [_rendered(render, [*before, inline, *ending]) for ending in endings]
     return all(
-        whole.startswith(beginning) and whole[len(beginning) :].count(INLINE) == 1
-        for whole in wholes
+        text.startswith(beginning) and text[len(beginning) :].count(INLINE) == 1 for text in texts
     )
 
 
 def put_in_place(messages: Sequence[Any], place: Place) -> list[Message]:
-    """Return a chat's messages with each system message but a first one put in its place."""
+    """Return a chat's messages with all system messages placed, except one at the front."""
     if place == "system":
         return list(messages)
     return list(_joined(messages) if place == "joined" else _as_users(messages))
@@ -77,32 +80,33 @@ def _as_users(messages: Sequence[Any]) -> Iterator[Message]:
 
 
 def _joined(messages: Sequence[Any]) -> list[Message]:
-    """Join each inline message to the user's or tool's message before it.
+    """Join each inline message to the user's or tool's message directly before it.
 
-    Where there is none, it becomes a user's message, to which the next one is joined.
+    If the message before it has another role, the inline message becomes a user message, and a
+    user message that follows is joined to it.
     """
-    found: list[Message] = []
-    is_opened = False  # the last message is an inline one that became a user's
+    placed: list[Message] = []
+    is_opened = False  # True if the last message is an inline message that became a user message
     for message in messages:
         role = message["role"]
-        is_inline = bool(found) and role == "system"
-        if is_inline and found[-1]["role"] in ("user", "tool"):
-            found[-1] = _with_more(found[-1], message["content"])
-            continue  # what is opened stays so
+        is_inline = bool(placed) and role == "system"
+        if is_inline and placed[-1]["role"] in ("user", "tool"):
+            placed[-1] = _with_more(placed[-1], message["content"])
+            continue  # is_opened does not change
         if is_inline:
-            found.append({**message, "role": "user"})
+            placed.append({**message, "role": "user"})
             is_opened = True
             continue
         if is_opened and role == "user":
-            found[-1] = _with_more(found[-1], message["content"])
+            placed[-1] = _with_more(placed[-1], message["content"])
         else:
-            found.append(message)
+            placed.append(message)
         is_opened = False
-    return found
+    return placed
 
 
 def _with_more(message: Mapping[str, Any], more: Any) -> Message:
-    """Return a message with further content, a text or a list of parts, at its end."""
+    """Return a message with further content at its end: a text, or a list of parts."""
     content = message.get("content") or ""
     if isinstance(content, str) and isinstance(more, str):
         return {**message, "content": f"{content}\n\n{more}" if content else more}

@@ -1,1 +1,1 @@
-"""The processes of vLLM: how they start, where they run, and how their end is noticed."""
+"""The processes of vLLM: their start, their CPU cores, and the detection of their end."""

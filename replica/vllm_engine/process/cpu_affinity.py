@@ -1,4 +1,4 @@
-"""Engines on one machine use separate CPU cores, without a central allocator."""
+"""Claims separate CPU cores for each engine on a machine, without a central allocator."""
 
 import fcntl
 import os
@@ -19,12 +19,12 @@ class Cores:
         return len(self.numbers)
 
     def threads(self, engines: int) -> int:
-        """With which each of so many engines computes."""
+        """Return the number of threads for each of `engines` engines on these cores."""
         return max(1, len(self) // engines)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Inside, the calling thread and the processes that it starts run on these cores only."""
+        """Bind the calling thread, and the processes that it starts meanwhile, to these cores."""
         before = os.sched_getaffinity(0)
         if self.numbers:
             os.sched_setaffinity(0, self.numbers)
@@ -35,7 +35,7 @@ class Cores:
 
 
 def claim_cores(count: int) -> Cores:
-    """The first `count` free neighbouring cores; any cores when all are claimed."""
+    """Claim the first `count` free neighbouring cores; claim none if all are in use."""
     usable = sorted(os.sched_getaffinity(0))
     for first in range(0, len(usable) - count + 1, count):
         lock = _lock(f"{count}-{usable[first]}")

@@ -1,4 +1,4 @@
-"""vLLM's processes end with their replica; without this they would live for ever."""
+"""Ends vLLM's processes when their replica ends; otherwise they would run for ever."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from vllm.v1.engine.coordinator import DPCoordinatorProc
 
 
 def die_with_parent() -> None:
-    """Kills this process when the one that started it dies."""
+    """Kill this process when its parent process dies."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -26,11 +26,14 @@ _run_coordinator = DPCoordinatorProc.run_coordinator
 
 
 def run_coordinator(*args: Any, **kwargs: Any) -> None:
-    """Of several data parallel ranks; vLLM runs it in a process of its own."""
+    """Run the coordinator of several data parallel ranks, which has a process of its own."""
     die_with_parent()
     _run_coordinator(*args, **kwargs)
 
 
 def install() -> None:
-    """Before vLLM starts its coordinator. Its engines do the same in core/scheduler.py."""
+    """Make the coordinator end with its parent; call this before vLLM starts the coordinator.
+
+    For engines, core/scheduler.py does the same.
+    """
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)

@@ -1,13 +1,15 @@
-"""An engine is declared dead when its process is stopped or its step does not end.
+"""Declares an engine dead if its process is stopped or if its step does not end.
 
-Checks are counted, not seconds: a replica that was stopped together with its engine would otherwise
-declare it dead when both continue.
+This counts checks and not seconds. With seconds, a replica that was stopped together with its
+engine would declare the engine dead as soon as both continue.
 """
 
 from dataclasses import dataclass
 
-STOPPED_CHECKS = 3  # consecutive checks that find its process stopped
-STUCK_CHECKS = 600  # consecutive checks in one step: five minutes, vLLM's limit for its workers
+STOPPED_CHECKS = 3  # consecutive checks with a stopped process after which the engine is dead
+# Consecutive checks within one step after which the engine is dead. This is five minutes, which is
+# also vLLM's limit for its workers.
+STUCK_CHECKS = 600
 
 
 @dataclass(slots=True)
@@ -19,7 +21,13 @@ class EngineHealth:
     stuck_checks: int = 0
 
     def check(self, *, is_stopped: bool, has_work: bool, steps: int) -> str | None:
-        """Why the engine is declared dead, or None. `steps`: all steps that it has done."""
+        """Record a check; return why the engine is declared dead, or None if it is not.
+
+        Args:
+            is_stopped: Whether the engine's process is stopped.
+            has_work: Whether the engine has unfinished requests.
+            steps: The number of all steps that the engine has done.
+        """
         is_stuck = has_work and steps == self.steps
         self.steps = steps
         self.stopped_checks = self.stopped_checks + 1 if is_stopped else 0

@@ -1,7 +1,8 @@
-"""On CPUs, vLLM's processes are forked from one that imports vLLM while the replica does so too.
-Each import takes seven seconds of a core, and otherwise the second one begins after the first.
+"""Forks vLLM's processes on CPUs from a server that has imported vLLM.
 
-On GPUs vLLM spawns them, as it does by itself.
+The server imports vLLM at the same time as the replica. Each import takes seven seconds of a core;
+without the server, the second import would begin after the first. On GPUs, vLLM spawns its
+processes as usual.
 """
 
 import gc
@@ -18,7 +19,7 @@ THREADS = "OMP_NUM_THREADS"  # OpenMP reads it when it is loaded
 
 
 def begin(threads: int) -> None:
-    """Starts that process, and does not wait for it. threads: that an engine computes with."""
+    """Start the server without waiting for it; `threads` is the number of an engine's threads."""
     before = os.environ.get(THREADS)
     os.environ[THREADS] = f"{threads}"
     multiprocessing.set_forkserver_preload([IMPORTED])
@@ -27,12 +28,12 @@ def begin(threads: int) -> None:
 
 
 def install() -> None:
-    """Before vLLM starts a process."""
+    """Make vLLM fork its processes from the server; call this before vLLM starts a process."""
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import coordinator, utils
 
     def context() -> Context:
-        get_mp_context()  # which also prepares the environment
+        get_mp_context()  # this also prepares the environment
         return Context()
 
     for module in (coordinator, utils):
@@ -53,7 +54,7 @@ class Context(ForkServerContext):
 def _run(
     target: Callable[..., None], env: Mapping[str, str], cores: set[int], *args: Any, **kwargs: Any
 ) -> None:
-    """With what a spawned process gets from the one that starts it."""
+    """Run `target` with the environment and the cores that a spawned process would inherit."""
     gc.enable()
     for name in os.environ.keys() | env.keys():
         _set(name, env.get(name))
@@ -64,5 +65,7 @@ def _run(
 def _set(name: str, value: str | None) -> None:
     if value is None:
         os.environ.pop(name, None)
-    elif value != os.environ.get(name):  # setproctitle finds argv beside what is untouched
+    elif value != os.environ.get(name):
+        # Only changed variables are set: setproctitle needs the other variables at their original
+        # place in memory, which is next to argv.
         os.environ[name] = value

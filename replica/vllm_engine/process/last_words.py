@@ -1,7 +1,7 @@
-"""Why an engine died, in vLLM's own words.
+"""Finds the error message with which a vLLM engine died.
 
-vLLM itself only says to look at the stack trace above. That is in the streams that its processes
-inherit from this one, and under Ray these are files.
+vLLM's exception only refers to the stack trace above it. vLLM's processes write that trace to the
+output streams that they inherit from this process. Under Ray, these streams are files.
 """
 
 import os
@@ -12,16 +12,16 @@ from pydantic import ValidationError
 
 from kvroute.contract.generation import CannotRunError
 
-STREAMS = (1, 2)  # standard output and error
-MOST_READ = 262_144  # bytes, of the end of each
-MOST_SAID = 600  # characters
-DEATH = re.compile(r"encountered a fatal error|failed to start")  # vLLM's title of such a trace
+STREAMS = (1, 2)  # file descriptors of standard output and standard error
+MOST_READ = 262_144  # maximum number of bytes that are read from the end of each stream
+MAX_MESSAGE = 600  # maximum number of characters of a message
+DEATH = re.compile(r"encountered a fatal error|failed to start")  # titles of vLLM's stack traces
 ERROR = re.compile(
     r"^\((?:EngineCore|Worker)[^)]*\).*?\] ((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
 )
 ELSEWHERE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")
 
-# Errors of a start that another start would only repeat.
+# Kinds of errors at an engine's start that would occur again at another start.
 FINAL = frozenset(
     {
         "AssertionError",
@@ -38,41 +38,41 @@ FINAL = frozenset(
 
 
 class LastWords:
-    """Of the engine that is started next."""
+    """The output of the engine that is started next."""
 
     def __init__(self) -> None:
         self._starts = {stream: _size(stream) for stream in STREAMS}
 
-    def said(self) -> str:
-        """The error that ended the engine, in one line; empty if it is not known."""
+    def message(self) -> str:
+        """Return the error that ended the engine, in one line; empty if it is not known."""
         return last_words("\n".join(_end(stream, start) for stream, start in self._starts.items()))
 
     def of_start(self, error: Exception) -> Exception:
-        """What to raise for an error of the engine's start."""
-        words = self.said() or described(error)
-        kind = words.partition(":")[0].rpartition(".")[2]
-        return CannotRunError(words) if kind in FINAL else RuntimeError(words)
+        """Return the exception to raise for an error at the engine's start."""
+        message = self.message() or described(error)
+        kind = message.partition(":")[0].rpartition(".")[2]
+        return CannotRunError(message) if kind in FINAL else RuntimeError(message)
 
 
 def last_words(log: str) -> str:
-    """The last error in the stack traces of dead processes."""
+    """Return the last error in the stack traces of dead processes; empty if there is none."""
     death = DEATH.search(log)
-    found = ERROR.findall(log, death.start()) if death else []
-    said = [words for words in found if not ELSEWHERE.search(words)]
-    return said[-1][:MOST_SAID] if said else ""
+    errors = ERROR.findall(log, death.start()) if death else []
+    messages = [error for error in errors if not ELSEWHERE.search(error)]
+    return messages[-1][:MAX_MESSAGE] if messages else ""
 
 
 def described(error: Exception) -> str:
-    """The error in one line, its kind first."""
+    """Return the error's kind and its message in one line."""
     message = str(error)
     if isinstance(error, ValidationError):
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
     line = next(iter(message.strip().splitlines()), "no reason given")
-    return f"{type(error).__name__}: {line}"[:MOST_SAID]
+    return f"{type(error).__name__}: {line}"[:MAX_MESSAGE]
 
 
 def _size(stream: int) -> int:
-    """Of the file that the stream is; 0 if it is none."""
+    """Return the size of the file that the stream writes to; 0 if it is not a file."""
     try:
         status = os.fstat(stream)
     except OSError:
@@ -81,7 +81,7 @@ def _size(stream: int) -> int:
 
 
 def _end(stream: int, start: int) -> str:
-    """What came after the start."""
+    """Return the text that was written after byte `start`."""
     size = _size(stream)
     if size <= start:
         return ""

@@ -27,9 +27,9 @@ GIVEN = {
 
 
 def complaints(**engine_args: Any) -> str:
-    from kvroute.replica.vllm_engine.engine_args import complain
+    from kvroute.replica.vllm_engine.engine_args import problems_of
 
-    return "; ".join(complain(engine_args))
+    return "; ".join(problems_of(engine_args))
 
 
 def of_replica(**engine_args: Any) -> Any:
