@@ -21,14 +21,14 @@ from kvroute.replica.vllm_engine.http.run import CURRENT
 TEXT = ResponseTextConfig.model_validate({"format": {"type": "text"}, "verbosity": "medium"})
 
 
-vllms_from_request = ResponsesResponse.from_request
+vllm_from_request = ResponsesResponse.from_request
 
 
 def install() -> None:
     """Complete the response objects that vLLM's handler makes; a second call changes nothing."""
 
     def from_request(request: ResponsesRequest, *args: Any, **options: Any) -> ResponsesResponse:
-        return complete(vllms_from_request(request, *args, **options), request)
+        return complete(vllm_from_request(request, *args, **options), request)
 
     ResponsesResponse.from_request = staticmethod(from_request)
     streaming_events._to_stream_logprobs = with_bytes
