@@ -102,6 +102,8 @@ class Speed:
         """Replace the learned slowness; the weight of earlier observations stays."""
         self.prior = self.slowness = slowness
         self.observed_s = slowness * self.predicted_s
+        recent_s, _ = self._recent
+        self._recent = recent_s, slowness * recent_s
 
     def slowness_after(self, predicted_s: float, observed_s: float) -> float:
         """Return what the slowness would be after one more observation."""

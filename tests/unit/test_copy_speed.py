@@ -31,3 +31,11 @@ def test_slow_copies_are_forgotten_and_fast_ones_are_not() -> None:
         fast.copied(10**9, 0.1, 0.0)
     assert slow.bytes_per_s(20 * FADE_S) == pytest.approx(1e9, rel=0.01)
     assert fast.bytes_per_s(20 * FADE_S) == pytest.approx(1e10, rel=0.01)
+
+
+def test_one_fast_copy_after_slow_ones_have_faded_does_not_bring_them_back() -> None:
+    speed = CopySpeed(1e9)
+    for _ in range(20):
+        speed.copied(10**6, 60.0, 0.0)
+    speed.copied(10**6, 1e-3, 24 * FADE_S)
+    assert speed.bytes_per_s(24 * FADE_S) == pytest.approx(1e9, rel=0.01)

@@ -233,7 +233,7 @@ def test_without_the_option_there_is_no_connector() -> None:
     ("fields", "words"),
     [
         ({"engine_args": {"kv_offloading_size": 1}}, "--engine-args has kv_offloading_size"),
-        ({"host_cache_gb": "2000"}, "give less, such as 30%"),
+        ({"host_cache_gb": "2000"}, "choose less, for example 30%"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -253,9 +253,9 @@ def test_a_tier_of_a_few_blocks_is_refused() -> None:
 
     small = ReplicaSettings(served_model_name="m", redis_url="", host_cache_gb="0.00001")
     division = tiered(host_blocks=2).division
-    with pytest.raises(CannotRunError, match=r"give at least 0\.001"):
+    with pytest.raises(CannotRunError, match=r"set at least 0\.001"):
         check_tier(small, division, is_caching=True)
-    with pytest.raises(CannotRunError, match="leave it out"):
+    with pytest.raises(CannotRunError, match="leave --host-cache-gb out"):
         check_tier(small, division, is_caching=False)
 
 
@@ -271,7 +271,7 @@ def test_a_tier_without_a_block_for_each_group_is_refused_in_words() -> None:
     for host_blocks in (1, 18, 100, 303):
         division = Division(BLOCK, BLOCK, groups, 100, host_blocks, BLOCK_BYTES)
         assert (division.host_tier(1e9) is None) == (host_blocks < 19)
-        with pytest.raises(CannotRunError, match=r"give at least 0\.003"):
+        with pytest.raises(CannotRunError, match=r"set at least 0\.003"):
             check_tier(settings, division, is_caching=True)
     check_tier(settings, Division(BLOCK, BLOCK, groups, 100, 304, BLOCK_BYTES), is_caching=True)
 
