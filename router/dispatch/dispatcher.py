@@ -25,18 +25,12 @@ from kvroute.router.api.turns import Turns
 from kvroute.router.connections.links import LateError, Links, UnansweredError
 from kvroute.router.connections.liveness import HungError, Liveness
 from kvroute.router.dispatch.blamed import Blamed
-from kvroute.router.dispatch.holding import (
-    MOST_REFUSED_S,
-    RECOVERY_S,
-    WAITING,
-    Holding,
-    Turn,
-    no_replica,
-)
 from kvroute.router.dispatch.losses import Losses, lost
-from kvroute.router.dispatch.seating import Seating
 from kvroute.router.placement.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.holding import MOST_REFUSED_S, RECOVERY_S, WAITING, Holding, Turn
+from kvroute.router.queueing.refusals import no_replica
+from kvroute.router.queueing.seating import Seating
 from kvroute.wire.link import FailedError, LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")

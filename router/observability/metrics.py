@@ -17,7 +17,6 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.accounting.accounts import NAMED, named
-from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
@@ -38,6 +37,7 @@ from kvroute.router.placement.attempts import (
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.queueing.queue import Queue
 from kvroute.router.sessions.returns import WHYS
 from kvroute.store.responses import Responses
 

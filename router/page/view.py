@@ -20,12 +20,12 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.connections.liveness import Liveness
+from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.index.feed import Feed
 from kvroute.router.page.live import State
 from kvroute.router.page.places import Places
 from kvroute.router.page.recent import Decision, Recent, Sums, summed
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.placement.receipts import receipt
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index

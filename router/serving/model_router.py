@@ -26,7 +26,6 @@ from kvroute.process.draining import draining
 from kvroute.router.accounting.accounts import as_json
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.limits import Entry, Limits
-from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.admission.waits import AT_EASE, Urgency
 from kvroute.router.api.calls import PASSED_ON, Call
@@ -37,14 +36,12 @@ from kvroute.router.api.urgency import sharer_of
 from kvroute.router.connections import replicas as serves
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
 from kvroute.router.dispatch.handover import HandOver
-from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.relay import whole_response
-from kvroute.router.dispatch.seating import Answer as Seat
-from kvroute.router.dispatch.seating import Seating
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
 from kvroute.router.observability import request_spans
@@ -60,11 +57,15 @@ from kvroute.router.page.view import View
 from kvroute.router.placement.attempts import RequestContext, RequestObserver, RequestObservers
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.receipts import receipt
 from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.queueing.holding import Answer, Holding
+from kvroute.router.queueing.queue import Queue
+from kvroute.router.queueing.seating import Answer as Seat
+from kvroute.router.queueing.seating import Seating
+from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.calls import Calls, Prompted, RefusedCallError, placed_by
 from kvroute.router.serving.conversations import Conversations, asked
 from kvroute.router.serving.prefix_service import PrefixService

@@ -29,10 +29,10 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import BlockStored
 from kvroute.replica.publisher import Publisher
+from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.store.clusters import KEY, Clusters, Tenant
 from kvroute.store.connection import connect

@@ -21,6 +21,7 @@ from kvroute.contract.records import (
     encode,
     encode_pins,
 )
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.placement.attempts import (
     NO_OBSERVER,
@@ -30,7 +31,6 @@ from kvroute.router.placement.attempts import (
     RequestObserver,
 )
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.policy import Candidate
 from tests.support.records import FACTS, facts, record
 

@@ -23,13 +23,13 @@ from kvroute.replay.policies.rivals import (
     SGLang,
 )
 from kvroute.replay.workload.trace import Request
-from kvroute.router.admission.queue import Held, Queue
 from kvroute.router.admission.seats import IDLE_S, Seats, Waiter
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.policy import Candidate
+from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.sessions.returns import Retention, Said
 
 RETRY_SHARE = 1 / 60  # of IDLE_S, between two looks at idle sessions while others wait
@@ -103,7 +103,9 @@ class Production:
 
     def _queue_up(self, request: Request, placement: Placement, now_s: float) -> None:
         there = placement.ranking[0]
-        self._queue.add(Held(request, now_s, there.own_s + there.copy_s, home=placement.home))
+        self._queue.add(
+            QueuedRequest(request, now_s, there.own_s + there.copy_s, home=placement.home)
+        )
 
     def sends(self, now_s: float) -> Iterator[Sending]:
         """Send the requests whose turn it is, after those that have a seat now were queued."""
@@ -113,7 +115,7 @@ class Production:
         yield from self._sends(now_s)
 
     def _sends(self, now_s: float) -> Iterator[Sending]:
-        while held := self._queue.due(self._fleet.loads.rooms(self._names, now_s), now_s):
+        while held := self._queue.due(self._fleet.loads.capacities(self._names, now_s), now_s):
             yield self._send(held, now_s)
 
     def wakes_s(self) -> float | None:
@@ -123,7 +125,7 @@ class Production:
             waits_s.append(self._queue.wake_s)
         elif self._queue:
             waits_s.append(
-                self._fleet.loads.room_in_s(self._names, self._queue.hold_s, self._now_s)
+                self._fleet.loads.next_free_s(self._names, self._queue.hold_s, self._now_s)
             )
         return min(waits_s, default=None)
 
@@ -132,7 +134,7 @@ class Production:
             request.reusable, request.input_tokens, among or self._names, now_s
         )
 
-    def _send(self, held: Held[Request], now_s: float) -> Sending:
+    def _send(self, held: QueuedRequest[Request], now_s: float) -> Sending:
         request = held.request
         self._queue.sent(held, now_s)
         placement = self._place(request, now_s, held.among)

@@ -17,9 +17,9 @@ from kvroute.contract.generation import TokenIds
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.blocks import BlockPool
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.index.feed import Feed
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from tests.support.records import DESCRIPTION, LOAD
