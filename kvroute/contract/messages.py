@@ -26,7 +26,7 @@ class Sent(Struct, tag="s", array_like=True):
     known_prefix: bytes  # fingerprint of the prompt's last block that any replica has; may be empty
     expected: bytes  # fingerprints of the blocks that the request will add to the replica's cache
     lora: Name = ""
-    loads_first: bool = False  # whether it waits for an adapter, or for blocks from host memory
+    loads_first: bool = False  # whether it waits for an adapter, or for blocks from slower tiers
     turn: SessionTurn | None = None
     keep: Keep | None = None
 

@@ -1,21 +1,23 @@
 """A modelled replica works like vLLM: chunked prefill, batched decode, a paged prefix cache.
 
 An admitted request reserves blocks for its whole response, so nothing is preempted. It may wait for
-a copy of blocks from host memory before it joins the batch, while others run.
+a copy of blocks from a slower tier before it joins the batch, while others run.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, takewhile
+from types import MappingProxyType
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import KEEP, Keep
-from kvroute.contract.records import HostTier, Load
+from kvroute.contract.records import Load, TierFacts
 from kvroute.replay.calibration.model import EngineModel
-from kvroute.replay.host_memory import HostMemory
 from kvroute.replay.policies.protocol import Report
+from kvroute.replay.tier_memory import TierMemory
 from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
 
@@ -72,20 +74,26 @@ class Plan:
 Waiting = tuple[float, int, Request, Keep]  # its turn, its arrival; then what it is
 
 
+NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
+
+
 class Replica:
     """The caller drives it: `arrive` at any time, `end_step` at the time it names, and `end_reload`
-    at the times that `host` names."""
+    at the times that `memory` names.
+
+    tiers: its slower tiers; at most one is modelled.
+    """
 
     def __init__(
-        self, model: EngineModel, capacity_blocks: int, host: HostTier | None = None
+        self, model: EngineModel, capacity_blocks: int, tiers: Mapping[Tier, TierFacts] = NO_TIERS
     ) -> None:
         self.cache = PagedCache(capacity_blocks, self._evicted, lambda: self._now_s)
         self.hit_tokens: dict[int, int] = {}  # request index -> its cached tokens
-        self.host_tokens: dict[int, int] = {}  # those of them that come from host memory
+        self.reloaded_tokens: dict[int, int] = {}  # those of them that come from a slower tier
         self.reload_wait_s: dict[int, float] = {}  # for which it waited for these
-        self.host: HostMemory[Running] | None = None
-        if host is not None:
-            self.host = HostMemory(host, model.prefill, lambda: self._now_s)
+        self.memory: TierMemory[Running] | None = None
+        for tier, facts in tiers.items():
+            self.memory = TierMemory(tier, facts, model.prefill, lambda: self._now_s)
         self.prefill_s = 0.0  # spent on prompts so far
         self._now_s = 0.0  # of the last call
         self.plan: Plan | None = None
@@ -123,10 +131,10 @@ class Replica:
             self._look_again(now_s)
 
     def end_reload(self, now_s: float) -> None:
-        """The first copy from host memory has ended: its request joins the batch."""
-        assert self.host is not None
+        """The first copy from a slower tier has ended: its request joins the batch."""
+        assert self.memory is not None
         self._now_s = now_s
-        reload = self.host.end_reload()
+        reload = self.memory.end_reload()
         sequence = reload.sequence
         end = reload.end * sequence.request.block_tokens
         self._fill(sequence, sequence.computed, end)
@@ -147,8 +155,8 @@ class Replica:
         self._context_tokens += plan.steps * len(self._decoding)
         self._end_chunks(plan, result)
         self._end_answers(result)
-        if self.host is not None:
-            added, removed = self.host.take_changes()
+        if self.memory is not None:
+            added, removed = self.memory.take_changes()
             result.added += added
             result.removed += removed
         self._start(plan.ends_s)
@@ -183,8 +191,8 @@ class Replica:
     def _missing_tokens(self, request: Request) -> int:
         """Of its prompt, as the cache is now."""
         hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
-        if self.host is not None:
-            hits += self.host.worth(request, hits)
+        if self.memory is not None:
+            hits += self.memory.worth(request, hits)
         return request.input_tokens - hits * request.block_tokens
 
     def _decode(self, sequence: Running) -> None:
@@ -245,22 +253,22 @@ class Replica:
 
     def _is_coming(self, request: Request) -> bool:
         """What it lacks is being copied for another request: both will share it."""
-        if self.host is None or not self._reloading:
+        if self.memory is None or not self._reloading:
             return False
         missing = (block for block in request.reusable if block not in self.cache)
         first = next(missing, None)
-        return first is not None and self.host.is_coming(first)
+        return first is not None and self.memory.is_coming(first)
 
     def _reload(self, admitted: Running) -> bool:
-        """Whether it waits for blocks from host memory."""
+        """Whether it waits for blocks from a slower tier."""
         request = admitted.request
         hits = admitted.computed // request.block_tokens
-        blocks = 0 if self.host is None else self.host.worth(request, hits)
+        blocks = 0 if self.memory is None else self.memory.worth(request, hits)
         self.hit_tokens[request.index] = (hits + blocks) * request.block_tokens
-        if self.host is None or not blocks:
+        if self.memory is None or not blocks:
             return False
-        ends_s = self.host.reload(admitted, request, hits, blocks, self._now_s)
-        self.host_tokens[request.index] = blocks * request.block_tokens
+        ends_s = self.memory.reload(admitted, request, hits, blocks, self._now_s)
+        self.reloaded_tokens[request.index] = blocks * request.block_tokens
         self.reload_wait_s[request.index] = ends_s - self._now_s
         return True
 
@@ -305,16 +313,16 @@ class Replica:
             answer.append(Fingerprint(self._answers))
             self.cache.store(block, answer[-1])
         self.cache.release(sequence.blocks, sequence.keep)
-        if self.host is not None:
+        if self.memory is not None:
             blocks = [*request.blocks, *answer]
-            self.host.store(blocks)
-            self.host.release(blocks, sequence.keep)
+            self.memory.store(blocks)
+            self.memory.release(blocks, sequence.keep)
 
     def _write_through(self, sequence: Running) -> None:
-        """Its computed blocks are in host memory too from now on, as far as they have room."""
-        if self.host is not None:
+        """Its computed blocks are in the slower tier too from now on, as far as they have room."""
+        if self.memory is not None:
             request = sequence.request
-            self.host.store(request.blocks[: sequence.computed // request.block_tokens])
+            self.memory.store(request.blocks[: sequence.computed // request.block_tokens])
 
     def _evicted(self, hash_: Fingerprint) -> None:
         if hash_ >= 0 and hash_ not in self.cache:
@@ -326,7 +334,7 @@ class Replica:
 
     @property
     def _reloading(self) -> int:
-        return len(self.host) if self.host is not None else 0
+        return len(self.memory) if self.memory is not None else 0
 
     @property
     def _sequences(self) -> int:

@@ -586,11 +586,7 @@ class ModelRouter:
             "degraded": self._fleet.replicas.degraded.get(record.id),
             "tool_parser": record.facts.tool_parser,
             "reasoning_parser": record.facts.reasoning_parser,
-        } | self._host_tier(record)
-
-    def _host_tier(self, record: ReplicaRecord) -> dict[str, Any]:
-        tier = self._fleet.replicas.host_tier(record.id)
-        return {"host": tier} if tier else {}
+        } | self._fleet.replicas.tiers_as_json(record.id)
 
     def _receipt(self, generation: Generation, broken: Break | None) -> dict[str, Any]:
         """The receipt of a prompt in generation."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 from kvroute.doctor import checks
 from kvroute.replica.engine.kv_events import BlockRemoved, EventsLost
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
@@ -35,7 +35,7 @@ async def test_no_drift_is_found_while_blocks_come_and_go(side: Side) -> None:
 
 
 async def test_what_host_memory_has_is_audited_on_its_own_too(redis_url: str) -> None:
-    side = Side(redis_url, host=HostTier(150, 1, 1e9))
+    side = Side(redis_url, host=TierFacts(150, 1, 1e9))
     await side.redis.flushall()
     await side.work(20)
     await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()) != set())

@@ -27,7 +27,7 @@ class Dynamo(Prefilling):
     A block that only host memory has counts 0.75: host_cache_hit_weight's default there.
     """
 
-    host_credit = 0.75
+    tier_credit = 0.75
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)

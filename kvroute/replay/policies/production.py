@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.keep import SESSION_BITS, Keep, number_of
 from kvroute.contract.messages import Message
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
@@ -77,7 +78,7 @@ class Production:
             prefill_tokens_per_s=setup.prefill.tokens_per_s,
             attention_tokens=setup.prefill.attention_tokens,
             step_tokens=setup.chunk_tokens,
-            host=setup.host,
+            host=setup.tiers.get(HOST),
         )
         self._fleet.update(ReplicaRecord(name, "replay", 0, facts, Load()) for name in self._names)
         for name in self._names:

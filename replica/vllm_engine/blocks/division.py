@@ -8,7 +8,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter_layer_specs
 
 from kvroute.blocks.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 
 UNKNOWN = "unknown"  # a kind of which routers tell no hits
 
@@ -46,13 +46,13 @@ class Division(Struct, frozen=True):
             return each
         return *each, *(None if entry is None else HOST_GROUPS + entry for entry in each)
 
-    def host_tier(self, bytes_per_s: float) -> HostTier | None:
+    def host_tier(self, bytes_per_s: float) -> TierFacts | None:
         """As the record has it; None: there is none, or it has no room for one block of each group.
         bytes_per_s: of copies from it, as claimed."""
         blocks = self.capacity_blocks(self.host_blocks)
         if not blocks:
             return None
-        return HostTier(blocks, self.host_block_bytes * self.host_blocks // blocks, bytes_per_s)
+        return TierFacts(blocks, self.host_block_bytes * self.host_blocks // blocks, bytes_per_s)
 
     def capacity_blocks(self, blocks: int) -> int:
         """How many blocks of `unit` tokens fit in, as sequences take a block of every group."""

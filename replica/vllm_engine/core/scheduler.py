@@ -37,7 +37,7 @@ from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 
 if TYPE_CHECKING:
-    from kvroute.replica.vllm_engine.host.tier import HostTier
+    from kvroute.replica.vllm_engine.host.tier import TierFacts
 
 # In a request's extra_args: the name under which its prompt is pinned, in either memory.
 PIN, HOST_PIN = "kvroute_pin", "kvroute_host_pin"
@@ -81,7 +81,7 @@ class _Kvroute:
         division = division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
         return self.host.begin(space, division) if self.host else division
 
-    def _host_tier(self) -> "HostTier | None":
+    def _host_tier(self) -> "TierFacts | None":
         connector = self.connector  # type: ignore[attr-defined]
         if connector is None:
             return None

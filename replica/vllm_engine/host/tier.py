@@ -31,15 +31,15 @@ from kvroute.replica.vllm_engine.host.meter import Meter
 from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 
 
-def host_tier_of(connector: Any) -> "HostTier | None":
+def host_tier_of(connector: Any) -> "TierFacts | None":
     """None: the connector keeps none, or one that is not ours."""
     if not isinstance(connector, OffloadingConnector):
         return None
     policy = getattr(connector.scheduler.manager, "_policy", None)
-    return HostTier(connector, policy) if isinstance(policy, RetentionPolicy) else None
+    return TierFacts(connector, policy) if isinstance(policy, RetentionPolicy) else None
 
 
-class HostTier:
+class TierFacts:
     """Of one scheduler, from before its first request on."""
 
     def __init__(self, connector: OffloadingConnector, policy: RetentionPolicy) -> None:

@@ -1,13 +1,13 @@
-"""A modelled replica's host memory, and the copies back to its engine: one at a time."""
+"""A slower tier of a modelled replica, and the copies back to its engine: one at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import Keep
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.copies import Copies
@@ -25,14 +25,17 @@ class Reload(Generic[T]):
     sequence: T  # who waits for them
 
 
-class HostMemory(Generic[T]):
+class TierMemory(Generic[T]):
     """Blocks are written through, in no time; copies back take theirs. clock: in seconds."""
 
-    def __init__(self, tier: HostTier, prefill: PrefillModel, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tier: Tier, facts: TierFacts, prefill: PrefillModel, clock: Callable[[], float]
+    ) -> None:
         self.reload_s = 0.0  # spent on copies so far
         self.begun_s: list[float] = []  # when copies end that the caller does not know of yet
-        self._cache = HostCache(tier.blocks, clock)
+        self._cache = HostCache(facts.blocks, clock)
         self._tier = tier
+        self._facts = facts
         self._prefill = prefill
         self._reloads = Copies[Reload[T]]()
         self._coming = set[Fingerprint]()
@@ -52,7 +55,7 @@ class HostMemory(Generic[T]):
         computing them takes no longer."""
         blocks, size = self._cache.hits(request.reusable, hits), request.block_tokens
         compute_s = self._prefill.seconds(hits * size, (hits + blocks) * size)
-        return blocks if self._tier.reload_s(blocks) < compute_s else 0
+        return blocks if self._facts.reload_s(blocks) < compute_s else 0
 
     def is_coming(self, block: Fingerprint) -> bool:
         """It is being copied for another request."""
@@ -60,7 +63,7 @@ class HostMemory(Generic[T]):
 
     def reload(self, sequence: T, request: Request, hits: int, blocks: int, now_s: float) -> float:
         """Begins a copy, or queues it behind those before; returns when it ends."""
-        copy_s = self._tier.reload_s(blocks)
+        copy_s = self._facts.reload_s(blocks)
         end, hashes = hits + blocks, request.blocks[hits : hits + blocks]
         ends_s = self._reloads.begin(Reload(end, hashes, sequence), copy_s, now_s)
         self._coming.update(hashes)
@@ -89,7 +92,7 @@ class HostMemory(Generic[T]):
         """What routers hear: members that were added, and those that were dropped."""
         added, self._added = self._added, {}
         dropped, self._dropped = self._dropped, {}
-        return [*map(in_host, added)], [*map(in_host, dropped)]
+        return [*map(self._tier.member, added)], [*map(self._tier.member, dropped)]
 
 
 def _change(
