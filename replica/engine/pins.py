@@ -1,8 +1,9 @@
-"""Pins are limited to a part of the KV cache, and of host memory."""
+"""Limits of pins: they may take a part of each tier of the KV cache."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
+from kvroute.blocks.tiers import GPU, HOST, Tier
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.replica.engine.protocol import Engine
 
@@ -21,27 +22,22 @@ def admit_pin(request: GenerateRequest, engine: Engine) -> None:
     Blocks that two pins share count twice, here and in a replica's reports.
     """
     blocks = len(request.prompt_ids) // engine.facts.block_size
-    room = room_for_pin(request.pin, engine, in_host=request.is_host_pin)
+    tier = HOST if request.is_host_pin else GPU
+    room = room_for_pin(request.pin, engine, tier)
     if blocks > room:
-        memory = "host memory" if request.is_host_pin else "its KV cache"
-        most = _pins_of(engine, in_host=request.is_host_pin)[1]
+        most = engine.facts.pin_blocks_in(tier)
         raise PinRefusedError(
             f"{request.pin} needs {blocks} KV blocks and {room} of the {most} that pins may take "
-            f"in {memory} are free; drop a named prefix or give pins a larger share"
+            f"in {tier.label} are free; drop a named prefix or give pins a larger share"
         )
 
 
-def room_for_pin(name: str, engine: Engine, *, in_host: bool = False) -> int:
-    """Blocks that are free for a pin of this name."""
-    pins, most = _pins_of(engine, in_host=in_host)
-    return most - sum(blocks for other, blocks in pins.items() if other != name)
-
-
-def _pins_of(engine: Engine, *, in_host: bool) -> tuple[Mapping[str, int], int]:
-    """The pins in this memory, and how many blocks they may take."""
-    if not in_host:
-        return engine.pins, engine.facts.pin_blocks
-    return engine.host_pins, engine.facts.host.pin_blocks if engine.facts.host else 0
+def room_for_pin(name: str, engine: Engine, tier: Tier = GPU) -> int:
+    """Return the blocks of a tier that are free for a pin of this name."""
+    pins = engine.pins if tier == GPU else engine.host_pins
+    return engine.facts.pin_blocks_in(tier) - sum(
+        blocks for other, blocks in pins.items() if other != name
+    )
 
 
 class PinnedKeys(Generic[K]):

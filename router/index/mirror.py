@@ -189,10 +189,6 @@ class Mirror:
         """Whether the replica has the block; else it may be expected there."""
         return bool(self._held.get(fingerprint) & self._bits(replica_id))
 
-    def held_by(self, replica_id: str) -> set[Fingerprint]:
-        """All of one replica's blocks."""
-        return set[Fingerprint]().union(*self.walk(replica_id))
-
     def walk(self, replica_id: str) -> Iterator[list[Fingerprint]]:
         """The same in parts, each of which is short; together they read the whole mirror."""
         return self._held.all_with(self._bits(replica_id))
@@ -312,7 +308,7 @@ class Mirror:
         return bit
 
     def _release(self, bit: int) -> None:
-        """Releases the bit, which can be reused after a sweep."""
+        """Yield the blocks of one replica in parts, each of which takes a short time."""
         self._ids.pop(bit, None)
         self._live &= ~bit
         for tier in self._tiered:

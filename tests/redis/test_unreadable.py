@@ -39,6 +39,7 @@ from kvroute.store.connection import connect
 from kvroute.store.index import START, FencedError, Index, pack
 from kvroute.store.keys import key_prefix
 from kvroute.store.prefixes import Prefixes
+from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, FACTS, LOAD, facts
 from tests.support.waiting import until
 
@@ -260,7 +261,7 @@ class World:
         return (
             [record.id for record in self.fleet.replicas.records] == ["a"]
             and self.fleet.mirror.replica_ids == {"a"}
-            and self.fleet.mirror.held_by("a") == held
+            and held_by(self.fleet.mirror, "a") == held
             and not self.fleet.replicas.degraded
             and self.feed.state.is_reachable
         )

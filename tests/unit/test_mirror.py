@@ -11,6 +11,7 @@ from kvroute.router.index.eviction_history import GENERATION
 from kvroute.router.index.masks import Masks
 from kvroute.router.index.mirror import TOLD_S, Mirror
 from kvroute.store.index import pack
+from tests.support.mirrors import held_by
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 replicas = st.sampled_from(["a", "b", "c"])
@@ -48,7 +49,7 @@ def test_the_mirror_equals_the_truth_after_any_sequence_of_events(
             truth[replica_id].update(fingerprints)
             if verb == "remove":
                 truth[replica_id].difference_update(fingerprints)
-    assert {r: mirror.held_by(r) for r in mirror.replica_ids} == truth
+    assert {r: held_by(mirror, r) for r in mirror.replica_ids} == truth
 
 
 @given(
@@ -218,7 +219,7 @@ def test_what_is_presumed_drives_out_what_was_not_used_since(
         mirror.infer("a", documents[document][:depth], capacity_blocks=40)
         truth.infer(documents[document][:depth], capacity_blocks=40)
         mirror.sweep()
-    assert mirror.held_by("a") == truth.old | truth.young
+    assert held_by(mirror, "a") == truth.old | truth.young
     for chain in documents.values():
         assert mirror.hits(chain).get("a", 0) == truth.depth(chain)
 
@@ -261,7 +262,7 @@ def test_a_whole_load_equals_adding(
     mirrors[0].add("a", loaded)
     for _ in mirrors[1].load("a", pack(set(loaded))):
         pass
-    assert all(mirrors[0].held_by(each) == mirrors[1].held_by(each) for each in "abc")
+    assert all(held_by(mirrors[0], each) == held_by(mirrors[1], each) for each in "abc")
 
 
 def test_a_sweep_frees_what_only_dropped_replicas_held() -> None:

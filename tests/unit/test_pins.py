@@ -6,6 +6,7 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.records import EngineFacts, TierFacts
 from kvroute.replica.engine.pins import PinnedKeys, pin_budget, room_for_pin
 from kvroute.replica.engine.protocol import Engine
@@ -32,8 +33,8 @@ def test_a_pin_may_take_what_others_leave_and_what_it_has() -> None:
 def test_host_memory_has_room_of_its_own() -> None:
     engine = engine_with({"a": 30}, host=TierFacts(1000, 1, 1.0, pin_blocks=300))
     assert room_for_pin("b", engine) == 0
-    assert room_for_pin("b", engine, in_host=True) == 100
-    assert room_for_pin("b", engine_with({}, host=None), in_host=True) <= 0
+    assert room_for_pin("b", engine, HOST) == 100
+    assert room_for_pin("b", engine_with({}, host=None), HOST) <= 0
 
 
 def engine_with(pins: dict[str, int], host: TierFacts | None) -> Engine:

@@ -22,6 +22,7 @@ from kvroute.router.index.feed import Feed
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
+from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, LOAD
 from tests.support.waiting import until
 
@@ -92,7 +93,7 @@ class Router:
         self._peer_subscriber.receive(self._peer_publisher.take())
 
     def knows(self, replica: Replica) -> bool:
-        return self.fleet.mirror.held_by(replica.id) == set(replica.table.held())
+        return held_by(self.fleet.mirror, replica.id) == set(replica.table.held())
 
 
 async def live(index: Index, router: Router, rng: np.random.Generator) -> None:
