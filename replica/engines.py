@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 from kvroute.process import vllm_build
 from kvroute.process.builtin_model import resolve
 from kvroute.process.memory import memory_bytes
@@ -61,7 +61,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
     return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
 
 
-def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> HostTier | None:
+def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> TierFacts | None:
     """Return the host tier of one rank, or None if it has none."""
     block_bytes = settings.block_size * SIMULATED_TOKEN_BYTES
     blocks = settings.host_cache_bytes(memory_bytes()) // block_bytes
@@ -73,7 +73,7 @@ def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> HostTier |
         block_size=settings.block_size,
         max_model_len=max_model_len,
     )
-    return HostTier(blocks, block_bytes, 1e9 * settings.simulated_host_gb_per_s, pin_blocks)
+    return TierFacts(blocks, block_bytes, 1e9 * settings.simulated_host_gb_per_s, pin_blocks)
 
 
 def prepare_vllm(folder: str, threads: int) -> None:

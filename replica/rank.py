@@ -49,7 +49,7 @@ class Rank:
         self.missed = Missed(self.ghosts)
         host = engine.facts.host
         self._copies = CopySpeed(host.bytes_per_s) if host else None
-        self._groups = len(engine.members) // (2 if host else 1)
+        self._groups = len(engine.members) // (1 + len(engine.facts.tiers))
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
         self.publisher = Publisher(

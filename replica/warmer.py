@@ -178,7 +178,7 @@ class Warmer:
         return has_promise and not (prefix.is_pinned and self._has_room(prefix))
 
     def _has_room(self, prefix: Prefix) -> bool:
-        room = room_for_pin(prefix.name, self._engine, in_host=prefix.is_in_host)
+        room = room_for_pin(prefix.name, self._engine, prefix.tier)
         return prefix.full_blocks(self._engine.facts.block_size) <= room
 
     async def _warm_one(self, prefix: Prefix) -> None:

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvroute.blocks.tiers import SLOWER
 from kvroute.client import LOCAL, Model, Url, call, fail
 
 EVICTED = {  # reason of an eviction -> its description
@@ -98,11 +99,11 @@ def _summary(receipt: dict[str, Any]) -> str:
 
 
 def _reloaded(replicas: list[dict[str, Any]]) -> str:
-    """Return a line about blocks that the chosen replica has in host memory only, or ""."""
+    """Return a line about blocks that the chosen replica has in slower tiers only, or ""."""
     choice = replicas[0] if replicas else {}
-    if not choice.get("host_tokens"):
-        return ""
-    return f"\n{choice['host_tokens']} tokens in host memory, reload {choice['reload_s']:.3g} s"
+    tokens = {tier: choice.get(f"{tier.name}_tokens", 0) for tier in SLOWER}
+    held = ", ".join(f"{count} tokens in {tier.label}" for tier, count in tokens.items() if count)
+    return f"\n{held}, reload {choice['reload_s']:.3g} s" if held else ""
 
 
 def _evicted(evicted: dict[str, Any] | None) -> str:

@@ -36,7 +36,7 @@ class Dispatch(Struct, tag="s", array_like=True, frozen=True):
     known_prefix: Fingerprints  # the prompt's last block that any replica has; may be empty
     expected: Fingerprints  # the blocks that it will add to the replica's cache
     lora: Name = ""
-    loads_first: bool = False  # whether it waits for an adapter, or for blocks from host memory
+    loads_first: bool = False  # whether it waits for an adapter, or for blocks from slower tiers
     turn: SessionTurn | None = None
     keep: Keep | None = None
 

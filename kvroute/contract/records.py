@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
 from kvroute.blocks.cache_groups import Layout
+from kvroute.blocks.tiers import GPU, HOST, Tier
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.identity import Identity
 from kvroute.contract.unreadable import UnreadableError
@@ -41,9 +42,13 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     # Measured speed of copies from host memory; 0: unknown.
     host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
 
+    def bytes_per_s(self, tier: Tier) -> float:
+        """Return the measured speed of copies from a slower tier; 0: unknown."""
+        return self.host_bytes_per_s if tier == HOST else 0.0
 
-class HostTier(Struct, frozen=True):
-    """Host memory that keeps blocks of the KV cache when the engine's own memory evicts them."""
+
+class TierFacts(Struct, frozen=True):
+    """A slower tier of one engine: it keeps blocks that GPU memory evicts."""
 
     blocks: Count  # capacity, in blocks of the engine's block_size tokens
     block_bytes: AtLeastOne  # bytes of one such block
@@ -73,7 +78,19 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
     layout: Layout | None = None  # None: full attention in blocks of block_size tokens
-    host: HostTier | None = None  # None: no copies of blocks in host memory
+    host: TierFacts | None = None  # None: no copies of blocks in host memory
+
+    @property
+    def tiers(self) -> Mapping[Tier, TierFacts]:
+        """Return the slower tiers of the engine, the fastest first."""
+        return {HOST: self.host} if self.host else {}
+
+    def pin_blocks_in(self, tier: Tier) -> int:
+        """Return the blocks of a tier that pins may take."""
+        if tier == GPU:
+            return self.pin_blocks
+        facts = self.tiers.get(tier)
+        return facts.pin_blocks if facts else 0
 
 
 class Whereabouts(Struct, frozen=True):
@@ -92,9 +109,14 @@ class Warm(Struct, frozen=True, array_like=True):
     is_in_host: bool = False  # whether they are pinned in host memory, not in the engine's own
 
     @property
+    def tier(self) -> Tier:
+        """Return the tier in which the blocks are pinned."""
+        return HOST if self.is_in_host else GPU
+
+    @property
     def pinned_blocks(self) -> int:
         """Return how many blocks of the engine's own memory are pinned."""
-        return self.blocks if self.is_pinned and not self.is_in_host else 0
+        return self.blocks if self.is_pinned and self.tier == GPU else 0
 
 
 Pins = Mapping[str, Warm]  # by Prefix.name

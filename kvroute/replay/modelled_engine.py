@@ -1,21 +1,23 @@
 """A model of a vLLM replica: chunked prefill, batched decode, a paged prefix cache.
 
 An admitted request reserves blocks for its whole response, so no request is preempted. A request
-may wait for a copy of blocks from host memory before it joins the batch; others run meanwhile.
+may wait for a copy of blocks from a slower tier before it joins the batch; others run meanwhile.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, takewhile
+from types import MappingProxyType
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import KEEP, Keep
-from kvroute.contract.records import HostTier, Load
+from kvroute.contract.records import Load, TierFacts
 from kvroute.replay.calibration.model import EngineModel
-from kvroute.replay.host_memory import HostMemory
 from kvroute.replay.policies.protocol import Report
+from kvroute.replay.tier_memory import TierMemory
 from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
 
@@ -72,23 +74,29 @@ class Plan:
 Waiting = tuple[float, int, Request, Keep]  # order time, number of arrival, request, its hint
 
 
+NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
+
+
 class Replica:
     """A modelled replica, which the caller drives.
 
     The caller calls `arrive` at any time, `end_step` at the end of the plan, and `end_reload` at
-    the times in `host.begun_s`.
+    the times in `memory.begun_s`.
+
+    Args:
+        tiers: the replica's slower tiers; at most one is modelled.
     """
 
     def __init__(
-        self, model: EngineModel, capacity_blocks: int, host: HostTier | None = None
+        self, model: EngineModel, capacity_blocks: int, tiers: Mapping[Tier, TierFacts] = NO_TIERS
     ) -> None:
         self.cache = PagedCache(capacity_blocks, self._evicted, lambda: self._now_s)
         self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
-        self.host_tokens: dict[int, int] = {}  # request index -> cached tokens from host memory
+        self.reloaded_tokens: dict[int, int] = {}  # request index -> tokens from a slower tier
         self.reload_wait_s: dict[int, float] = {}  # request index -> seconds of wait for their copy
-        self.host: HostMemory[Running] | None = None
-        if host is not None:
-            self.host = HostMemory(host, model.prefill, lambda: self._now_s)
+        self.memory: TierMemory[Running] | None = None
+        for tier, facts in tiers.items():
+            self.memory = TierMemory(tier, facts, model.prefill, lambda: self._now_s)
         self.prefill_s = 0.0  # seconds spent on prompts so far
         self._now_s = 0.0  # time of the last call
         self.plan: Plan | None = None
@@ -132,10 +140,10 @@ class Replica:
             self._shorten_plan(now_s)
 
     def end_reload(self, now_s: float) -> None:
-        """End the first copy from host memory: its request joins the batch."""
-        assert self.host is not None
+        """End the first copy from a slower tier: its request joins the batch."""
+        assert self.memory is not None
         self._now_s = now_s
-        reload = self.host.end_reload()
+        reload = self.memory.end_reload()
         sequence = reload.sequence
         end = reload.end * sequence.request.block_tokens
         self._fill(sequence, sequence.computed, end)
@@ -156,8 +164,8 @@ class Replica:
         self._context_tokens += plan.steps * len(self._decoding)
         self._end_chunks(plan, result)
         self._end_answers(result)
-        if self.host is not None:
-            added, removed = self.host.take_changes()
+        if self.memory is not None:
+            added, removed = self.memory.take_changes()
             result.added += added
             result.removed += removed
         self._start(plan.ends_s)
@@ -191,8 +199,8 @@ class Replica:
     def _missing_tokens(self, request: Request) -> int:
         """Return the number of prompt tokens that neither cache holds now."""
         hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
-        if self.host is not None:
-            hits += self.host.worth(request, hits)
+        if self.memory is not None:
+            hits += self.memory.worth(request, hits)
         return request.input_tokens - hits * request.block_tokens
 
     def _decode(self, sequence: Running) -> None:
@@ -253,22 +261,22 @@ class Replica:
 
     def _is_coming(self, request: Request) -> bool:
         """Return whether its first missing block is being copied for another request."""
-        if self.host is None or not self._reloading:
+        if self.memory is None or not self._reloading:
             return False
         missing = (block for block in request.reusable if block not in self.cache)
         first = next(missing, None)
-        return first is not None and self.host.is_coming(first)
+        return first is not None and self.memory.is_coming(first)
 
     def _reload(self, admitted: Running) -> bool:
-        """Start a copy from host memory if it is worth it, and return whether one started."""
+        """Start a copy from a slower tier if it is worth it, and return whether one started."""
         request = admitted.request
         hits = admitted.computed // request.block_tokens
-        blocks = 0 if self.host is None else self.host.worth(request, hits)
+        blocks = 0 if self.memory is None else self.memory.worth(request, hits)
         self.hit_tokens[request.index] = (hits + blocks) * request.block_tokens
-        if self.host is None or not blocks:
+        if self.memory is None or not blocks:
             return False
-        ends_s = self.host.reload(admitted, request, hits, blocks, self._now_s)
-        self.host_tokens[request.index] = blocks * request.block_tokens
+        ends_s = self.memory.reload(admitted, request, hits, blocks, self._now_s)
+        self.reloaded_tokens[request.index] = blocks * request.block_tokens
         self.reload_wait_s[request.index] = ends_s - self._now_s
         return True
 
@@ -315,16 +323,16 @@ class Replica:
             answer.append(Fingerprint(self._answers))
             self.cache.store(block, answer[-1])
         self.cache.release(sequence.blocks, sequence.keep)
-        if self.host is not None:
+        if self.memory is not None:
             blocks = [*request.blocks, *answer]
-            self.host.store(blocks)
-            self.host.release(blocks, sequence.keep)
+            self.memory.store(blocks)
+            self.memory.release(blocks, sequence.keep)
 
     def _write_through(self, sequence: Running) -> None:
-        """Write its computed blocks to host memory, as far as there is room."""
-        if self.host is not None:
+        """Write its computed blocks to the slower tier, as far as there is room."""
+        if self.memory is not None:
             request = sequence.request
-            self.host.store(request.blocks[: sequence.computed // request.block_tokens])
+            self.memory.store(request.blocks[: sequence.computed // request.block_tokens])
 
     def _evicted(self, hash_: Fingerprint) -> None:
         if hash_ >= 0 and hash_ not in self.cache:
@@ -336,7 +344,7 @@ class Replica:
 
     @property
     def _reloading(self) -> int:
-        return len(self.host) if self.host is not None else 0
+        return len(self.memory) if self.memory is not None else 0
 
     @property
     def _sequences(self) -> int:

@@ -97,7 +97,7 @@ def summarise(
     measured = slice(len(requests) // WARM_UP, None)
     input_tokens = np.array([request.input_tokens for request in requests], dtype=float)
     hit_tokens = sum(outcome.hit_tokens[measured])
-    host_tokens = sum(outcome.host_tokens[measured])
+    reloaded_tokens = sum(outcome.reloaded_tokens[measured])
     waits_s = [wait_s for wait_s in outcome.reload_wait_s[measured] if wait_s]
     ideal_tokens = sum(ideal_hit_tokens(requests)[measured])
     arrival_s, first_s = np.array(outcome.arrival_s), np.array(outcome.first_token_s)
@@ -117,8 +117,8 @@ def summarise(
         prompt_tokens_per_s=float(input_tokens[in_time].sum()) / span_s,
         imbalance=max(outcome.prefill_s) * len(outcome.prefill_s) / sum(outcome.prefill_s),
         **dict(zip(_SIZE_FIELDS, _p90_by_size_s(input_tokens[measured], ttft_s), strict=True)),
-        gpu_hit_share=(hit_tokens - host_tokens) / float(input_tokens[measured].sum()),
-        host_hit_share=host_tokens / float(input_tokens[measured].sum()),
+        gpu_hit_share=(hit_tokens - reloaded_tokens) / float(input_tokens[measured].sum()),
+        host_hit_share=reloaded_tokens / float(input_tokens[measured].sum()),
         reload_s=sum(outcome.reload_s),
         reload_wait_ms=1000 * sum(waits_s) / len(waits_s) if waits_s else 0.0,
         session_times=session_times(loop, outcome),

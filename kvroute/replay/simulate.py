@@ -9,8 +9,9 @@ from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST, Tier
 from kvroute.contract.messages import Message
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 from kvroute.replay.calibration.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
 from kvroute.replay.policies.production import POLICIES
@@ -37,11 +38,12 @@ class Cluster:
     host_gb_per_s: float = HOST_GB_PER_S  # speed of copies from host memory
     kv_bytes: int = KV_BYTES  # bytes of a token's keys and values
 
-    def host(self, block_tokens: int) -> HostTier | None:
-        """Return each replica's host memory, or None without one."""
+    def tiers(self, block_tokens: int) -> Mapping[Tier, TierFacts]:
+        """Return the slower tiers of each replica, in blocks of this many tokens."""
         blocks = self.host_tokens // block_tokens
         bytes_per_s = 1e9 * self.host_gb_per_s
-        return HostTier(blocks, block_tokens * self.kv_bytes, bytes_per_s) if blocks else None
+        facts = TierFacts(blocks, block_tokens * self.kv_bytes, bytes_per_s)
+        return {HOST: facts} if blocks else {}
 
     @property
     def speeds(self) -> list[float]:
@@ -59,7 +61,7 @@ class Outcome:
     finished_s: list[float]
     hit_tokens: list[int]
     prefill_s: list[float]  # seconds that each replica spent on prompts
-    host_tokens: list[int]  # hit tokens that were copied from host memory
+    reloaded_tokens: list[int]  # hit tokens that were copied from a slower tier
     reload_wait_s: list[float]  # seconds for which each request waited for its copy
     reload_s: list[float]  # seconds that each replica spent on copies
 
@@ -158,7 +160,7 @@ class _Simulation:
             cluster.engine.prefill,
             block_tokens,
             cluster.engine.chunk_tokens,
-            cluster.host(block_tokens),
+            cluster.tiers(block_tokens),
         )
         self._cluster = cluster
         self._requests = requests
@@ -169,7 +171,7 @@ class _Simulation:
             POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
         ]
         self._replicas = [
-            Replica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.host)
+            Replica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.tiers)
             for speed in cluster.speeds
         ]
         self._wakes_s: dict[int, float] = {}  # router -> time of its next wake-up
@@ -191,7 +193,7 @@ class _Simulation:
             finished_s=none.copy(),
             hit_tokens=nothing,
             prefill_s=[],
-            host_tokens=nothing.copy(),
+            reloaded_tokens=nothing.copy(),
             reload_wait_s=none.copy(),
             reload_s=[],
         )
@@ -227,7 +229,7 @@ class _Simulation:
                     self._send(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
         self._outcome.reload_s = [
-            replica.host.reload_s if replica.host is not None else 0.0 for replica in self._replicas
+            0.0 if replica.memory is None else replica.memory.reload_s for replica in self._replicas
         ]
         return self._outcome
 
@@ -297,7 +299,7 @@ class _Simulation:
         outcome = self._outcome
         outcome.first_token_s[index] = at_s
         outcome.hit_tokens[index] = replica.hit_tokens.pop(index)
-        outcome.host_tokens[index] = replica.host_tokens.pop(index, 0)
+        outcome.reloaded_tokens[index] = replica.reloaded_tokens.pop(index, 0)
         outcome.reload_wait_s[index] = replica.reload_wait_s.pop(index, 0.0)
 
     def _end_reload(self, number: int, now_s: float) -> None:
@@ -319,11 +321,11 @@ class _Simulation:
         self._push(plan.ends_s, StepEnd(replica, plan.ends_s))
 
     def _await_reloads(self, number: int) -> None:
-        host = self._replicas[number].host
-        if host is not None and host.begun_s:
-            for ends_s in host.begun_s:
+        memory = self._replicas[number].memory
+        if memory is not None and memory.begun_s:
+            for ends_s in memory.begun_s:
                 self._push(ends_s, ReloadEnd(number))
-            host.begun_s.clear()
+            memory.begun_s.clear()
 
     def _push(self, at_s: float, event: Event) -> None:
         heappush(self._events, (at_s, next(self._order), event))

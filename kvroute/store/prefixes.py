@@ -24,6 +24,7 @@ import redis.asyncio as redis
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from kvroute.blocks.tiers import GPU, HOST, Tier
 from kvroute.contract.prefix_id import OF
 from kvroute.contract.records import VERSION, AtLeastOne, Count, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError, text
@@ -55,6 +56,11 @@ class Prefix:
     namespace: str = ""  # cache salt of its tenant, whose requests reuse it; empty: no salt
     is_shared: bool = False  # True: requests of all namespaces reuse its full blocks
     is_in_host: bool = False  # True: it is pinned in host memory, not in the engines' own
+
+    @property
+    def tier(self) -> Tier:
+        """Return the tier in which replicas pin it."""
+        return HOST if self.is_in_host else GPU
 
     @property
     def label(self) -> str:

@@ -1,8 +1,9 @@
-"""Limits pins to a part of the KV cache and of host memory, and counts them."""
+"""Limits pins to a part of each tier of the KV cache, and counts them."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
+from kvroute.blocks.tiers import GPU, HOST, Tier
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.replica.engine.protocol import Engine
 
@@ -21,27 +22,22 @@ def admit_pin(request: GenerateRequest, engine: Engine) -> None:
     Blocks that two pins share count twice, here and in a replica's reports.
     """
     blocks = len(request.prompt_ids) // engine.facts.block_size
-    room = room_for_pin(request.pin, engine, in_host=request.is_host_pin)
+    tier = HOST if request.is_host_pin else GPU
+    room = room_for_pin(request.pin, engine, tier)
     if blocks > room:
-        memory = "host memory" if request.is_host_pin else "its KV cache"
-        limit = _pins_of(engine, in_host=request.is_host_pin)[1]
+        limit = engine.facts.pin_blocks_in(tier)
         raise PinRefusedError(
             f"{request.pin} needs {blocks} KV blocks, but only {room} of the {limit} that pins may "
-            f"take in {memory} are free; delete a named prefix, or raise --pin-share"
+            f"take in {tier.label} are free; delete a named prefix, or raise {tier.pin_options}"
         )
 
 
-def room_for_pin(name: str, engine: Engine, *, in_host: bool = False) -> int:
-    """Return the number of blocks that a pin of this name may take."""
-    pins, limit = _pins_of(engine, in_host=in_host)
-    return limit - sum(blocks for other, blocks in pins.items() if other != name)
-
-
-def _pins_of(engine: Engine, *, in_host: bool) -> tuple[Mapping[str, int], int]:
-    """Return the pins in this memory, and the maximum number of their blocks."""
-    if not in_host:
-        return engine.pins, engine.facts.pin_blocks
-    return engine.host_pins, engine.facts.host.pin_blocks if engine.facts.host else 0
+def room_for_pin(name: str, engine: Engine, tier: Tier = GPU) -> int:
+    """Return the number of blocks of a tier that a pin of this name may take."""
+    pins = engine.pins if tier == GPU else engine.host_pins
+    return engine.facts.pin_blocks_in(tier) - sum(
+        blocks for other, blocks in pins.items() if other != name
+    )
 
 
 class PinnedKeys(Generic[K]):

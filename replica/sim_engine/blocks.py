@@ -13,7 +13,7 @@ from kvroute.blocks.chain import Scope, Space
 from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import Keep
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockHash,
@@ -54,7 +54,7 @@ class BlockPool:
         block_size: int,
         capacity_blocks: int,
         prefix_caching: bool = True,
-        host: HostTier | None = None,
+        host: TierFacts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._space = Space(model, revision, block_size)

@@ -17,7 +17,7 @@ from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRe
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import KEEP, Keep, over
 from kvroute.contract.preparation import prepared
-from kvroute.contract.records import EngineFacts, HostTier, Load
+from kvroute.contract.records import EngineFacts, Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
@@ -53,7 +53,7 @@ class SimulatedConfig:
     stream_interval: int = 1  # number of tokens in each chunk of an answer after the first chunk
     prefix_caching: bool = True
     pin_share: float = 0.3  # maximum share of the KV cache for pins
-    host: HostTier | None = None  # tier in host memory; needs prefix_caching
+    host: TierFacts | None = None  # tier in host memory; needs prefix_caching
     adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that can be loaded
     max_loras: int = 4  # maximum number of different adapters in a batch
     max_cpu_loras: int = 16  # maximum number of adapters in memory; at least max_loras

@@ -40,7 +40,7 @@ class OverLimitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Headroom:
     """What is left of a tenant's limits. None: there is no such limit."""
 
     requests: int | None
@@ -139,7 +139,7 @@ class Limits:
                 requests, tokens = requests + there.requests, tokens + there.prompt_tokens
         return requests, tokens
 
-    def room(self, tenant: str, now_s: float) -> Room:
+    def room(self, tenant: str, now_s: float) -> Headroom:
         limits = self._limits_of(tenant) or NO_LIMITS
         requests, tokens = self.under_way(tenant)
         most = self._share(limits.max_requests or 0)
@@ -150,7 +150,7 @@ class Limits:
             debt = self._debt(tenant, now_s)
             left = int(self._share(each_minute) - debt)
             reset_s = debt * MINUTE_S / self._share(each_minute)
-        return Room(
+        return Headroom(
             limits.max_requests,
             max(0, most - requests),
             AGAIN_S if requests else 0.0,

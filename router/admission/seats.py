@@ -254,7 +254,7 @@ class Seats(Generic[R]):
         oldest_s = max(0.0, now_s - min(arrivals_s)) if arrivals_s else 0.0
         return WaitingSessions(len(self), oldest_s)
 
-    def hear(self, router: str, waiting: WaitingSessions, now_s: float) -> None:
+    def receive(self, router: str, waiting: WaitingSessions, now_s: float) -> None:
         """Take over what another router has reported just now."""
         if waiting.requests:
             self._elsewhere[router] = (waiting.requests, now_s - waiting.oldest_s)

@@ -14,10 +14,11 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.ranks import replica_of
 from kvroute.router.admission.waits import AT_EASE, Urgency
 from kvroute.router.connections.liveness import Liveness
-from kvroute.router.dispatch.holding import MOST_REFUSED_S, RECOVERY_S, Holding, Turn, no_replica
-from kvroute.router.dispatch.seating import Seating
 from kvroute.router.placement.attempts import Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.holding import MOST_REFUSED_S, RECOVERY_S, Holding, Turn
+from kvroute.router.queueing.refusals import no_replica
+from kvroute.router.queueing.seating import Seating
 
 POLL_S = 0.1  # between two looks for a replica while there is none
 

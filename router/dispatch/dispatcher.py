@@ -26,10 +26,10 @@ from kvroute.router.dispatch.generation import (
     outcome_of,
     refusal_of,
 )
-from kvroute.router.dispatch.holding import WAITING
 from kvroute.router.dispatch.losses import Losses
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.holding import WAITING
 from kvroute.wire.link import RefusedError
 
 log = logging.getLogger("kvroute.dispatch")

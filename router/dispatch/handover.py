@@ -19,11 +19,11 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.contract.ranks import replica_of
-from kvroute.router.admission.queue import BATCH_S
 from kvroute.router.connections.links import UnansweredError
 from kvroute.router.dispatch.ahead import LEAST_S, gain_s, slice_end
 from kvroute.router.placement.attempts import Placement, RequestObserver
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.queue import BATCH_S
 from kvroute.router.sessions.recent_prompts import RecentPrompt, RecentPrompts
 
 log = logging.getLogger("kvroute.handover")

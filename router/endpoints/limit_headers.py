@@ -2,7 +2,7 @@
 
 import math
 
-from kvroute.router.admission.limits import MINUTE_S, Limit, OverLimitError, Room
+from kvroute.router.admission.limits import MINUTE_S, Headroom, Limit, OverLimitError
 from kvroute.router.api.errors import ApiError
 
 CODE = "rate_limit_exceeded"
@@ -13,7 +13,7 @@ KINDS: dict[Limit, str] = {
 }
 
 
-def rate_headers(room: Room) -> dict[str, str]:
+def rate_headers(room: Headroom) -> dict[str, str]:
     """Of each response to a tenant with limits."""
     headers = dict[str, str]()
     if room.requests is not None:
@@ -23,7 +23,7 @@ def rate_headers(room: Room) -> dict[str, str]:
     return headers
 
 
-def over_limit(error: OverLimitError, room: Room) -> ApiError:
+def over_limit(error: OverLimitError, room: Headroom) -> ApiError:
     """A 429 that says which limit it is, and when to come again."""
     headers = rate_headers(room)
     if math.isinf(error.wait_s):

@@ -4,17 +4,19 @@ Each fingerprint maps to a bit mask of replica slots. A replica that holds block
 the blocks before it, because engines evict leaves first. So galloping and bisection find the length
 of each replica's match: about ten dictionary reads for a prompt of a thousand blocks.
 
-A replica with a host tier announces what host memory has under other fingerprints
-(blocks/cache_groups.py). They are in its set like all others; only replicas that are known to
-have such a tier are asked for them.
+A replica announces the blocks of its slower tiers under other fingerprints (blocks/tiers.py). The
+mirror keeps them like all others, and looks for them only on replicas that have such tiers.
 """
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from itertools import combinations
+from operator import or_
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import GPU, Tier
 from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.eviction_history import EvictionHistory
 from kvroute.router.index.masks import TABLES, Masks
@@ -47,9 +49,9 @@ class Mirror:
         self._predicted_blocks: dict[str, int] = {}  # replica id -> blocks in its last such slot
         self._ids: dict[int, str] = {}  # bit -> replica id
         self._live = 0  # bits in use; all other bits of a mask are ignored
-        self._tiered_ids: frozenset[str] = frozenset()  # replicas that have a host tier
-        self._tiered = 0  # their bits
-        self._has_known_tiers = False  # now or before
+        self._tiered_ids: dict[Tier, set[str]] = {}  # replicas that have a slower tier
+        self._tiered: dict[Tier, int] = {}  # their bits; tiers of which none is left stay here
+        self._copy_marks: set[int] = set()  # in which fingerprints of copies of one block differ
         self._dirty = 0  # released bits, perhaps still set in some masks
         self._sweeping = 0  # those of them that the current sweep clears
         self._unswept = 0  # tables that the current sweep has still to clear
@@ -63,12 +65,18 @@ class Mirror:
     def replica_ids(self) -> set[str]:
         return set(self._slots)
 
-    def have_host_tiers(self, replica_ids: Collection[str]) -> None:
-        """These replicas have one, and no other does."""
-        if self._tiered_ids != replica_ids:
-            self._tiered_ids = frozenset(replica_ids)
-            self._tiered = sum(map(self._bits, self._tiered_ids))
-            self._has_known_tiers = True
+    def set_tiers(self, tiers: Mapping[str, Collection[Tier]]) -> None:
+        """Take over which replicas have slower tiers, by replica id."""
+        ids: dict[Tier, set[str]] = {tier: set() for tier in self._tiered}
+        for replica_id, known in tiers.items():
+            for tier in known:
+                ids.setdefault(tier, set()).add(replica_id)
+        for tier, replica_ids in ids.items():
+            if self._tiered_ids.get(tier, set()) != replica_ids:
+                self._tiered_ids[tier] = replica_ids
+                self._tiered[tier] = sum(map(self._bits, replica_ids))
+        pairs = combinations((GPU, *self._tiered), 2)
+        self._copy_marks = {one.mark ^ other.mark for one, other in pairs}
 
     def join(self, replica_id: str) -> None:
         """The replica starts empty; whatever was known about it is dropped."""
@@ -137,25 +145,29 @@ class Mirror:
             _, replica_id, fingerprints = self._computed.popleft()
             self.unexpect(replica_id, fingerprints)
 
-    def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
-        """replica id -> leading blocks of the chain held or expected in GPU memory there; no entry:
-        none."""
-        return self._depths(chain, self._holders)
-
-    def hits_in_any_tier(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
-        """replica id -> leading blocks held in GPU or host memory there, for the replicas that have
-        a host tier; no entry: none."""
-        return self._depths(chain, self._holders_in_any_tier) if self._tiered else {}
-
-    def hits_at(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> dict[str, int]:
-        """As `hits`, for engines with several cache groups."""
-        return self._depths_at(chain, boundaries, self._holders, self._live)
-
-    def hits_at_in_any_tier(
-        self, chain: Sequence[Fingerprint], boundaries: Boundaries
+    def hits(
+        self,
+        chain: Sequence[Fingerprint],
+        *,
+        tiers: Sequence[Tier] = (),
+        layout: Boundaries | None = None,
     ) -> dict[str, int]:
-        """As `hits_in_any_tier`, for engines with several cache groups."""
-        return self._depths_at(chain, boundaries, self._holders_in_any_tier, self._tiered)
+        """Return how many leading blocks of the chain each replica has; no entry: none.
+
+        Args:
+            tiers: slower tiers whose blocks count too. The result then has only replicas with one
+                of these tiers, and only blocks that they hold; else expected blocks count as well.
+            layout: the rules of engines with several cache groups.
+        """
+        holders_of, replicas = self._holders, self._live
+        if tiers:
+            replicas = reduce(or_, [self._tiered.get(tier, 0) for tier in tiers])
+            holders_of = partial(self._holders_through, tiers, replicas)
+        if not replicas:
+            return {}
+        if layout is not None:
+            return self._depths_at(chain, layout, holders_of, replicas)
+        return self._depths(chain, holders_of)
 
     def in_first_group(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> int:
         """Return how much of the chain some replica's first cache group has, in blocks."""
@@ -171,15 +183,11 @@ class Mirror:
         """Whether some replica holds the block, or once held it, in whatever memory."""
         if self._was(fingerprint):
             return True
-        return self._has_known_tiers and self._was(in_host(fingerprint))
+        return any(self._was(tier.member(fingerprint)) for tier in self._tiered)
 
     def is_held(self, replica_id: str, fingerprint: Fingerprint) -> bool:
         """Whether the replica has the block; else it may be expected there."""
         return bool(self._held.get(fingerprint) & self._bits(replica_id))
-
-    def held_by(self, replica_id: str) -> set[Fingerprint]:
-        """All of one replica's blocks."""
-        return set[Fingerprint]().union(*self.walk(replica_id))
 
     def walk(self, replica_id: str) -> Iterator[list[Fingerprint]]:
         """The same in parts, each of which is short; together they read the whole mirror."""
@@ -206,12 +214,17 @@ class Mirror:
         fingerprint = chain[i]
         return (self._held.get(fingerprint) | self._expected.get(fingerprint)) & self._live
 
-    def _holders_in_any_tier(self, chain: Sequence[Fingerprint], i: int) -> int:
-        """The bits of those with a host tier that hold block i in GPU or host memory."""
+    def _holders_through(
+        self, tiers: Sequence[Tier], replicas: int, chain: Sequence[Fingerprint], i: int
+    ) -> int:
+        """Return which of the replicas hold block i in GPU memory or these tiers, as bits."""
         if i >= len(chain):
             return 0
         held, fingerprint = self._held, chain[i]
-        return (held.get(fingerprint) | held.get(in_host(fingerprint))) & self._tiered
+        holders = held.get(fingerprint)
+        for tier in tiers:
+            holders |= held.get(tier.member(fingerprint))
+        return holders & replicas
 
     def _depths(self, chain: Sequence[Fingerprint], holders_of: Holders) -> dict[str, int]:
         """replica id -> leading blocks of the chain that it has; no entry: none."""
@@ -268,11 +281,18 @@ class Mirror:
         return bool(self._held.get(member)) or member in self._history
 
     def _remember(self, gone: Sequence[Fingerprint]) -> None:
-        """Blocks that no replica has any more in this memory. One that is still in the other is not
-        gone: it comes here again, so each block takes one place of the history."""
-        if self._has_known_tiers:
-            gone = [each for each in gone if not self._held.get(in_host(each))]
+        """Add blocks that have left a tier of the last replica to the eviction history.
+
+        A block of which some other tier has a copy is not gone. It comes here again when that copy
+        goes, so each block takes one place of the history.
+        """
+        if self._copy_marks:
+            gone = [each for each in gone if not self._has_copy(each)]
         self._history.add(gone)
+
+    def _has_copy(self, member: Fingerprint) -> bool:
+        """Return whether some replica holds the same block in another tier."""
+        return any(self._held.get(Fingerprint(member ^ mark)) for mark in self._copy_marks)
 
     def _bits(self, replica_id: str) -> int:
         return self._slots.get(replica_id, 0) | self._predicted.get(replica_id, 0)
@@ -282,15 +302,17 @@ class Mirror:
         bit = ~used & (used + 1)
         self._ids[bit] = replica_id
         self._live |= bit
-        if replica_id in self._tiered_ids:
-            self._tiered |= bit
+        for tier, replica_ids in self._tiered_ids.items():
+            if replica_id in replica_ids:
+                self._tiered[tier] |= bit
         return bit
 
     def _release(self, bit: int) -> None:
-        """Releases the bit, which can be reused after a sweep."""
+        """Yield the blocks of one replica in parts, each of which takes a short time."""
         self._ids.pop(bit, None)
         self._live &= ~bit
-        self._tiered &= ~bit
+        for tier in self._tiered:
+            self._tiered[tier] &= ~bit
         self._dirty |= bit
 
 

@@ -12,12 +12,12 @@ from typing import Any, get_args
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvroute.blocks.tiers import GPU, SLOWER, TIERS
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.accounting.accounts import NAMED, named
-from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
@@ -38,6 +38,7 @@ from kvroute.router.placement.attempts import (
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.queueing.queue import Queue
 from kvroute.router.sessions.returns import WHYS
 from kvroute.store.responses import Responses
 
@@ -150,8 +151,9 @@ class Counts(RequestObserver):
         )
         tiers = counter(
             "hit_prompt_tokens",
-            "Tokens of prompts that came from a cache, by where it was: gpu, or host: reloaded "
-            "from host memory, as far as the router expected that.",
+            "Tokens of prompts that came from a cache, by where it was: "
+            + ", ".join(["gpu", *(f"or {t.name}: reloaded from {t.label}" for t in SLOWER)])
+            + ", as far as the router expected that.",
             "tier",
         )
         # Every label value starts at 0: a rate needs the 0 before the first event.
@@ -160,12 +162,15 @@ class Counts(RequestObserver):
             self._refusals.labels(code)
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
         self._evicted = {why: evicted.labels(why) for why in WHYS}
-        self._gpu_hits, self._host_hits = tiers.labels("gpu"), tiers.labels("host")
-        self._host_saved_s = counter(
-            "host_saved_seconds",
-            "Prefill that blocks in host memory saved, less the wait for their copies, as the "
-            "router predicted both.",
-        )
+        self._hits = {tier: tiers.labels(tier.name) for tier in TIERS}
+        self._saved_s = {
+            tier: counter(
+                f"{tier.name}_saved_seconds",
+                f"Prefill that blocks in {tier.label} saved, less the wait for their copies, as "
+                "the router predicted both.",
+            )
+            for tier in SLOWER
+        }
         self._reusable_tokens = counter(
             "reusable_tokens", "Tokens of those prompts that the best replica had or expected."
         )
@@ -196,10 +201,12 @@ class Counts(RequestObserver):
         for cause, tokens in msgspec.structs.asdict(ledger).items():
             self._tokens[cause].inc(tokens)
         self._evicted[attempt.evicted_why].inc(ledger.evicted)
-        host_tokens = attempt.host_tokens
-        self._gpu_hits.inc(ledger.hit + ledger.unexpected_hit - host_tokens)
-        self._host_hits.inc(host_tokens)
-        self._host_saved_s.inc(attempt.host_saved_s)
+        reloaded = attempt.reloaded_tokens
+        self._hits[GPU].inc(ledger.hit + ledger.unexpected_hit - sum(reloaded.values()))
+        for tier, tokens in reloaded.items():
+            self._hits[tier].inc(tokens)
+        for tier, saved_s in attempt.saved_s.items():
+            self._saved_s[tier].inc(saved_s)
         reusable_tokens = attempt.placement.reusable_tokens
         self._reusable_tokens.inc(reusable_tokens)
         if attempt.placement.expected_tokens(attempt.replica_id) < reusable_tokens:

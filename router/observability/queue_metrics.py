@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.process.exposition import Readings
-from kvroute.router.admission.queue import Queue, QueueState
 from kvroute.router.admission.waits import Refusal, Wait
 from kvroute.router.placement.attempts import RequestObserver
+from kvroute.router.queueing.queue import Queue, QueueState
 
 WAITS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
 WORTH_S = 0.1  # shorter waits say nothing about forecasts

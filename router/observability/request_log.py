@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.priority import Priority
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
 from kvroute.router.placement.ledger import Ledger
@@ -124,7 +125,7 @@ class RequestLog(RequestObserver):
             lora=placement.lora or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
-            host_tokens=attempt.host_tokens or msgspec.UNSET,
+            host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),
             evicted_why=attempt.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
             queued_s=waited_s or msgspec.UNSET,
             seat_s=attempt.context.wait.seat_s or msgspec.UNSET,

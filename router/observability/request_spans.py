@@ -130,9 +130,10 @@ class Dispatches(RequestObserver):
             span.set_attribute("gen_ai.response.time_to_first_chunk", waited_s)
         if attempt.cached_tokens is not None:
             span.set_attribute("gen_ai.usage.cache_read.input_tokens", attempt.cached_tokens)
-        if attempt.placement and (host_tokens := attempt.host_tokens):
+        if attempt.placement and (reloaded := attempt.reloaded_tokens):
             reload_s = attempt.placement.at(attempt.replica_id).reload_s
-            span.set_attribute("kvroute.host_tokens", host_tokens)
+            for tier, tokens in reloaded.items():
+                span.set_attribute(f"kvroute.{tier.name}_tokens", tokens)
             span.set_attribute("kvroute.predicted_reload_s", reload_s)
 
     def ended(self, attempt: Attempt) -> None:

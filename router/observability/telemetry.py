@@ -13,7 +13,6 @@ from kvroute.process.exposition import Process
 from kvroute.process.metrics_port import exposed
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
-from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import Blamed
@@ -31,6 +30,7 @@ from kvroute.router.page.recent_waits import RecentWaits
 from kvroute.router.placement.attempts import RequestObserver, RequestObservers
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.queueing.queue import Queue
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 from kvroute.store.responses import Responses

@@ -18,14 +18,15 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
+from kvroute.blocks.tiers import SLOWER
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.connections.liveness import Liveness
+from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.index.feed import Feed
 from kvroute.router.page.live import State
 from kvroute.router.page.places import Places
 from kvroute.router.page.recent import Decision, Recent, Sums, summed
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.placement.receipts import receipt
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
@@ -130,10 +131,13 @@ class View:
         }
         if record is None:  # not announced yet
             return answered
+        tiers = record.facts.tiers
         return answered | {
             "node": record.whereabouts.node,
             "capacity_blocks": record.facts.capacity_blocks,
-            "host_blocks": record.facts.host.blocks if record.facts.host else 0,
+            **{
+                f"{tier.name}_blocks": tiers[tier].blocks if tier in tiers else 0 for tier in SLOWER
+            },
             "cached_blocks": self._blocks.get(record.id),
             "used_blocks": record.load.used_blocks,
             "pinned_blocks": sum(warm.pinned_blocks for warm in record.pins.values()),
@@ -156,7 +160,7 @@ class View:
             )
             decision.receipt = msgspec.Raw(encode(made))
         waited_s = None if attempt.first_token_s is None else attempt.first_token_s - attempt.sent_s
-        ledger = attempt.ledger()
+        ledger, reloaded = attempt.ledger(), attempt.reloaded_tokens
         summary = encode(
             {
                 "number": decision.number,
@@ -166,7 +170,7 @@ class View:
                 "prompt_tokens": attempt.placement.prompt_tokens,
                 "expected_tokens": attempt.placement.expected_tokens(attempt.replica_id),
                 "cached_tokens": attempt.cached_tokens,
-                "host_tokens": attempt.host_tokens,
+                **{f"{tier.name}_tokens": reloaded.get(tier, 0) for tier in SLOWER},
                 "output_tokens": attempt.output_tokens if attempt.outcome else None,
                 "predicted_ttft_s": round(
                     attempt.placement.predicted_ttft_s(attempt.replica_id), 4

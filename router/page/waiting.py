@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from kvroute.router.admission.queue import Queue, QueueState
+from kvroute.router.queueing.queue import Queue, QueueState
 
 
 def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.blocks.tiers import Tier
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
@@ -305,27 +306,35 @@ class Attempt:
         self.mirror.infer(self.replica_id, added, capacity_blocks=capacity)
 
     @property
-    def host_tokens(self) -> int:
-        """Those of the prompt that came from host memory: what was expected there, as far as the
-        engine has delivered it."""
+    def reloaded_tokens(self) -> dict[Tier, int]:
+        """Return the prompt tokens that came from each slower tier.
+
+        Only the tokens that were expected there count, as far as the engine has delivered them.
+        """
         if self.placement is None or self.cached_tokens is None:
-            return 0
-        there = self.placement.at(self.replica_id)
-        if not there.host_blocks:
-            return 0
-        size = self.placement.block_size
-        gpu_tokens = (there.hit_blocks - there.host_blocks) * size
-        return max(0, min(self.cached_tokens, there.hit_blocks * size) - gpu_tokens)
+            return {}
+        there, size = self.placement.at(self.replica_id), self.placement.block_size
+        begin, found = there.gpu_blocks * size, dict[Tier, int]()
+        for tier, blocks in there.reloads:
+            end = begin + blocks * size
+            if tokens := max(0, min(self.cached_tokens, end) - begin):
+                found[tier] = tokens
+            begin = end
+        return found
 
     @property
-    def host_saved_s(self) -> float:
-        """The prefill that host memory has saved, less the wait for its copies: as predicted."""
-        if self.placement is None or not (host_tokens := self.host_tokens):
-            return 0.0
+    def saved_s(self) -> dict[Tier, float]:
+        """Return the predicted prefill that each slower tier saved, less the wait for copies."""
+        if self.placement is None or not (reloaded := self.reloaded_tokens):
+            return {}
         there = self.placement.at(self.replica_id)
-        begin = (there.hit_blocks - there.host_blocks) * self.placement.block_size
-        computed_s = self.load.model.seconds(begin, begin + host_tokens)
-        return max(0.0, self.load.speed.slowness * computed_s - there.reload_s)
+        begin, saved_s = there.gpu_blocks * self.placement.block_size, dict[Tier, float]()
+        wait_s = there.reload_s / len(reloaded)
+        for tier, tokens in reloaded.items():
+            computed_s = self.load.speed.slowness * self.load.model.seconds(begin, begin + tokens)
+            saved_s[tier] = max(0.0, computed_s - wait_s)
+            begin += tokens
+        return saved_s
 
     @property
     def evicted_why(self) -> Why:

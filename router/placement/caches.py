@@ -1,25 +1,30 @@
 """What the replicas have cached of a prompt."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
 from kvroute.blocks.fingerprint import Feature, Fingerprint, reusable_blocks
+from kvroute.blocks.tiers import Tier, TierBlocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.loads import Loads
 from kvroute.router.placement.replicas import Replicas
 
 
 class Reload(NamedTuple):
-    """Blocks that a replica copies back from host memory before it computes the rest."""
+    """Blocks that a replica copies back from slower tiers before it computes the rest."""
 
-    blocks: int = 0
-    wait_s: float = 0.0  # until they are in GPU memory, after the copies that are under way
+    parts: tuple[TierBlocks, ...] = ()  # in the order of the prompt; empty: only a wait
+    wait_s: float = 0.0  # until all are in GPU memory, after the copies that are under way
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of these blocks."""
+        return sum([part.blocks for part in self.parts])
 
 
 NO_RELOAD = Reload()
@@ -28,7 +33,7 @@ NO_RELOAD = Reload()
 class Hits(NamedTuple):
     """The leading blocks of one prompt that each replica has."""
 
-    blocks: Mapping[str, int]  # by replica id, in GPU and host memory together; missing: none
+    blocks: Mapping[str, int]  # by replica id, in all tiers together; missing: none
     reloads: Mapping[str, Reload]  # by replica id; missing: nothing to wait for
 
 
@@ -40,6 +45,7 @@ class Caches:
         self._space = space
         self._replicas = replicas
         self._loads = loads
+        self._tiers: Sequence[Tier] = ()  # slower tiers that replicas have, the fastest first
 
     @property
     def block_size(self) -> int:
@@ -47,8 +53,10 @@ class Caches:
         return self._space.block_size
 
     def update(self) -> None:
-        """Take over which replicas have a host memory tier."""
-        self.mirror.have_host_tiers(self._replicas.host_tiers.keys())
+        """Take over which replicas have slower tiers."""
+        known = self._replicas.tiers
+        self._tiers = sorted({tier for tiers in known.values() for tier in tiers})
+        self.mirror.set_tiers(known)
 
     # Fingerprints.
 
@@ -89,22 +97,19 @@ class Caches:
 
     def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
         """Return the hits in GPU memory: blocks by replica id, without replicas that have none."""
-        hits = self.mirror.hits(chain)
-        if not self._replicas.layouts:
-            return hits
-        return self._by_layout(hits, chain, self.mirror.hits_at)
+        return self._hits(chain)
 
     def holders(
-        self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, in_any_tier: bool = False
+        self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, tiers: Sequence[Tier] = ()
     ) -> set[str]:
-        """Return the replicas that hold all full blocks of these tokens in GPU memory.
+        """Return the replicas that hold all full blocks of these tokens.
 
         Args:
-            in_any_tier: host memory counts too.
+            tiers: slower tiers that count besides GPU memory.
         """
         one_more = np.append(token_ids, token_ids[:1])  # makes the last block reusable
         chain = self.chain(one_more, scope)
-        hits = self.hits(chain) | (self._hits_in_any_tier(chain) if in_any_tier else {})
+        hits = self.hits(chain) | (self._hits(chain, tiers) if tiers else {})
         return {id_ for id_, blocks in hits.items() if blocks == len(chain)}
 
     def find(self, chain: Sequence[Fingerprint], now_s: float) -> Hits:
@@ -115,7 +120,7 @@ class Caches:
         hits = self.hits(chain)
         for replica_id in self._replicas.degraded:
             hits.pop(replica_id, None)
-        reloads = self._reloads(chain, hits, now_s) if self._replicas.host_tiers else {}
+        reloads = self._reloads(chain, hits, now_s) if self._tiers else {}
         for replica_id, reload in reloads.items():
             hits[replica_id] = hits.get(replica_id, 0) + reload.blocks
         return Hits(hits, reloads)
@@ -135,55 +140,50 @@ class Caches:
     def capacity_tokens(self, record: ReplicaRecord) -> int:
         """Return the tokens that a replica can keep.
 
-        Host memory counts if blocks come back from there sooner than they are computed.
+        A slower tier counts if blocks come back from there sooner than they are computed.
         """
-        facts, tier = record.facts, self._replicas.host_tiers.get(record.id)
+        facts = record.facts
         if not facts.prefix_caching:
             return 0
         compute_s = self._loads.prefill_s(record.id, facts.block_size)
-        host_blocks = tier.blocks if tier and tier.reload_s(1) < compute_s else 0
-        return (facts.capacity_blocks + host_blocks) * facts.block_size
+        tiers = self._replicas.tiers.get(record.id, {}).values()
+        more_blocks = sum(tier.blocks for tier in tiers if tier.reload_s(1) < compute_s)
+        return (facts.capacity_blocks + more_blocks) * facts.block_size
 
-    def _by_layout(
-        self,
-        plain: Mapping[str, int],
-        chain: Sequence[Fingerprint],
-        hits_at: Callable[[Sequence[Fingerprint], Boundaries], dict[str, int]],
-    ) -> dict[str, int]:
-        """Return the hits, as their layouts allow where engines have several cache groups."""
-        layouts = self._replicas.layouts
-        hits = {id_: blocks for id_, blocks in plain.items() if id_ not in layouts}
-        for boundaries in set(layouts.values()):
-            found = hits_at(chain, boundaries)
-            hits |= {id_: n for id_, n in found.items() if layouts.get(id_) is boundaries}
-        return hits
-
-    def _hits_in_any_tier(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
-        """Return the hits in GPU or host memory, for the replicas that have a host tier."""
-        hits = self.mirror.hits_in_any_tier(chain)
-        if not self._replicas.layouts:
+    def _hits(self, chain: Sequence[Fingerprint], tiers: Sequence[Tier] = ()) -> dict[str, int]:
+        """Return the hits by the layout of each engine; tiers: see Mirror.hits."""
+        hits, layouts = self.mirror.hits(chain, tiers=tiers), self._replicas.layouts
+        if not layouts:
             return hits
-        return self._by_layout(hits, chain, self.mirror.hits_at_in_any_tier)
+        hits = {id_: blocks for id_, blocks in hits.items() if id_ not in layouts}
+        for layout in set(layouts.values()):
+            found = self.mirror.hits(chain, tiers=tiers, layout=layout)
+            hits |= {id_: n for id_, n in found.items() if layouts.get(id_) is layout}
+        return hits
 
     def _reloads(
         self, chain: Sequence[Fingerprint], hits: Mapping[str, int], now_s: float
     ) -> dict[str, Reload]:
         """Return what each replica would copy back behind its hit in GPU memory.
 
-        It copies what it cannot compute in less time. Copies that are under way add to the wait,
-        but do not count in this choice, since computing would delay all other requests, too.
+        From each tier, it copies the blocks that it cannot compute in less time. Copies that are
+        under way add to the wait, but do not count in this choice, since computing would delay all
+        other requests, too.
         """
-        found = {}
-        for replica_id, depth in self._hits_in_any_tier(chain).items():
-            begin = hits.get(replica_id, 0)
-            if depth <= begin or replica_id in self._replicas.degraded:
-                continue
-            load, tier = self._loads.of(replica_id), self._replicas.host_tiers[replica_id]
-            reload_s = tier.reload_s(depth - begin)
-            compute_s = load.model.seconds(begin * self.block_size, depth * self.block_size)
-            if reload_s < load.speed.slowness * compute_s:
-                wait_s = load.reloads.wait_s(now_s) + reload_s
-                found[replica_id] = Reload(depth - begin, wait_s)
+        found = dict[str, Reload]()
+        for number, tier in enumerate(self._tiers, start=1):
+            for replica_id, depth in self._hits(chain, self._tiers[:number]).items():
+                before = found.get(replica_id, NO_RELOAD)
+                begin = hits.get(replica_id, 0) + before.blocks
+                facts = self._replicas.tiers[replica_id].get(tier)
+                if facts is None or depth <= begin or replica_id in self._replicas.degraded:
+                    continue
+                load, copy_s = self._loads.of(replica_id), facts.reload_s(depth - begin)
+                compute_s = load.model.seconds(begin * self.block_size, depth * self.block_size)
+                if copy_s < load.speed.slowness * compute_s:
+                    wait_s = before.wait_s or load.reloads.wait_s(now_s)
+                    part = TierBlocks(tier, depth - begin)
+                    found[replica_id] = Reload((*before.parts, part), wait_s + copy_s)
         return found | self._awaited(chain, hits, found, now_s)
 
     def _awaited(
@@ -195,8 +195,8 @@ class Caches:
     ) -> dict[str, Reload]:
         """Return the waits where an earlier request copies back the last blocks of a hit."""
         found = {}
-        for replica_id in self._replicas.host_tiers.keys() & hits.keys() - reloads.keys():
+        for replica_id in self._replicas.tiers.keys() & hits.keys() - reloads.keys():
             wait_s = self._loads.of(replica_id).reloads.wait_s(now_s)
             if wait_s and not self.mirror.is_held(replica_id, chain[hits[replica_id] - 1]):
-                found[replica_id] = Reload(0, wait_s)
+                found[replica_id] = Reload((), wait_s)
         return found

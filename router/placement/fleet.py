@@ -242,7 +242,7 @@ class Fleet:
                     load.unanswered,
                     self._memory_s(load, new_tokens, prompt.tokens, known_block),
                     lora_s,
-                    reload.blocks,
+                    reload.parts,
                     reload.wait_s,
                     healthy / slowness,
                     share,
@@ -294,7 +294,6 @@ class Fleet:
         retention = context.retention if context else None
         hit_tokens = there.hit_blocks * self._block_size
         prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
-        computed_from = there.hit_blocks - there.host_blocks
         dispatch = Dispatch(
             request_id=request_id,
             replica_id=replica_id,
@@ -302,7 +301,7 @@ class Fleet:
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=Fingerprints(placement.known_prefix[-1:]),
-            expected=Fingerprints(self.caches.added(replica_id, placement.chain, computed_from)),
+            expected=Fingerprints(self.caches.added(replica_id, placement.chain, there.gpu_blocks)),
             lora=placement.lora,
             loads_first=there.lora_s > 0 or there.reload_s > 0,
             turn=retention and retention.turn,
@@ -331,8 +330,9 @@ class Fleet:
         """
         begin, end = part.start * self._block_size, part.stop * self._block_size
         there = placement.at(replica_id)
-        is_first = part.start == there.hit_blocks  # it waits for blocks from host memory
-        host_blocks, reload_s = (there.host_blocks, there.reload_s) if is_first else (0, 0.0)
+        is_first = part.start == there.hit_blocks  # it waits for blocks from slower tiers
+        reload_s = there.reload_s if is_first else 0.0
+        added_from = there.gpu_blocks if is_first else part.start
         dispatch = Dispatch(
             request_id=request_id,
             replica_id=replica_id,
@@ -341,9 +341,7 @@ class Fleet:
             prompt_tokens=end,
             known_prefix=Fingerprints(placement.chain[: part.start][-1:]),
             expected=Fingerprints(
-                self.caches.added(
-                    replica_id, placement.chain[: part.stop], part.start - host_blocks
-                )
+                self.caches.added(replica_id, placement.chain[: part.stop], added_from)
             ),
             lora=placement.lora,
             loads_first=reload_s > 0,
@@ -354,7 +352,7 @@ class Fleet:
         """Count a dispatch of this router or of another one as load.
 
         Args:
-            reload_s: time until its blocks are back from host memory; the engine computes other
+            reload_s: time until its blocks are back from slower tiers; the engine computes other
                 prompts meanwhile.
         """
         replica_id, load = dispatch.replica_id, self.loads.of(dispatch.replica_id)

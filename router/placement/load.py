@@ -35,7 +35,7 @@ class Sent:
     sent_s: float
     lora: str = ""  # its LoRA adapter
     loads_first: bool = False  # the adapter or blocks: its first token is no sample of the speed
-    reload_s: float = 0.0  # until its blocks are back from host memory; of other routers': unknown
+    reload_s: float = 0.0  # until its blocks are back from slower tiers; of other routers': unknown
     prefix: Fingerprint | None = None  # last block of its prompt that some replica had
 
     @property
@@ -141,7 +141,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         return len(self.waiting) + len(self.decoding)
 
     def _begun_s(self) -> float:
-        """Blocks on their way from host memory hold up none of the others."""
+        """Blocks on their way from slower tiers hold up none of the others."""
         begun_s = (each.sent_s for each in self.waiting.values() if not each.leaves_engine)
         return max(next(begun_s), self.last_first_token_s)
 

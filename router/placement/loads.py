@@ -2,13 +2,21 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvroute.router.admission.queue import Room
 from kvroute.router.placement.load import ReplicaLoad, new_replica_load, slow_replicas
 from kvroute.router.placement.replicas import UNKNOWN_SPEED, UNKNOWN_STEP_TOKENS, Replicas
 from kvroute.router.placement.scale import Scale
 
 UNKNOWN_STEP_S = 0.01  # time of an engine's step, until an answer has shown it; includes network
+
+
+class ReplicaCapacity(NamedTuple):
+    """How much more a replica can take."""
+
+    replica_id: str
+    backlog_s: float  # seconds of prefill pending
+    free_share: float = 1.0  # share of its KV cache that its requests do not need
 
 
 class Loads:
@@ -96,7 +104,7 @@ class Loads:
         """Return how many times as long as its engine claims each replica computes prompts."""
         return {replica_id: load.speed.slowness for replica_id, load in self._by_id.items()}
 
-    def room_in_s(self, replica_ids: Sequence[str], hold_s: float, now_s: float) -> float:
+    def next_free_s(self, replica_ids: Sequence[str], hold_s: float, now_s: float) -> float:
         """Return the time until the first replica's backlog falls below `hold_s`.
 
         Infinite if no backlog does before the replica's next first token.
@@ -104,16 +112,16 @@ class Loads:
         loads = [self.of(replica_id) for replica_id in replica_ids]
         return min([load.below_in_s(hold_s, now_s) for load in loads], default=math.inf)
 
-    def rooms(self, replica_ids: Sequence[str], now_s: float) -> list[Room]:
+    def capacities(self, replica_ids: Sequence[str], now_s: float) -> list[ReplicaCapacity]:
         """Return the backlog and the free share of the KV cache of each replica."""
-        rooms = []
+        found = []
         backlogs_s = self.backlogs_s(replica_ids, now_s)
         for replica_id, backlog_s in zip(replica_ids, backlogs_s, strict=True):
             load = self.of(replica_id)
             capacity = load.capacity_tokens
             free_share = 1.0 - load.kv.tokens / capacity if capacity else 1.0
-            rooms.append(Room(replica_id, backlog_s, free_share))
-        return rooms
+            found.append(ReplicaCapacity(replica_id, backlog_s, free_share))
+        return found
 
     def prefill_s(self, replica_id: str, tokens: int, cached_tokens: int = 0) -> float:
         """Return the time to compute a prompt on the replica while it is idle.

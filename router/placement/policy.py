@@ -7,7 +7,7 @@
 in seconds, with
 
     waiting  prefill queued or running on the replica
-    reload   copying back what the replica has of the prompt in host memory, after the copies that
+    reload   copying back what the replica has of the prompt in slower tiers, after the copies that
              are under way there. It delays this request alone and takes no time of the GPU
     memory   until answers that run there have ended and left room for the prompt in the KV cache
     own      prefill of what no replica holds: every replica would have to compute it
@@ -37,6 +37,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvroute.blocks.tiers import TierBlocks
+
 PRICE = 35.0  # rise of the price of congestion, for a lower quartile of one Scale.busy_s
 MAX_PRICE = 40.0
 COPY_PRICE = 2.5  # what a second copy of cached blocks costs others, in prefills of the copy
@@ -59,10 +61,15 @@ class Candidate(NamedTuple):
     unanswered: int = 0  # requests sent there and not yet answered
     memory_s: float = 0.0  # until the KV cache has room for the prompt
     lora_s: float = 0.0  # to load the request's LoRA adapter there; 0: nothing to load
-    host_blocks: int = 0  # of hit_blocks, the last ones: those that have to be reloaded
-    reload_s: float = 0.0  # until they are
+    reloads: tuple[TierBlocks, ...] = ()  # the last of hit_blocks, in slower tiers than the GPU
+    reload_s: float = 0.0  # until these are in GPU memory
     worth: float = 1.0  # what others lose by a second there, in seconds of a healthy replica
     branch_share: float = 1.0  # conversations that began there with this prefix, over the mean
+
+    @property
+    def gpu_blocks(self) -> int:
+        """Return the leading blocks held or expected in GPU memory."""
+        return self.hit_blocks - sum([part.blocks for part in self.reloads])
 
     @property
     def ttft_s(self) -> float:

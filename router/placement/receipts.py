@@ -5,6 +5,7 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
+from kvroute.blocks.tiers import Tier
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, Terms, prices, terms_s
 from kvroute.router.sessions.breaks import Break
@@ -15,7 +16,7 @@ RECEIPTS = "kvroute_receipts"  # the member of a response that has them
 # The reason to give when this term makes most of the difference between choice and runner-up.
 REASONS = {
     "waiting": "{choice} has {seconds} s less prefill queued than {other}",
-    "reload": "{choice} reloads less from host memory than {other} ({seconds} s)",
+    "reload": "{choice} reloads less from slower memory than {other} ({seconds} s)",
     "memory": "{choice} has room for the prompt {seconds} s sooner than {other}",
     "own": "{choice} computes what is new in the prompt {seconds} s sooner than {other}",
     "copy": "{choice} holds {hits} prompt tokens and {other} {other_hits}: to compute the "
@@ -52,7 +53,7 @@ def receipt(
         )
     listed = ranking[:most]
     terms = [terms_s(candidate, common) for candidate in listed] if common else []
-    reloads = any(candidate.host_blocks for candidate in listed)
+    tiers = sorted({part.tier for candidate in listed for part in candidate.reloads})
     return {
         "policy": policy,
         "lora": placement.lora or None,
@@ -69,7 +70,7 @@ def receipt(
         "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
         "reason": _reason(placement, terms, policy),
         "replicas": [
-            _replica(candidate, each, placement.block_size, reloads=reloads)
+            _replica(candidate, each, placement.block_size, tiers=tiers)
             for candidate, each in zip_longest(listed, terms)
         ],
     }
@@ -82,23 +83,29 @@ def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any
 
 
 def _replica(
-    candidate: Candidate, terms: Terms | None, block_size: int, *, reloads: bool
+    candidate: Candidate, terms: Terms | None, block_size: int, *, tiers: Sequence[Tier]
 ) -> dict[str, Any]:
-    """Of host memory only where a replica on the receipt reloads something."""
-    reload = {
-        "host_tokens": candidate.host_blocks * block_size,
-        "reload_s": round(candidate.reload_s, 4),
+    """Return one replica of a receipt.
+
+    Args:
+        tiers: slower tiers from which any replica on the receipt reloads something.
+    """
+    blocks = {part.tier: part.blocks for part in candidate.reloads}
+    reload: dict[str, float] = {
+        f"{tier.name}_tokens": blocks.get(tier, 0) * block_size for tier in tiers
     }
+    if tiers:
+        reload["reload_s"] = round(candidate.reload_s, 4)
     return {
         "id": candidate.replica_id,
         "hit_tokens": candidate.hit_blocks * block_size,
-        **(reload if reloads else {}),
+        **reload,
         "backlog_s": round(candidate.backlog_s, 4),
         "prefill_s": round(candidate.own_s + candidate.copy_s, 4),
         "unanswered": candidate.unanswered,
         "free_blocks": candidate.free_blocks,
         "cost_s": round(sum(terms), 4) if terms else None,
-        "terms_s": _rounded(terms, reloads=reloads) if terms else None,
+        "terms_s": _rounded(terms, reloads=bool(tiers)) if terms else None,
     }
 
 

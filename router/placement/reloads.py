@@ -1,4 +1,4 @@
-"""The copies from host memory that this router's requests wait for at one replica.
+"""The copies from slower tiers that this router's requests wait for at one replica.
 
 A copy delays its own request, and those behind it, but takes none of the GPU's time.
 """

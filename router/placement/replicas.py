@@ -5,9 +5,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import UNTOLD
+from kvroute.blocks.tiers import Tier
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.ranks import replica_of
-from kvroute.contract.records import HostTier, ReplicaRecord
+from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.prefill.speed import PrefillModel, prefill_model
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError, boundaries_of
 from kvroute.router.index.handshake import NONE, Handshake
@@ -30,7 +31,7 @@ class Replicas:
     ) -> None:
         self.handshake = handshake
         self.layouts: dict[str, Boundaries] = {}  # of engines with several cache groups
-        self.host_tiers: dict[str, HostTier] = {}  # of replicas that have one
+        self.tiers: dict[str, Mapping[Tier, TierFacts]] = {}  # of replicas that have slower tiers
         self.free_blocks: dict[str, int] = {}  # KV blocks that no running request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
@@ -63,7 +64,7 @@ class Replicas:
             ours = set(self._running())
             unreadable = {id_: why for id_, why in unreadable.items() if replica_of(id_) in ours}
         self.layouts, unknown = _layouts(known)
-        self.host_tiers = _host_tiers(known)
+        self.tiers = _tiers(known)
         self.handshake.check(known, unreadable, unknown)
         self._leased = self._records.keys() - set(unleased)
         self.free_blocks = {
@@ -152,12 +153,12 @@ class Replicas:
         record = self._records.get(replica_id)
         return record.load.lora_load_s if record else LOAD_S
 
-    def host_tier(self, replica_id: str) -> dict[str, float] | None:
-        """Return the size and copy speed of the replica's host memory tier; None: it has none."""
-        tier = self.host_tiers.get(replica_id)
-        if tier is None:
-            return None
-        return {"blocks": tier.blocks, "gb_per_s": round(tier.bytes_per_s / 1e9, 3)}
+    def tiers_as_json(self, replica_id: str) -> dict[str, dict[str, float]]:
+        """Return the size and copy speed of the replica's slower tiers, by their names."""
+        return {
+            tier.name: {"blocks": facts.blocks, "gb_per_s": round(facts.bytes_per_s / 1e9, 3)}
+            for tier, facts in self.tiers.get(replica_id, {}).items()
+        }
 
 
 def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:
@@ -181,10 +182,13 @@ def _layouts(records: Iterable[ReplicaRecord]) -> tuple[dict[str, Boundaries], d
     return known, unknown
 
 
-def _host_tiers(records: Iterable[ReplicaRecord]) -> dict[str, HostTier]:
-    """Return the host memory tiers by replica id, with the speed that copies have shown."""
+def _tiers(records: Iterable[ReplicaRecord]) -> dict[str, Mapping[Tier, TierFacts]]:
+    """Return the slower tiers by replica id, with the speed that copies have shown."""
     return {
-        record.id: replace(tier, bytes_per_s=record.load.host_bytes_per_s or tier.bytes_per_s)
+        record.id: {
+            tier: replace(facts, bytes_per_s=record.load.bytes_per_s(tier) or facts.bytes_per_s)
+            for tier, facts in record.facts.tiers.items()
+        }
         for record in records
-        if (tier := record.facts.host) and record.facts.prefix_caching
+        if record.facts.tiers and record.facts.prefix_caching
     }

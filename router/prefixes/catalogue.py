@@ -10,6 +10,7 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from kvroute.blocks.chain import Scope
+from kvroute.blocks.tiers import Tier
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import OF
 from kvroute.contract.records import ReplicaRecord
@@ -100,12 +101,12 @@ class Catalogue:
         return self._fleet.replicas.records
 
     def holders(
-        self, token_ids: TokenIds, namespace: str, *, in_any_tier: bool = False
+        self, token_ids: TokenIds, namespace: str, *, tiers: Sequence[Tier] = ()
     ) -> set[str]:
         """The replicas that hold all of it in their caches, according to the index."""
         shared = self.shared_tokens(token_ids) if namespace else 0
         scope = Scope("", namespace, shared)
-        return self._fleet.caches.holders(token_ids, scope, in_any_tier=in_any_tier)
+        return self._fleet.caches.holders(token_ids, scope, tiers=tiers)
 
     def get(self, id_: str) -> Prefix | None:
         """The newest version that is warm on all its replicas; if there is none, the newest."""

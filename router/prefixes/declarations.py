@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from redis.exceptions import RedisError
 
+from kvroute.blocks.tiers import GPU, HOST, Tier, up_to
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller, tenant_of
 from kvroute.keys.limits import TenantLimits
@@ -68,7 +69,7 @@ class Declarations:
             tenant=tenant,
             namespace=caller.salt if caller and is_own else "",
             is_shared=declaration.shared,
-            is_in_host=declaration.pinned == "host",
+            is_in_host=declaration.pinned == HOST.name,
         )
         with needing_redis():
             return await self._declare(wanted, limits)
@@ -155,16 +156,16 @@ class Declarations:
         if not wanted.is_pinned:
             return
         needed = wanted.full_blocks(self._block_size)
-        taken = self._pinned_blocks(records, in_host=wanted.is_in_host)
+        taken = self._pinned_blocks(records, wanted.tier)
         for record in keepers(wanted, records):
-            budget = _pin_blocks(wanted, record)
+            budget = record.facts.pin_blocks_in(wanted.tier)
             free = max(0, budget - taken[record.id])
             if needed > free:
                 raise ApiError(
                     409,
                     f"prefix {wanted.label!r} needs {needed} KV blocks, and replica {record.id} "
-                    f"has {free} of its {budget} for pinned prefixes {_memory(wanted)} free; drop "
-                    f"a prefix, raise {_options(wanted)}, or send "
+                    f"has {free} of its {budget} for pinned prefixes in {wanted.tier.label} free; "
+                    f"drop a prefix, raise {wanted.tier.pin_options}, or send "
                     '"pinned": false for one that may be evicted',
                     param="pinned",
                     code="pin_budget_exceeded",
@@ -177,15 +178,15 @@ class Declarations:
         if not prefix.full_blocks(self._block_size) or all(_is_held(prefix, r) for r in warm):
             return warm
         holders = self._catalogue.holders(
-            prefix.token_ids, prefix.namespace, in_any_tier=prefix.is_in_host
+            prefix.token_ids, prefix.namespace, tiers=up_to(prefix.tier)
         )
         return [record for record in warm if _is_held(prefix, record) or record.id in holders]
 
-    def _pinned_blocks(self, records: Records, *, in_host: bool) -> Counter[str]:
+    def _pinned_blocks(self, records: Records, tier: Tier) -> Counter[str]:
         """Blocks that each replica has to pin now; blocks shared by two prefixes count twice."""
         taken = Counter[str]()
         for prefix in self._catalogue.all():
-            if prefix.is_pinned and prefix.is_in_host == in_host:
+            if prefix.is_pinned and prefix.tier == tier:
                 for record in keepers(prefix, records):
                     taken[record.id] += prefix.full_blocks(self._block_size)
         return taken
@@ -235,30 +236,16 @@ def _of_another(name: str) -> ApiError:
     )
 
 
-def _pin_blocks(prefix: Prefix, record: ReplicaRecord) -> int:
-    """That pins may take where this one would be."""
-    if not prefix.is_in_host:
-        return record.facts.pin_blocks
-    return record.facts.host.pin_blocks if record.facts.host else 0
-
-
-def _memory(prefix: Prefix) -> str:
-    return "in host memory" if prefix.is_in_host else "in its KV cache"
-
-
-def _options(prefix: Prefix) -> str:
-    return "--pin-share or --host-cache-gb" if prefix.is_in_host else "--pin-share"
-
-
-def _pinned(prefix: Prefix, warm: Records) -> bool | Literal["host"]:
+def _pinned(prefix: Prefix, warm: Records) -> bool | str:
     """Whether it is on all of these replicas."""
     found = [record.pins.get(prefix.name) for record in warm]
     if not all(each and each.is_pinned for each in found):
         return False
-    return "host" if any(each and each.is_in_host for each in found) else True
+    slowest = max(each.tier for each in found if each)
+    return True if slowest == GPU else slowest.name
 
 
 def _is_held(prefix: Prefix, record: ReplicaRecord) -> bool:
     """The engine's own memory has it, whatever comes."""
     warm = record.pins.get(prefix.name)
-    return warm is not None and warm.is_pinned and not warm.is_in_host
+    return warm is not None and warm.is_pinned and warm.tier == GPU

@@ -12,20 +12,17 @@ from kvroute.contract.identity import identify
 from kvroute.contract.unreadable import Unreadable
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.limits import Limits
-from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections import replicas as serves
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.ended_sessions import EndedSessions
 from kvroute.router.dispatch.handover import HandOver
-from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.questions import Questions
-from kvroute.router.dispatch.seating import Answer as Seat
-from kvroute.router.dispatch.seating import Seating
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
 from kvroute.router.observability.audit import Audit, audit_reader
@@ -35,8 +32,12 @@ from kvroute.router.observability.telemetry import Telemetry
 from kvroute.router.placement.attempts import RequestObservers
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.queueing.holding import Answer, Holding
+from kvroute.router.queueing.queue import Queue
+from kvroute.router.queueing.seating import Answer as Seat
+from kvroute.router.queueing.seating import Seating
+from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.conversations import Conversations
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.router.sessions.learning import Learning

@@ -161,7 +161,7 @@ class Status:
         return [{**place, "model": self._model} for place in places]
 
     def _replica(self, record: ReplicaRecord, blocks: int | None) -> dict[str, Any]:
-        found = {
+        return {
             "id": record.id,
             "pid": record.whereabouts.pid,
             "incarnation": record.incarnation,
@@ -175,6 +175,4 @@ class Status:
             "degraded": self._parts.fleet.replicas.degraded.get(record.id),
             "tool_parser": record.facts.tool_parser,
             "reasoning_parser": record.facts.reasoning_parser,
-        }
-        tier = self._parts.fleet.replicas.host_tier(record.id)
-        return {**found, "host": tier} if tier else found
+        } | self._parts.fleet.replicas.tiers_as_json(record.id)

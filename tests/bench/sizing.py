@@ -13,8 +13,8 @@ import redis.asyncio as redis
 from kvroute.blocks.fingerprint import Fingerprint, unpack
 from kvroute.local.embedded_redis import embedded_redis
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.store.connection import connect
 from kvroute.store.index import BATCH_BLOCKS, Index, WriterState
 from tests.bench.apart import apart

@@ -94,7 +94,7 @@ MUTATIONS = {
     ),
     "queue": Mutation(
         "a request that would wait too long is refused at once",
-        "router/dispatch/holding.py",
+        "router/queueing/holding.py",
         "if most_s > urgency.most_s:",
         "if most_s > 1000 * urgency.most_s:",
     ),

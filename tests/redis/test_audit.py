@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 from kvroute.doctor import checks
 from kvroute.replica.engine.kv_events import BlockRemoved, EventsLost
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from tests.support.mirrors import held_by
 from tests.support.records import NO_DRIFT
 from tests.support.side import Side
 from tests.support.waiting import until
@@ -22,7 +23,7 @@ async def side(redis_url: str) -> AsyncIterator[Side]:
     side = Side(redis_url)
     await side.redis.flushall()
     await side.work(20)
-    await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()) != set())
+    await until(lambda: held_by(side.fleet.mirror, "a") == set(side.table.held()) != set())
     yield side
     await side.close()
 
@@ -35,10 +36,10 @@ async def test_no_drift_is_found_while_blocks_come_and_go(side: Side) -> None:
 
 
 async def test_what_host_memory_has_is_audited_on_its_own_too(redis_url: str) -> None:
-    side = Side(redis_url, host=HostTier(150, 1, 1e9))
+    side = Side(redis_url, host=TierFacts(150, 1, 1e9))
     await side.redis.flushall()
     await side.work(20)
-    await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()) != set())
+    await until(lambda: held_by(side.fleet.mirror, "a") == set(side.table.held()) != set())
     working = asyncio.create_task(side.work(200))
     while not working.done():
         assert await side.drift() == NO_DRIFT
@@ -64,7 +65,7 @@ async def test_blocks_that_the_mirror_lacks_or_has_too_much_are_drift_and_it_hea
     side.fleet.mirror.remove("a", side.table.held()[:3])
     side.fleet.mirror.add("a", [Fingerprint(1)])
     assert (await side.drift())["mirror"] == 4
-    await until(lambda: side.fleet.mirror.held_by("a") == set(side.table.held()))
+    await until(lambda: held_by(side.fleet.mirror, "a") == set(side.table.held()))
     assert await side.drift() == NO_DRIFT
     assert side.audit.drift == {**NO_DRIFT, "mirror": 4}
 

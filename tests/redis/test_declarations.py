@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.chain import Scope
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.prefix_id import OF
-from kvroute.contract.records import HostTier, ReplicaRecord, Warm
+from kvroute.contract.records import ReplicaRecord, TierFacts, Warm
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError
@@ -62,7 +62,7 @@ def declarations(catalogue: Catalogue, prompts: Prompts) -> Declarations:
     return make(catalogue, prompts)
 
 
-def see(fleet: Fleet, host: HostTier | None = None, **warm: Mapping[str, Warm]) -> None:
+def see(fleet: Fleet, host: TierFacts | None = None, **warm: Mapping[str, Warm]) -> None:
     """There are these replicas, which keep that warm."""
     facts = {"pin_blocks": BUDGET, "host": host}
     fleet.update(record(id_, pins=pins, **facts) for id_, pins in warm.items())
@@ -160,7 +160,7 @@ async def test_pins_in_host_memory_have_room_of_their_own(
     with pytest.raises(ApiError, match=r"in host memory free.*--host-cache-gb") as refusal:
         await declare(declarations, "big", 20 * BLOCK, pinned="host")
     assert (refusal.value.status, refusal.value.code) == (409, "pin_budget_exceeded")
-    see(fleet, host=HostTier(100, 1000, 1e9, pin_blocks=30), a={}, b={})
+    see(fleet, host=TierFacts(100, 1000, 1e9, pin_blocks=30), a={}, b={})
     await declare(declarations, "law", 10 * BLOCK)
     await declare(declarations, "big", 20 * BLOCK, pinned="host")
     with pytest.raises(ApiError, match=r"needs 11 KV blocks.*has 10 of its 30"):
@@ -172,14 +172,14 @@ async def test_pins_in_host_memory_have_room_of_their_own(
 async def test_what_is_pinned_in_host_memory_is_warm_where_either_memory_has_it(
     declarations: Declarations, catalogue: Catalogue, fleet: Fleet
 ) -> None:
-    host = HostTier(100, 1000, 1e9, pin_blocks=30)
+    host = TierFacts(100, 1000, 1e9, pin_blocks=30)
     pinned = {"law@1": Warm(4, is_pinned=True, is_in_host=True)}
     see(fleet, host=host, a=pinned, b={"law@1": Warm(4, is_pinned=False)})
     await declare(declarations, "law", 18, pinned="host")
     assert (await declarations.get("law"))["warm_on"] == []
     prefix = await catalogue.named("task_id", "law")
     fleet.mirror.join("a")
-    fleet.mirror.add("a", map(in_host, fleet.caches.chain(prefix.token_ids)))
+    fleet.mirror.add("a", map(HOST.member, fleet.caches.chain(prefix.token_ids)))
     shown = await declarations.get("law")
     assert (shown["warm_on"], shown["pinned"]) == (["a"], "host")
     fleet.mirror.join("b")

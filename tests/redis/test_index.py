@@ -25,6 +25,7 @@ from kvroute.store.index import (
     Snapshot,
     WriterState,
 )
+from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, FACTS, LOAD
 from tests.support.waiting import until
 
@@ -219,7 +220,7 @@ class Side:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def is_equal(self) -> bool:
-        return self.fleet.mirror.held_by("a") == set(self.table.held())
+        return held_by(self.fleet.mirror, "a") == set(self.table.held())
 
 
 def stored(first: int, blocks: int) -> BlockStored:
@@ -230,18 +231,18 @@ def stored(first: int, blocks: int) -> BlockStored:
 async def test_what_the_engine_stores_and_evicts_reaches_the_mirror(index: Index) -> None:
     async with Side(index).running() as side:
         side.publisher.publish([stored(0, 50), stored(50, 10)])
-        await until(lambda: len(side.fleet.mirror.held_by("a")) == 60)
+        await until(lambda: len(held_by(side.fleet.mirror, "a")) == 60)
         side.publisher.publish([BlockRemoved([59]), BlockRemoved([58])])
-        await until(lambda: len(side.fleet.mirror.held_by("a")) == 58)
+        await until(lambda: len(held_by(side.fleet.mirror, "a")) == 58)
         assert side.is_equal()
 
 
 async def test_a_clear_reaches_the_mirror(index: Index) -> None:
     async with Side(index).running() as side:
         side.publisher.publish([stored(0, 50)])
-        await until(lambda: len(side.fleet.mirror.held_by("a")) == 50)
+        await until(lambda: len(held_by(side.fleet.mirror, "a")) == 50)
         side.publisher.publish([AllBlocksCleared(), stored(70, 2)])
-        await until(lambda: len(side.fleet.mirror.held_by("a")) == 2)
+        await until(lambda: len(held_by(side.fleet.mirror, "a")) == 2)
 
 
 async def test_a_router_that_starts_late_finds_everything(index: Index) -> None:
@@ -250,7 +251,7 @@ async def test_a_router_that_starts_late_finds_everything(index: Index) -> None:
         await until(side.is_equal)
         late = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
         task = asyncio.create_task(Feed(index, late).run())
-        await until(lambda: late.mirror.held_by("a") == set(side.table.held()))
+        await until(lambda: held_by(late.mirror, "a") == set(side.table.held()))
         task.cancel()
 
 
@@ -278,7 +279,7 @@ async def test_after_redis_forgot_everything_the_publisher_announces_all_again(
         await until(lambda: side.is_equal() and len(side.table) == 50)
         await index._redis.flushall()
         side.publisher.publish([stored(50, 5)])
-        await until(lambda: len(side.fleet.mirror.held_by("a")) == 55)
+        await until(lambda: len(held_by(side.fleet.mirror, "a")) == 55)
         (record,) = await index.records()
         assert set((await index.blocks(record)).blocks) == set(side.table.held())
 
@@ -333,7 +334,7 @@ async def test_a_replica_that_vanishes_is_known_for_a_while(
         monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 60.0)
         await index._redis.flushall()
         await asyncio.sleep(0.5)
-        assert fleet.mirror.held_by("a") == set(BLOCKS)
+        assert held_by(fleet.mirror, "a") == set(BLOCKS)
         assert [record.id for record in fleet.replicas.records] == ["a"]
         monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 0.5)
         await until(lambda: not fleet.mirror.replica_ids and not fleet.replicas.records)
@@ -361,7 +362,7 @@ async def test_a_redis_that_refuses_writes_costs_no_replica_its_place(
         try:
             await until(lambda: not side.feed.state.is_reachable)
             await asyncio.sleep(1.5)  # longer than the lease and than what a vanished one is kept
-            assert len(side.fleet.mirror.held_by("a")) == 50
+            assert len(held_by(side.fleet.mirror, "a")) == 50
             assert [record.id for record in side.fleet.replicas.records] == ["a"]
         finally:
             await index._redis.execute_command(*taking.split())
@@ -397,7 +398,7 @@ async def test_a_router_that_starts_waits_for_the_index_but_not_long(
     await feed.loaded(within_s=0.01)  # it does not even run
     task = asyncio.create_task(feed.run())
     await feed.loaded(within_s=60)
-    assert fleet.mirror.held_by("a") == set(BLOCKS)
+    assert held_by(fleet.mirror, "a") == set(BLOCKS)
     task.cancel()
 
 
@@ -406,7 +407,7 @@ async def following(index: Index) -> AsyncIterator[Fleet]:
     """A router's fleet that has BLOCKS of replica a."""
     fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
     task = asyncio.create_task(Feed(index, fleet).run())
-    await until(lambda: fleet.mirror.held_by("a") == set(BLOCKS))
+    await until(lambda: held_by(fleet.mirror, "a") == set(BLOCKS))
     yield fleet
     task.cancel()
 

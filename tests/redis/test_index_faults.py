@@ -28,6 +28,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.index import Change, FencedError, Index, Position, WriterState
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
+from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, LOAD
 from tests.support.redis_server import redis_server
 from tests.support.waiting import until
@@ -264,7 +265,7 @@ class World:
                 snapshot = await self.index.blocks(records[replica_id])
             except FencedError:
                 return False
-            if not held == set(snapshot.blocks) == self.fleet.mirror.held_by(replica_id):
+            if not held == set(snapshot.blocks) == held_by(self.fleet.mirror, replica_id):
                 return False
         return True
 

@@ -15,9 +15,9 @@ from ray.exceptions import RayActorError
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
-from kvroute.router.admission.queue import Held, Queue
 from kvroute.router.admission.waits import NO_WAIT, Wait
 from kvroute.router.connections.liveness import SUSPECT_CHECKS, Liveness
+from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.index.feed import Feed
 from kvroute.router.page import waiting
 from kvroute.router.page.places import Places
@@ -26,11 +26,11 @@ from kvroute.router.page.view import RECEIPT_REPLICAS, View
 from kvroute.router.placement.attempts import Attempt, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES, Ledger, account
-from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.hot import HotPrefixes
 from kvroute.router.prefixes.hottest import Hottest
 from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -192,7 +192,7 @@ async def test_a_decision_tells_how_long_it_was_held_back(client: Any, prompts: 
 
 async def test_what_waits_is_told(client: Any, prompts: Prompts) -> None:
     seen = Seen(client, prompts)
-    seen.queue.add(Held(None, arrived_s=1.0, prefill_s=0.5))
+    seen.queue.add(QueuedRequest(None, arrived_s=1.0, prefill_s=0.5))
     (told,) = await seen.snapshot("queue")
     assert (told["requests"], told["prefill_s"], told["oldest_s"]) == (1, 0.5, 2.0)
 

@@ -15,15 +15,15 @@ from kvroute.contract.messages import Message, decode
 from kvroute.contract.records import VERSION, ReplicaRecord
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.admission.limits import Limits
-from kvroute.router.placement.attempts import Attempt
-from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import (
+from kvroute.router.connections.peers import (
     DEAF_S,
     SILENCE_S,
     WAITING_EVENTS,
     PeerPublisher,
     PeerSubscriber,
 )
+from kvroute.router.placement.attempts import Attempt
+from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from tests.support.records import FACTS, LOAD

@@ -29,16 +29,17 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import BlockStored
 from kvroute.replica.publisher import Publisher
+from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerSubscriber
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.store.clusters import KEY, Clusters, Tenant
 from kvroute.store.connection import connect
 from kvroute.store.index import START, FencedError, Index
 from kvroute.store.keys import key_prefix
 from kvroute.store.prefixes import Prefixes
+from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, FACTS, LOAD, facts
 from tests.support.waiting import until
 
@@ -262,7 +263,7 @@ class World:
         return (
             [record.id for record in self.fleet.replicas.records] == ["a"]
             and self.fleet.mirror.replica_ids == {"a"}
-            and self.fleet.mirror.held_by("a") == held
+            and held_by(self.fleet.mirror, "a") == held
             and not self.fleet.replicas.degraded
             and self.feed.state.is_reachable
         )

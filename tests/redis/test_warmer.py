@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.records import Description, HostTier, Warm
+from kvroute.contract.records import Description, TierFacts, Warm
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
@@ -173,7 +173,7 @@ async def test_what_is_declared_later_is_warmed_told_and_let_go_when_dropped(
 
 def with_host(**changes: Any) -> SimulatedConfig:
     """An engine with 400 blocks in host memory, of which pins may take 120."""
-    host = HostTier(400, 1000, 1e9, pin_blocks=120)
+    host = TierFacts(400, 1000, 1e9, pin_blocks=120)
     return dataclasses.replace(INSTANT, prefill_tokens_per_s=100_000.0, host=host, **changes)
 
 

@@ -19,7 +19,6 @@ from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
-from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.replicas import replicas
@@ -33,6 +32,7 @@ from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.placement.attempts import NO_OBSERVER
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.queueing.queue import Queue
 from kvroute.router.sessions.recent_prompts import RecentPrompts
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect

@@ -70,7 +70,7 @@ class Sessions:
         for number, seats in enumerate(self.routers):
             for other in self.routers:
                 if other is not seats:
-                    other.hear(f"{number}", seats.report(self.now_s), self.now_s)
+                    other.receive(f"{number}", seats.report(self.now_s), self.now_s)
 
     def seated(self, router: int = 0) -> list[int]:
         """Send all turns that may go now. Return their sessions, in order."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvroute.contract.audit_report import ReplicaAudit
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.records import Description, EngineFacts, HostTier
+from kvroute.contract.records import Description, EngineFacts, TierFacts
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
@@ -40,7 +40,7 @@ class Side:
         *,
         facts: EngineFacts = FACTS,
         revision: str = "",
-        host: HostTier | None = None,
+        host: TierFacts | None = None,
     ) -> None:
         self.redis = connect(url)
         self.index = Index(self.redis, MODEL)

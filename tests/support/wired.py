@@ -5,14 +5,15 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
 from kvroute.contract.generation import Generate
-from kvroute.router.admission.queue import Queue
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.dispatcher import Dispatcher
-from kvroute.router.dispatch.holding import Holding, Wake
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.holding import Holding
+from kvroute.router.queueing.queue import Queue
+from kvroute.router.queueing.wake import Wake
 from kvroute.wire.address import Address
 from kvroute.wire.server import Method, Server
 from tests.support.waiting import until

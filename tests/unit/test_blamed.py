@@ -13,10 +13,10 @@ from kvroute.contract.preparation import prepared
 from kvroute.doctor.checks import blamed as doctors_view
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.liveness import HungError
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.dispatch.blamed import KEPT_S, MOST, Blamed
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.wire.link import LostError
 from tests.support.answers import completion
 from tests.support.waiting import until

@@ -17,6 +17,7 @@ from kvroute.blocks.cache_groups import (
     member,
 )
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.fleet import Fleet
@@ -99,7 +100,7 @@ def test_the_hit_is_the_deepest_boundary_that_every_group_can_serve(
         mirror.add(
             replica, [member(CHAIN[end // UNIT - 1], number) for number, end in holds[replica]]
         )
-    found = mirror.hits_at(CHAIN[:blocks], Boundaries(layout, UNIT))
+    found = mirror.hits(CHAIN[:blocks], layout=Boundaries(layout, UNIT))
     expected = {replica: hit(layout, holds[replica], blocks) for replica in REPLICAS}
     assert found == {replica: depth for replica, depth in expected.items() if depth}
 
@@ -117,8 +118,8 @@ def test_a_boundary_is_served_by_both_tiers_together(
             holds[replica] |= held
             members = (member(CHAIN[end // UNIT - 1], first_group + group) for group, end in held)
             mirror.add(replica, members)
-    mirror.have_host_tiers(REPLICAS)
-    found = mirror.hits_at_in_any_tier(CHAIN[:blocks], Boundaries(layout, UNIT))
+    mirror.set_tiers(dict.fromkeys(REPLICAS, (HOST,)))
+    found = mirror.hits(CHAIN[:blocks], tiers=(HOST,), layout=Boundaries(layout, UNIT))
     expected = {replica: hit(layout, holds[replica], blocks) for replica in REPLICAS}
     assert found == {replica: depth for replica, depth in expected.items() if depth}
 
@@ -131,7 +132,7 @@ def test_what_a_prompt_adds_makes_all_of_it_a_hit(layout: Layout, blocks: int, b
     computed = boundaries.usable(min(begin, blocks))
     mirror.expect("a", boundaries.added(CHAIN[:computed], 0))
     mirror.expect("a", boundaries.added(chain, computed))
-    assert mirror.hits_at(chain, boundaries).get("a", 0) == len(chain)
+    assert mirror.hits(chain, layout=boundaries).get("a", 0) == len(chain)
 
 
 @given(layouts(), st.randoms(use_true_random=False), st.integers(0, len(CHAIN)))
@@ -168,7 +169,7 @@ def test_a_boundary_stays_known_after_its_blocks_are_evicted(layout: Layout, blo
     mirror.remove("a", boundaries.added(chain, 0))
     assert boundaries.known(CHAIN, mirror.is_known) == len(chain)
     if any(group.kind not in CHUNK for group in layout.groups):  # a chunk's end needs no block
-        assert not mirror.hits_at(CHAIN, boundaries)
+        assert not mirror.hits(CHAIN, layout=boundaries)
 
 
 @pytest.mark.parametrize(

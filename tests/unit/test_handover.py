@@ -14,6 +14,7 @@ from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import Keep
 from kvroute.router.connections.links import UnansweredError
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.dispatch.ahead import SLICE_S, slice_end
 from kvroute.router.dispatch.handover import MOST_TIME_S, HandOver
 from kvroute.router.placement.attempts import (
@@ -23,7 +24,6 @@ from kvroute.router.placement.attempts import (
     RequestObservers,
 )
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.sessions.recent_prompts import RecentPrompts
 from kvroute.router.sessions.returns import NOTHING_SAID, Said
 from tests.support.records import FACTS, record

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 from kvroute.contract.priority import Priority
-from kvroute.router.admission.queue import BATCH_S, DELAY, INTERACTIVE, Queue
 from kvroute.router.admission.waits import Refusal, Urgency, Wait
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.dispatch import holding
-from kvroute.router.dispatch.holding import RECOVERY_S, Holding, Turn, Wake
 from kvroute.router.placement.attempts import (
     Attempt,
     RequestContext,
@@ -22,6 +19,11 @@ from kvroute.router.placement.attempts import (
     RequestObservers,
 )
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing import holding
+from kvroute.router.queueing.holding import RECOVERY_S, Holding, Turn
+from kvroute.router.queueing.queue import BATCH_S, DELAY, INTERACTIVE, Queue
+from kvroute.router.queueing.refusals import too_long
+from kvroute.router.queueing.wake import Wake
 from tests.support.waiting import until
 
 SHORT, LONG = 100, 60_000  # tokens
@@ -175,7 +177,7 @@ async def test_a_request_is_refused_that_would_wait_too_long() -> None:
 
 
 async def test_a_refusal_says_when_to_come_again() -> None:
-    error = holding.too_long(Urgency(most_s=10, own_s=10), "would wait 31.5 s", 31.5)
+    error = too_long(Urgency(most_s=10, own_s=10), "would wait 31.5 s", 31.5)
     assert error.headers["retry-after"] == "22"
     assert "its deadline is 10 s; come again in 22 s" in error.message
 

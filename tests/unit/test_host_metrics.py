@@ -2,8 +2,9 @@
 
 from prometheus_client import CollectorRegistry
 
-from kvroute.blocks.cache_groups import HOST_GROUPS, in_host
+from kvroute.blocks.cache_groups import HOST_GROUPS
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlockRemoved, BlockStored, Transfers
 from kvroute.replica.engine_metrics import ReplicaMetrics
@@ -15,10 +16,10 @@ STORED = BlockStored([10], [ONE]), BlockStored([10, 20], [ONE, TWO], group=1)
 def test_a_block_that_leaves_the_engine_stays_known_in_host_memory() -> None:
     table, changes = BlockTable((0, HOST_GROUPS)), Changes()
     table.apply([*STORED, BlockRemoved([10])], changes)
-    assert set(table.held()) == {in_host(ONE), in_host(TWO)}
+    assert set(table.held()) == {HOST.member(ONE), HOST.member(TWO)}
     assert len(table.in_host) == 2
     table.apply([BlockRemoved([10], group=1)], changes)
-    assert table.held() == [in_host(TWO)]
+    assert table.held() == [HOST.member(TWO)]
     assert not BlockTable((0,)).in_host
 
 

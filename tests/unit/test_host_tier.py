@@ -8,19 +8,21 @@ import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from kvroute.blocks.cache_groups import CacheGroup, Layout, in_host
+from kvroute.blocks.cache_groups import CacheGroup, Layout
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import (
     Description,
-    HostTier,
     Load,
     ReplicaRecord,
+    TierFacts,
     Warm,
     decode_pins,
     encode,
     encode_pins,
 )
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.placement.attempts import (
     NO_OBSERVER,
@@ -30,14 +32,13 @@ from kvroute.router.placement.attempts import (
     RequestObserver,
 )
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.policy import Candidate
 from tests.support.records import FACTS, facts, record
 
 BLOCK = 4  # tokens; a replica computes 1000 a second
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 TOKENS = BLOCK * len(CHAIN) + 1
-TIER = HostTier(blocks=1000, block_bytes=1000, bytes_per_s=1e6)  # 1 ms for a block: 4 times faster
+TIER = TierFacts(blocks=1000, block_bytes=1000, bytes_per_s=1e6)  # 1 ms for a block: 4 times faster
 
 
 def with_tier(replica_id: str, **differs: Any) -> ReplicaRecord:
@@ -54,7 +55,7 @@ def fleet_of(*records: ReplicaRecord, observer: RequestObserver = NO_OBSERVER) -
 
 def hold(fleet: Fleet, replica_id: str, *, gpu: int = 0, host: int = 0) -> None:
     fleet.mirror.add(replica_id, CHAIN[:gpu])
-    fleet.mirror.add(replica_id, map(in_host, CHAIN[:host]))
+    fleet.mirror.add(replica_id, map(HOST.member, CHAIN[:host]))
 
 
 def place(fleet: Fleet, at_s: float = 0.0, chain: Sequence[Fingerprint] = CHAIN) -> Placement:
@@ -64,6 +65,10 @@ def place(fleet: Fleet, at_s: float = 0.0, chain: Sequence[Fingerprint] = CHAIN)
 
 def at(fleet: Fleet, replica_id: str, at_s: float = 0.0) -> Candidate:
     return place(fleet, at_s).at(replica_id)
+
+
+def reloaded(candidate: Candidate) -> int:
+    return candidate.hit_blocks - candidate.gpu_blocks
 
 
 def answer(attempt: Attempt, *, at_s: float, cached_blocks: int = len(CHAIN)) -> Attempt:
@@ -105,7 +110,7 @@ def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
     fleet = fleet_of(with_tier("a"), record("b"))
     hold(fleet, "a", gpu=50, host=150)
     there = at(fleet, "a")
-    assert (there.hit_blocks, there.host_blocks) == (150, 100)
+    assert (there.hit_blocks, reloaded(there)) == (150, 100)
     assert there.reload_s == pytest.approx(0.1)
     assert there.own_s == pytest.approx(0.201)
     assert place(fleet).predicted_ttft_s("a") == pytest.approx(0.301)
@@ -115,7 +120,7 @@ def test_what_is_in_both_tiers_counts_once_and_needs_no_reload() -> None:
     fleet = fleet_of(with_tier("a"))
     hold(fleet, "a", gpu=150, host=120)
     there = at(fleet, "a")
-    assert (there.hit_blocks, there.host_blocks, there.reload_s) == (150, 0, 0.0)
+    assert (there.hit_blocks, reloaded(there), there.reload_s) == (150, 0, 0.0)
 
 
 def test_the_gpu_that_has_a_prefix_comes_before_host_memory_and_this_before_computing() -> None:
@@ -136,11 +141,11 @@ def test_a_host_hit_on_an_idle_replica_is_worth_more_than_a_wait_for_the_gpus() 
 
 
 def test_where_reloading_takes_longer_than_computing_host_memory_counts_for_nothing() -> None:
-    slow = HostTier(blocks=1000, block_bytes=1000, bytes_per_s=1e5)  # 10 ms for a block of 4 ms
+    slow = TierFacts(blocks=1000, block_bytes=1000, bytes_per_s=1e5)  # 10 ms for a block of 4 ms
     fleet = fleet_of(with_tier("a", host=slow), record("b"))
     hold(fleet, "a", gpu=50, host=200)
     placement = place(fleet)
-    assert (placement.best_hit_blocks, placement.at("a").host_blocks) == (50, 0)
+    assert (placement.best_hit_blocks, reloaded(placement.at("a"))) == (50, 0)
     assert placement.at("a").reload_s == 0.0
     assert not fleet.sent(placement, "a", "r", 0.0).dispatch.loads_first
 
@@ -165,7 +170,7 @@ def test_a_host_hit_is_priced_by_the_speed_that_the_replica_has_shown() -> None:
     assert place(fleet).ranking[0].replica_id == "a"
     assert at(fleet, "a").reload_s == pytest.approx(0.2)
     show_speed(fleet, bytes_per_s=1e5)
-    assert at(fleet, "a").host_blocks == 0
+    assert reloaded(at(fleet, "a")) == 0
     assert place(fleet).ranking[0].replica_id == "b"
     show_speed(fleet, bytes_per_s=1e7)
     assert at(fleet, "a").reload_s == pytest.approx(0.02)
@@ -173,7 +178,7 @@ def test_a_host_hit_is_priced_by_the_speed_that_the_replica_has_shown() -> None:
 
 
 def test_a_busy_replica_is_not_idle_while_its_next_prompt_is_copied() -> None:
-    fleet = fleet_of(with_tier("a", host=HostTier(1000, 1000, 3e5)))
+    fleet = fleet_of(with_tier("a", host=TierFacts(1000, 1000, 3e5)))
     hold(fleet, "a", host=200)
     chain = [*CHAIN, *(Fingerprint(i) for i in range(200))]
     attempt = fleet.sent(place(fleet, 0.0, chain), "a", "r", 0.0)
@@ -188,7 +193,7 @@ def test_who_needs_what_is_being_copied_waits_for_it_too() -> None:
     hold(fleet, "a", gpu=50, host=200)
     fleet.sent(place(fleet), "a", "leader", 0.0)
     follower = at(fleet, "a", 0.05)
-    assert (follower.hit_blocks, follower.host_blocks) == (200, 0)
+    assert (follower.hit_blocks, reloaded(follower)) == (200, 0)
     assert follower.reload_s == pytest.approx(0.1)
     fleet.mirror.add("a", CHAIN)
     assert at(fleet, "a", 0.05).reload_s == 0.0
@@ -221,11 +226,11 @@ def test_a_long_line_of_copies_is_no_reason_to_compute() -> None:
     fleet = fleet_of(with_tier("a"))
     chains = [[Fingerprint(1000 * n + i) for i in range(200)] for n in range(1, 7)]
     for chain in chains:
-        fleet.mirror.add("a", map(in_host, chain))
+        fleet.mirror.add("a", map(HOST.member, chain))
     for number, chain in enumerate(chains[:-1]):
         fleet.sent(place(fleet, 0.0, chain), "a", str(number), 0.0)
     last = place(fleet, 0.0, chains[-1]).at("a")
-    assert last.host_blocks == 200
+    assert reloaded(last) == 200
     assert last.reload_s == pytest.approx(1.2)  # to compute them takes 0.8
 
 
@@ -244,7 +249,7 @@ def test_a_block_that_left_the_gpu_alone_is_a_hit_and_one_that_left_both_is_evic
     hold(fleet, "a", gpu=200, host=200)
     fleet.mirror.remove("a", CHAIN[50:])
     assert place(fleet).evicted_tokens == 0
-    fleet.mirror.remove("a", map(in_host, CHAIN[120:]))
+    fleet.mirror.remove("a", map(HOST.member, CHAIN[120:]))
     assert place(fleet).evicted_tokens == 80 * BLOCK
 
 
@@ -260,7 +265,7 @@ def test_caches_are_not_tight_while_host_memory_has_what_the_gpus_evict() -> Non
         return place(fleet).pressure
 
     assert pressure(CHAIN) == 0.0
-    assert pressure([*CHAIN, *map(in_host, CHAIN)]) > 0.0
+    assert pressure([*CHAIN, *map(HOST.member, CHAIN)]) > 0.0
 
 
 def test_engines_with_several_cache_groups_reload_too() -> None:
@@ -268,18 +273,18 @@ def test_engines_with_several_cache_groups_reload_too() -> None:
     fleet = fleet_of(with_tier("a", layout=layout), with_tier("plain"))
     members = fleet.caches.added("a", CHAIN)
     fleet.mirror.add("a", members[:60])
-    fleet.mirror.add("a", map(in_host, members))
+    fleet.mirror.add("a", map(HOST.member, members))
     there = at(fleet, "a")
-    assert (there.hit_blocks, there.host_blocks) == (200, 200)  # the state is in host memory only
+    assert (there.hit_blocks, reloaded(there)) == (200, 200)  # the state is in host memory only
     assert at(fleet, "plain").hit_blocks == 0
 
 
 def test_the_state_of_the_fleet_has_the_tiers_size_and_its_speed() -> None:
-    fleet = fleet_of(with_tier("a", host=HostTier(1000, 10**6, 1e9)), record("b"))
-    assert fleet.replicas.host_tier("a") == {"blocks": 1000, "gb_per_s": 1.0}
+    fleet = fleet_of(with_tier("a", host=TierFacts(1000, 10**6, 1e9)), record("b"))
+    assert fleet.replicas.tiers_as_json("a") == {"host": {"blocks": 1000, "gb_per_s": 1.0}}
     show_speed(fleet, bytes_per_s=5e8)
-    assert fleet.replicas.host_tier("a") == {"blocks": 1000, "gb_per_s": 0.5}
-    assert fleet.replicas.host_tier("b") is None
+    assert fleet.replicas.tiers_as_json("a") == {"host": {"blocks": 1000, "gb_per_s": 0.5}}
+    assert fleet.replicas.tiers_as_json("b") == {}
 
 
 def test_hits_are_counted_by_tier() -> None:

@@ -31,6 +31,7 @@ ORDER = (
     "kvroute.router.admission",
     "kvroute.router.placement",
     "kvroute.router.api",
+    "kvroute.router.queueing",
     "kvroute.router.middleware",
     "kvroute.router.prompts",
     "kvroute.router.connections",

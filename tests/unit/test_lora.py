@@ -12,9 +12,9 @@ from kvroute.blocks.chain import Scope
 from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter, room_for_rank
 from kvroute.contract.identity import Identity
 from kvroute.contract.records import Load, ReplicaRecord
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.policy import Candidate, rank
 from kvroute.router.placement.receipts import receipt
 from kvroute.settings.help import SettingsError

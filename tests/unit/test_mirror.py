@@ -5,11 +5,12 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint, pack
+from kvroute.blocks.tiers import HOST
 from kvroute.router.index.eviction_history import GENERATION
 from kvroute.router.index.masks import Masks
 from kvroute.router.index.mirror import TOLD_S, Mirror
+from tests.support.mirrors import held_by
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 replicas = st.sampled_from(["a", "b", "c"])
@@ -47,7 +48,7 @@ def test_the_mirror_equals_the_truth_after_any_sequence_of_events(
             truth[replica_id].update(fingerprints)
             if verb == "remove":
                 truth[replica_id].difference_update(fingerprints)
-    assert {r: mirror.held_by(r) for r in mirror.replica_ids} == truth
+    assert {r: held_by(mirror, r) for r in mirror.replica_ids} == truth
 
 
 @given(
@@ -85,9 +86,9 @@ def test_a_thousand_block_prompt_costs_few_reads() -> None:
 def tiered(**depths: tuple[int, int]) -> Mirror:
     """Of each replica, its depth in the GPU's memory and in host memory."""
     mirror = holding(**{replica_id: gpu for replica_id, (gpu, _) in depths.items()})
-    mirror.have_host_tiers(depths.keys())
+    mirror.set_tiers(dict.fromkeys(depths.keys(), (HOST,)))
     for replica_id, (_, host) in depths.items():
-        mirror.add(replica_id, map(in_host, CHAIN[:host]))
+        mirror.add(replica_id, map(HOST.member, CHAIN[:host]))
     return mirror
 
 
@@ -104,33 +105,33 @@ def test_the_depth_in_any_tier_is_that_of_the_deeper_one(
 
     mirror, chain = tiered(**depths), CHAIN[:prompt_blocks]
     assert mirror.hits(chain) == told(lambda each: each[0])
-    assert mirror.hits_in_any_tier(chain) == told(max)
+    assert mirror.hits(chain, tiers=(HOST,)) == told(max)
 
 
 def test_only_replicas_that_are_known_to_have_a_host_tier_are_asked_for_it() -> None:
     mirror = tiered(a=(3, 9), b=(5, 9))
-    mirror.have_host_tiers({"b"})
-    assert mirror.hits_in_any_tier(CHAIN) == {"b": 9}
-    mirror.have_host_tiers(set())
-    assert mirror.hits_in_any_tier(CHAIN) == {}
+    mirror.set_tiers(dict.fromkeys({"b"}, (HOST,)))
+    assert mirror.hits(CHAIN, tiers=(HOST,)) == {"b": 9}
+    mirror.set_tiers({})
+    assert mirror.hits(CHAIN, tiers=(HOST,)) == {}
     assert mirror.hits(CHAIN) == {"a": 3, "b": 5}
 
 
 def test_a_replica_that_clears_or_comes_again_has_its_host_tier_still() -> None:
     mirror = tiered(a=(3, 9))
     mirror.join("a")
-    assert mirror.hits_in_any_tier(CHAIN) == {}
-    mirror.add("a", map(in_host, CHAIN[:4]))
-    assert mirror.hits_in_any_tier(CHAIN) == {"a": 4}
+    assert mirror.hits(CHAIN, tiers=(HOST,)) == {}
+    mirror.add("a", map(HOST.member, CHAIN[:4]))
+    assert mirror.hits(CHAIN, tiers=(HOST,)) == {"a": 4}
 
 
 def test_a_block_that_leaves_the_gpu_alone_is_not_gone() -> None:
     mirror = tiered(a=(9, 9))
     mirror.remove("a", CHAIN[:9])
     assert (len(mirror._history), mirror.known(CHAIN)) == (0, 9)
-    mirror.remove("a", map(in_host, CHAIN[5:9]))
+    mirror.remove("a", map(HOST.member, CHAIN[5:9]))
     assert (len(mirror._history), mirror.known(CHAIN)) == (4, 9)
-    assert mirror.hits_in_any_tier(CHAIN) == {"a": 5}
+    assert mirror.hits(CHAIN, tiers=(HOST,)) == {"a": 5}
 
 
 @given(st.permutations(["a", "b"]), st.booleans())
@@ -143,7 +144,7 @@ def test_a_block_that_left_both_tiers_takes_one_place_of_the_history(
             mirror.drop(replica_id)
         else:
             mirror.remove(replica_id, CHAIN[:50])
-            mirror.remove(replica_id, map(in_host, CHAIN[:50]))
+            mirror.remove(replica_id, map(HOST.member, CHAIN[:50]))
     while mirror.sweep():
         pass
     assert (len(mirror), len(mirror._history), mirror.known(CHAIN)) == (0, 50, 50)
@@ -217,7 +218,7 @@ def test_what_is_presumed_drives_out_what_was_not_used_since(
         mirror.infer("a", documents[document][:depth], capacity_blocks=40)
         truth.infer(documents[document][:depth], capacity_blocks=40)
         mirror.sweep()
-    assert mirror.held_by("a") == truth.old | truth.young
+    assert held_by(mirror, "a") == truth.old | truth.young
     for chain in documents.values():
         assert mirror.hits(chain).get("a", 0) == truth.depth(chain)
 
@@ -260,7 +261,7 @@ def test_a_whole_load_equals_adding(
     mirrors[0].add("a", loaded)
     for _ in mirrors[1].load("a", pack(set(loaded))):
         pass
-    assert all(mirrors[0].held_by(each) == mirrors[1].held_by(each) for each in "abc")
+    assert all(held_by(mirrors[0], each) == held_by(mirrors[1], each) for each in "abc")
 
 
 def test_a_sweep_frees_what_only_dropped_replicas_held() -> None:

@@ -6,7 +6,8 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.records import EngineFacts, HostTier
+from kvroute.blocks.tiers import HOST
+from kvroute.contract.records import EngineFacts, TierFacts
 from kvroute.replica.engine.pins import PinnedKeys, pin_budget, room_for_pin
 from kvroute.replica.engine.protocol import Engine
 
@@ -30,13 +31,13 @@ def test_a_pin_may_take_the_free_blocks_and_its_own() -> None:
 
 
 def test_host_memory_has_a_separate_limit_of_pins() -> None:
-    engine = engine_with({"a": 30}, host=HostTier(1000, 1, 1.0, pin_blocks=300))
+    engine = engine_with({"a": 30}, host=TierFacts(1000, 1, 1.0, pin_blocks=300))
     assert room_for_pin("b", engine) == 0
-    assert room_for_pin("b", engine, in_host=True) == 100
-    assert room_for_pin("b", engine_with({}, host=None), in_host=True) <= 0
+    assert room_for_pin("b", engine, HOST) == 100
+    assert room_for_pin("b", engine_with({}, host=None), HOST) <= 0
 
 
-def engine_with(pins: dict[str, int], host: HostTier | None) -> Engine:
+def engine_with(pins: dict[str, int], host: TierFacts | None) -> Engine:
     """Return an engine with a pin of 200 blocks in host memory, and room for 30 in its own."""
     facts = EngineFacts(32, 100, 2048, 1000.0, pin_blocks=30, host=host)
     return cast(Engine, SimpleNamespace(facts=facts, pins=pins, host_pins={"h": 200}))

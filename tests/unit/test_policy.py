@@ -1,11 +1,13 @@
 """Where requests go, told as small scenes."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.blocks.tiers import HOST, TierBlocks
 from kvroute.router.placement.policy import Candidate, cost_s, prices, rank
 from kvroute.router.placement.pressure import MOST
 
@@ -13,9 +15,9 @@ RNG = random.Random(7)
 UNIT_S = 2.0  # the fleet's unit of time
 
 
-def replica(name: str, **facts: float) -> Candidate:
+def replica(name: str, **facts: Any) -> Candidate:
     plain = Candidate(name, hit_blocks=0, backlog_s=0.0, own_s=0.1)
-    return plain._replace(**facts)  # type: ignore[arg-type]
+    return plain._replace(**facts)
 
 
 def best(*candidates: Candidate, pressure: float = 0.0, has_forked: bool = True) -> str:
@@ -76,7 +78,9 @@ def test_a_crowded_decode_batch_is_avoided() -> None:
 def test_a_reload_delays_its_own_request_and_nobody_else() -> None:
     """So however dear computing is, it costs what it takes."""
     busy = [replica(name, backlog_s=2.0) for name in "abc"]
-    reloads = replica("reloads", hit_blocks=50, host_blocks=50, backlog_s=2.0, reload_s=0.3)
+    reloads = replica(
+        "reloads", hit_blocks=50, reloads=(TierBlocks(HOST, 50),), backlog_s=2.0, reload_s=0.3
+    )
     common = prices([*busy, reloads], busy_s=UNIT_S)
     assert common.alpha > 10
     assert cost_s(reloads, common) - cost_s(busy[0], common) == pytest.approx(0.3)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvroute.contract.messages import FEW, Message, Waiting, decode, encode
 from kvroute.contract.records import VERSION
-from kvroute.router.admission.forecast import (
+from kvroute.router.placement.loads import ReplicaCapacity
+from kvroute.router.queueing.forecast import (
     DELAYS,
     LATE,
     LEAST,
@@ -22,27 +23,23 @@ from kvroute.router.admission.forecast import (
     Margin,
     waiting_s,
 )
-from kvroute.router.admission.queue import (
+from kvroute.router.queueing.queue import (
     BATCH_S,
-    BLINK_S,
     DELAY,
     DIVIDE_S,
     FILL,
     HOLD,
     LOOKED_AT,
-    MOST_TENANTS,
     PATIENCE_S,
-    SCARCE_S,
-    SHARE_S,
-    Held,
+    STALE_S,
     Queue,
-    Room,
-    Shares,
+    QueuedRequest,
 )
+from kvroute.router.queueing.shares import MOST_TENANTS, SCARCE_S, SHARE_S, Shares
 
 UNIT_S = 2.0  # the fleet's unit of time
 HOLD_S, FILL_S = HOLD * UNIT_S, FILL * UNIT_S
-IDLE, BUSY = Room("idle", 0.0), Room("busy", HOLD_S)
+IDLE, BUSY = ReplicaCapacity("idle", 0.0), ReplicaCapacity("busy", HOLD_S)
 
 
 def unit_s() -> float:
@@ -52,21 +49,23 @@ def unit_s() -> float:
 Requests = partial(Queue[str], unit_s)
 
 
-def held(name: str, at_s: float = 0.0, prefill_s: float = 0.1, **more: object) -> Held[str]:
-    return Held(name, at_s, prefill_s, **more)  # type: ignore[arg-type]
+def held(
+    name: str, at_s: float = 0.0, prefill_s: float = 0.1, **more: object
+) -> QueuedRequest[str]:
+    return QueuedRequest(name, at_s, prefill_s, **more)  # type: ignore[arg-type]
 
 
-def queue_of(*requests: Held[str]) -> Queue[str]:
+def queue_of(*requests: QueuedRequest[str]) -> Queue[str]:
     queue = Requests()
     for each in requests:
         queue.add(each)
     return queue
 
 
-def sent(queue: Queue[str], *rooms: Room, now_s: float = 0.0) -> list[str]:
+def sent(queue: Queue[str], *replicas: ReplicaCapacity, now_s: float = 0.0) -> list[str]:
     """All that go now, if replicas stay as they are."""
     names = []
-    while due := queue.due(rooms, now_s):
+    while due := queue.due(replicas, now_s):
         names.append(due.request)
     return names
 
@@ -75,7 +74,7 @@ def test_requests_wait_while_every_replica_has_enough_to_do() -> None:
     queue = queue_of(held("a"))
     assert sent(queue, BUSY, BUSY) == []
     assert sent(queue) == []
-    assert sent(queue, BUSY, Room("free", HOLD_S - 0.01)) == ["a"]
+    assert sent(queue, BUSY, ReplicaCapacity("free", HOLD_S - 0.01)) == ["a"]
     assert len(queue) == 0
 
 
@@ -100,7 +99,7 @@ requests = st.builds(
 
 
 @given(st.lists(requests, max_size=40), st.randoms(use_true_random=False))
-def test_each_request_leaves_once(given: list[Held[str]], rng: random.Random) -> None:
+def test_each_request_leaves_once(given: list[QueuedRequest[str]], rng: random.Random) -> None:
     queue = queue_of(*given)
     gone = [each for each in given if rng.random() < 0.3]
     assert all(queue.remove(each) for each in gone)
@@ -110,15 +109,15 @@ def test_each_request_leaves_once(given: list[Held[str]], rng: random.Random) ->
     now_s, due = 0.0, []
     while len(queue):
         now_s += 10.0
-        rooms = [rng.choice((IDLE, BUSY)) for _ in range(3)]
-        while one := queue.due(rooms, now_s):
+        replicas = [rng.choice((IDLE, BUSY)) for _ in range(3)]
+        while one := queue.due(replicas, now_s):
             queue.sent(one, now_s)
             due.append(one)
     assert sorted(map(id, due)) == sorted(map(id, left))
 
 
 @given(st.lists(requests.filter(lambda each: not each.is_batch), max_size=40))
-def test_the_least_turn_goes_first(given: list[Held[str]]) -> None:
+def test_the_least_turn_goes_first(given: list[QueuedRequest[str]]) -> None:
     queue = queue_of(*given)
     turns_s = []
     while due := queue.due([IDLE], 0.0):
@@ -143,17 +142,21 @@ def test_a_priority_is_seconds_of_waiting() -> None:
 
 def test_a_batch_request_goes_to_an_idle_replica_with_memory_to_spare_when_nobody_waits() -> None:
     queue = queue_of(held("batch", is_batch=True), held("other", 50.0))
-    assert sent(queue, Room("a", FILL_S)) == ["other"]
-    assert sent(queue, Room("a", 0.0, free_share=0.4)) == []
-    rooms = Room("a", FILL_S), Room("b", 0.0), Room("c", 0.0, free_share=0.1)
-    batch = queue.due(rooms, 0.0)
+    assert sent(queue, ReplicaCapacity("a", FILL_S)) == ["other"]
+    assert sent(queue, ReplicaCapacity("a", 0.0, free_share=0.4)) == []
+    replicas = (
+        ReplicaCapacity("a", FILL_S),
+        ReplicaCapacity("b", 0.0),
+        ReplicaCapacity("c", 0.0, free_share=0.1),
+    )
+    batch = queue.due(replicas, 0.0)
     assert batch
     assert batch.among == ["b"]
 
 
 def test_no_batch_request_goes_while_one_of_another_router_waits() -> None:
     queue = queue_of(held("batch", is_batch=True))
-    queue.hear("other", told(held("a")), 0.0)
+    queue.receive("other", told(held("a")), 0.0)
     assert sent(queue, IDLE) == []
     queue.forget("other")
     assert sent(queue, IDLE) == ["batch"]
@@ -161,7 +164,7 @@ def test_no_batch_request_goes_while_one_of_another_router_waits() -> None:
 
 def test_a_batch_request_waits_for_so_long_and_then_it_is_like_the_others() -> None:
     queue = queue_of(held("batch", is_batch=True), held("other", BATCH_S))
-    soon = Room("a", HOLD_S - 0.1)
+    soon = ReplicaCapacity("a", HOLD_S - 0.1)
     assert sent(queue, soon, now_s=BATCH_S) == ["other"]
     queue.add(held("before", BATCH_S - 10.0))
     queue.add(held("after", BATCH_S + 10.0))
@@ -185,7 +188,7 @@ def test_a_tenant_above_its_share_fills_what_others_leave() -> None:
     assert queue.is_free(held("m", tenant="modest"), 0.0)
     queue.add(held("g", tenant="greedy"))
     queue.add(held("m", 100.0, tenant="modest"))
-    soon = Room("a", FILL_S)
+    soon = ReplicaCapacity("a", FILL_S)
     assert sent(queue, soon) == ["m"]
     assert sent(queue, IDLE) == ["g"]
 
@@ -195,7 +198,7 @@ def test_what_waits_already_gives_way_when_its_tenant_is_above_its_share() -> No
     queue.add(held("g", tenant="greedy"))
     queue.sent(held("past", prefill_s=9.0, tenant="greedy"), DIVIDE_S)
     queue.add(held("m", 100.0, tenant="modest"))
-    assert sent(queue, Room("a", FILL_S), now_s=DIVIDE_S) == ["m"]
+    assert sent(queue, ReplicaCapacity("a", FILL_S), now_s=DIVIDE_S) == ["m"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_what_waits_already_gives_way_when_its_tenant_is_above_its_share() -> No
 def test_shares_matter_no_longer(after_s: float, others: str) -> None:
     queue = shared(others=others)
     queue.add(held("g", tenant="greedy"))
-    assert sent(queue, Room("a", FILL_S), now_s=after_s) == ["g"]
+    assert sent(queue, ReplicaCapacity("a", FILL_S), now_s=after_s) == ["g"]
 
 
 def test_who_is_no_tenant_shares_with_nobody() -> None:
@@ -243,7 +246,7 @@ def test_of_what_fills_a_prompt_that_is_cached_where_there_is_room_goes_first() 
 # Several routers.
 
 
-def told(*requests: Held[str]) -> Waiting:
+def told(*requests: QueuedRequest[str]) -> Waiting:
     """As it comes from another router."""
     waiting = queue_of(*requests).report(0.0)
     message = decode(encode(Message(VERSION, "other", [], waiting=waiting)))
@@ -253,7 +256,7 @@ def told(*requests: Held[str]) -> Waiting:
 
 def test_with_room_for_one_only_the_earliest_turn_of_all_routers_goes() -> None:
     queue = queue_of(held("mine", 5.0), held("mine too", 6.0))
-    queue.hear("other", told(held("theirs", 1.0)), 0.0)
+    queue.receive("other", told(held("theirs", 1.0)), 0.0)
     assert sent(queue, IDLE, BUSY) == []
     assert sent(queue, IDLE, IDLE) == ["mine", "mine too"]
 
@@ -261,10 +264,10 @@ def test_with_room_for_one_only_the_earliest_turn_of_all_routers_goes() -> None:
 LATER_S = PATIENCE_S + 0.01
 
 
-def behind(*requests: Held[str]) -> Queue[str]:
+def behind(*requests: QueuedRequest[str]) -> Queue[str]:
     """Another router has earlier ones."""
     queue = queue_of(*requests)
-    queue.hear("other", told(held("theirs", 1.0), held("theirs", 1.0)), 0.0)
+    queue.receive("other", told(held("theirs", 1.0), held("theirs", 1.0)), 0.0)
     return queue
 
 
@@ -296,15 +299,15 @@ def test_a_router_that_sends_in_its_turn_is_waited_for() -> None:
 def test_who_did_not_look_does_not_know_what_others_sent() -> None:
     queue = behind(held("mine", 5.0))
     assert sent(queue, IDLE) == []
-    assert sent(queue, IDLE, now_s=1.1 * BLINK_S) == []
+    assert sent(queue, IDLE, now_s=1.1 * STALE_S) == []
 
 
 @pytest.mark.parametrize("ends", ["forgotten", "empty"])
 def test_a_router_without_waiting_requests_delays_nobody(ends: str) -> None:
     queue = queue_of(held("mine", 5.0))
-    queue.hear("other", told(held("theirs", 1.0)), 0.0)
+    queue.receive("other", told(held("theirs", 1.0)), 0.0)
     if ends == "empty":
-        queue.hear("other", Waiting(), 0.0)
+        queue.receive("other", Waiting(), 0.0)
     else:
         queue.forget("other")
     assert sent(queue, IDLE) == ["mine"]
@@ -380,7 +383,7 @@ def test_arrivals_are_forgotten_with_time() -> None:
 
 def test_a_request_is_forecast_to_wait_for_those_before_it_at_all_routers() -> None:
     queue = queue_of(held("a", prefill_s=1.0), held("long", prefill_s=30.0))
-    queue.hear("other", told(held("b", prefill_s=2.0)), 0.0)
+    queue.receive("other", told(held("b", prefill_s=2.0)), 0.0)
     new = held("new", 90.0, 0.0)
     assert queue.forecast_s(new, replicas=1, sooner=NOTHING, now_s=90.0) == pytest.approx(3.0)
     batch = held("new", 1300.0, 0.0, is_batch=True)

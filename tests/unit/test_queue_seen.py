@@ -13,13 +13,13 @@ from kvroute.doctor import load_checks
 from kvroute.doctor.checks import Check
 from kvroute.process import tracing
 from kvroute.process.tracing import Tracing
-from kvroute.router.admission.queue import Held, Queue
 from kvroute.router.admission.waits import Refusal, Wait
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_spans import Dispatches
 from kvroute.router.page import waiting
 from kvroute.router.page.recent import WINDOW_S
 from kvroute.router.page.recent_waits import RecentWaits
+from kvroute.router.queueing.queue import Queue, QueuedRequest
 
 ELSEWHERE = Waiting([1, 7], [0.5, 3.0], [0.25, 8.0])
 
@@ -35,10 +35,10 @@ class Clock:
 def filled() -> Queue[None]:
     """Return a queue with two requests and a batch request, and seven in another router."""
     queue = Queue[None](lambda: 1.0)
-    queue.add(Held(None, arrived_s=100.0, prefill_s=1.0))
-    queue.add(Held(None, arrived_s=103.0, prefill_s=0.5))
-    queue.add(Held(None, arrived_s=90.0, prefill_s=2.0, is_batch=True))
-    queue.hear("other", ELSEWHERE, 104.0)
+    queue.add(QueuedRequest(None, arrived_s=100.0, prefill_s=1.0))
+    queue.add(QueuedRequest(None, arrived_s=103.0, prefill_s=0.5))
+    queue.add(QueuedRequest(None, arrived_s=90.0, prefill_s=2.0, is_batch=True))
+    queue.receive("other", ELSEWHERE, 104.0)
     return queue
 
 
@@ -150,8 +150,8 @@ def test_long_waiting_requests_are_a_warning_with_a_remedy() -> None:
 
 def test_short_waits_and_waiting_batch_requests_are_ok() -> None:
     queue = Queue[None](lambda: 1.0)
-    queue.add(Held(None, arrived_s=0.0, prefill_s=1.0, is_batch=True))
-    queue.add(Held(None, arrived_s=59.5, prefill_s=1.0))
+    queue.add(QueuedRequest(None, arrived_s=0.0, prefill_s=1.0, is_batch=True))
+    queue.add(QueuedRequest(None, arrived_s=59.5, prefill_s=1.0))
     (check,) = judged(queue, at_s=60.0)
     assert check.grade == "ok"
     assert check.finding == "no request for m had to wait for a replica in 5 minutes"

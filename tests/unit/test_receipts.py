@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST, TierBlocks
 from kvroute.command.explain import _summary
 from kvroute.contract.keep import KEEP, SessionTurn
 from kvroute.router.placement.attempts import Placement
@@ -31,7 +32,7 @@ def placement(*candidates: Candidate) -> Placement:
     ("loser", "reason"),
     [
         ({"backlog_s": 2.0}, "choice has 2 s less prefill queued than other"),
-        ({"reload_s": 0.5}, "choice reloads less from host memory than other (0.5 s)"),
+        ({"reload_s": 0.5}, "choice reloads less from slower memory than other (0.5 s)"),
         ({"copy_s": 0.5}, "choice holds 0 prompt tokens and other 0: to compute"),
         ({"memory_s": 0.5}, "choice has room for the prompt 0.5 s sooner than other"),
         ({"decode_step_s": 0.01}, "choice has fewer running answers"),
@@ -57,7 +58,7 @@ def test_every_replica_is_listed_with_its_hits_in_tokens_and_terms_that_add_up()
 
 
 def test_a_receipt_tells_what_has_to_be_reloaded_from_what_the_gpu_has() -> None:
-    warm = replica("warm", hit_blocks=20, host_blocks=15, reload_s=0.25)
+    warm = replica("warm", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
     there = receipt(placement(warm), policy="kvroute")["replicas"][0]
     assert (there["hit_tokens"], there["host_tokens"]) == (320, 240)
     assert there["reload_s"] == there["terms_s"]["reload"] == 0.25
@@ -70,13 +71,13 @@ def test_a_receipt_says_nothing_of_host_memory_where_no_replica_reloads_anything
         '"free_blocks": 0, "cost_s": 1.225, "terms_s": {"waiting": 0.25, "memory": 0.0, '
         '"own": 0.975, "copy": 0.0, "lora": 0.0, "rotation": 0.0, "decode": 0.0}}]'
     )
-    other = replica("b", hit_blocks=20, host_blocks=15, reload_s=0.25)
+    other = replica("b", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
     both = receipt(placement(replica("a"), other), policy="kvroute")["replicas"]
     assert [each["host_tokens"] for each in both] == [0, 240]
 
 
 def test_explain_says_what_is_reloaded_where_something_is() -> None:
-    warm = replica("warm", hit_blocks=20, host_blocks=15, reload_s=0.25)
+    warm = replica("warm", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
     found = _summary(receipt(placement(warm), policy="kvroute"))
     assert "240 tokens in host memory, reload 0.25 s" in found
     plain = replica("plain", hit_blocks=20)

@@ -127,7 +127,7 @@ def outcome_of(times_s: list[tuple[float, float]]) -> Outcome:
         finished_s=[end_s for _, end_s in times_s],
         hit_tokens=[],
         prefill_s=[],
-        host_tokens=[],
+        reloaded_tokens=[],
         reload_wait_s=none,
         reload_s=[],
     )

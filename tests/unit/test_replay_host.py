@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST
 from kvroute.cli import app
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.calibration.profiles import PROFILES
@@ -26,8 +26,8 @@ ROUND = EngineModel(
     sequence_s=0.0,
     context_token_s=0.0,
 )
-FAST = HostTier(blocks=100, block_bytes=100, bytes_per_s=1000.0)  # 0.1 s for a block, not 0.512
-SLOW = HostTier(blocks=100, block_bytes=100, bytes_per_s=100.0)  # 1 s
+FAST = TierFacts(blocks=100, block_bytes=100, bytes_per_s=1000.0)  # 0.1 s for a block, not 0.512
+SLOW = TierFacts(blocks=100, block_bytes=100, bytes_per_s=100.0)  # 1 s
 
 
 def run(replica: Replica, arrivals: list[Request]) -> dict[int, float]:
@@ -35,7 +35,7 @@ def run(replica: Replica, arrivals: list[Request]) -> dict[int, float]:
     first_s: dict[int, float] = {}
     coming, reloads = list(arrivals), list[float]()
     while coming or reloads or replica.plan:
-        assert replica.host is not None
+        assert replica.memory is not None
         times_s = [
             coming[0].arrival_s if coming else 1e9,
             min(reloads, default=1e9),
@@ -51,8 +51,8 @@ def run(replica: Replica, arrivals: list[Request]) -> dict[int, float]:
             case _:
                 result = replica.end_step()
                 first_s |= {done.index: now_s for done in result.first_tokens}
-        reloads += replica.host.begun_s
-        replica.host.begun_s.clear()
+        reloads += replica.memory.begun_s
+        replica.memory.begun_s.clear()
     return first_s
 
 
@@ -65,32 +65,32 @@ def flooded(at_s: float = 20.0) -> list[Request]:
 
 
 def test_a_block_that_the_gpu_has_evicted_is_copied_back() -> None:
-    replica = Replica(ROUND, 6, FAST)
+    replica = Replica(ROUND, 6, {HOST: FAST})
     first_s = run(replica, [*flooded(), request(2, [1, 2, 3], at_s=20.0)])
-    assert replica.hit_tokens[2] == replica.host_tokens[2] == 3 * BLOCK_TOKENS
+    assert replica.hit_tokens[2] == replica.reloaded_tokens[2] == 3 * BLOCK_TOKENS
     assert first_s[2] == pytest.approx(20.0 + 0.3 + 1 + 0.001)
     assert replica.reload_wait_s[2] == pytest.approx(0.3)
 
 
 def test_blocks_that_compute_faster_than_their_copy_are_computed() -> None:
-    replica = Replica(ROUND, 6, SLOW)
+    replica = Replica(ROUND, 6, {HOST: SLOW})
     first_s = run(replica, [*flooded(), request(2, [1, 2, 3], at_s=20.0)])
     assert replica.hit_tokens[2] == 0
     assert first_s[2] == pytest.approx(20.0 + 1 + 1.537)
 
 
 def test_hits_in_gpu_memory_come_first_and_the_rest_is_copied() -> None:
-    replica = Replica(ROUND, 6, FAST)
+    replica = Replica(ROUND, 6, {HOST: FAST})
     run(
         replica,
         [request(0, [1, 2, 3]), request(1, [9, 10, 11], at_s=10), request(2, [1, 2, 3], at_s=20)],
     )
     assert replica.hit_tokens[2] == 3 * BLOCK_TOKENS
-    assert replica.host_tokens[2] == BLOCK_TOKENS  # the tail, which went first
+    assert replica.reloaded_tokens[2] == BLOCK_TOKENS  # the tail, which went first
 
 
 def test_others_run_while_one_waits_for_its_copy() -> None:
-    replica = Replica(ROUND, 9, HostTier(100, 100, 200.0))  # 0.5 s a block
+    replica = Replica(ROUND, 9, {HOST: TierFacts(100, 100, 200.0)})  # 0.5 s a block
     last = [request(2, [1, 2, 3], at_s=30.0), request(3, [], at_s=30.1)]
     flood = request(1, [11, 12, 13, 14, 15, 16, 17, 18], at_s=15.0)
     first_s = run(replica, [request(0, [1, 2, 3]), flood, *last])
@@ -99,7 +99,7 @@ def test_others_run_while_one_waits_for_its_copy() -> None:
 
 
 def test_copies_come_one_after_another() -> None:
-    replica = Replica(ROUND, 12, FAST)
+    replica = Replica(ROUND, 12, {HOST: FAST})
     prompts = [[1, 2, 3], [4, 5, 6], list(range(20, 31)), [1, 2, 3], [4, 5, 6]]
     times_s = [0.0, 10.0, 20.0, 40.0, 40.0]
     run(
@@ -110,38 +110,38 @@ def test_copies_come_one_after_another() -> None:
 
 
 def test_requests_share_a_running_copy_of_the_same_blocks() -> None:
-    replica = Replica(ROUND, 6, FAST)
+    replica = Replica(ROUND, 6, {HOST: FAST})
     again = [request(2, [1, 2, 3], at_s=20.0), request(3, [1, 2, 4], at_s=20.1)]
     run(replica, [*flooded(), *again])
-    assert replica.host_tokens == {2: 3 * BLOCK_TOKENS}
+    assert replica.reloaded_tokens == {2: 3 * BLOCK_TOKENS}
     assert replica.hit_tokens[3] == 2 * BLOCK_TOKENS
-    assert replica.host is not None
-    assert replica.host.reload_s == pytest.approx(0.3)
+    assert replica.memory is not None
+    assert replica.memory.reload_s == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("blocks", [4, 30])
 def test_changes_list_the_blocks_that_each_tier_gains_or_loses(blocks: int) -> None:
-    replica = Replica(ROUND, 12, replace_blocks(blocks))
+    replica = Replica(ROUND, 12, {HOST: replace_blocks(blocks)})
     held: set[Fingerprint] = set()
     for coming in conversations(count=2, turns=6):
         if len(coming.blocks) > 10:
             continue
         replica.arrive(coming, 0.0)
-        while replica.plan or len(replica.host or ()):
-            assert replica.host is not None
-            if replica.host.begun_s and not replica.plan:
-                replica.end_reload(replica.host.begun_s.pop(0))
+        while replica.plan or len(replica.memory or ()):
+            assert replica.memory is not None
+            if replica.memory.begun_s and not replica.plan:
+                replica.end_reload(replica.memory.begun_s.pop(0))
                 continue
             result = replica.end_step()
             held = held - set(result.removed) | set(result.added)
-    assert replica.host is not None
+    assert replica.memory is not None
     gpu = {hash_ for hash_, _ in replica.cache.copies() if hash_ > 0}
-    host = {in_host(hash_) for hash_ in replica.host.held() if hash_ > 0}
+    host = {HOST.member(hash_) for hash_ in replica.memory.held() if hash_ > 0}
     assert held == gpu | host
 
 
-def replace_blocks(blocks: int) -> HostTier:
-    return HostTier(blocks, block_bytes=100, bytes_per_s=1000.0)
+def replace_blocks(blocks: int) -> TierFacts:
+    return TierFacts(blocks, block_bytes=100, bytes_per_s=1000.0)
 
 
 def cluster(host_tokens: int, host_gb_per_s: float = 50.0) -> Cluster:
@@ -152,9 +152,9 @@ def cluster(host_tokens: int, host_gb_per_s: float = 50.0) -> Cluster:
 def test_host_memory_brings_hits_under_every_policy(policy: str) -> None:
     requests = conversations()
     one, two = (simulate(requests, cluster(tokens), policy) for tokens in (0, 400_000))
-    assert 0 < sum(two.host_tokens) <= sum(two.hit_tokens) <= sum(ideal_hit_tokens(requests))
+    assert 0 < sum(two.reloaded_tokens) <= sum(two.hit_tokens) <= sum(ideal_hit_tokens(requests))
     assert sum(one.hit_tokens) < sum(two.hit_tokens)
-    assert sum(two.reload_s) > 0 == sum(one.reload_s) == sum(one.host_tokens)
+    assert sum(two.reload_s) > 0 == sum(one.reload_s) == sum(one.reloaded_tokens)
 
 
 def test_hits_are_reported_by_tier() -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.records import HostTier, Load
+from kvroute.blocks.tiers import HOST
+from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
 from kvroute.replay.policies.protocol import Policy, Report, Setup
@@ -121,9 +121,9 @@ def test_llm_ds_speculation_ends_after_two_seconds() -> None:
 
 @pytest.mark.parametrize(("kind", "credit"), [(LMetric, 1.0), (LlmD, 0.8), (Dynamo, 0.75)])
 def test_a_block_in_host_memory_has_its_products_weight(kind: type[Indexed], credit: float) -> None:
-    policy = kind(replace(SETUP, host=HostTier(100, 1, 1.0)), random.Random(0))
+    policy = kind(replace(SETUP, tiers={HOST: TierFacts(100, 1, 1.0)}), random.Random(0))
     chain = [Fingerprint(block) for block in range(1, 5)]
-    policy.index_changed(0, [*chain[:1], *map(in_host, chain)], [])
+    policy.index_changed(0, [*chain[:1], *map(HOST.member, chain)], [])
     assert policy.hits(prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))) == [1 + 3 * credit, 0]
 
 

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpPart
-from kvroute.contract.records import HostTier, ReplicaRecord
+from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.local.launch import check_request_log
 from kvroute.local.progress import StartError
 from kvroute.replay.workload.trace import read
@@ -216,12 +216,12 @@ async def test_a_line_says_why_what_was_cached_once_is_gone(router: Router) -> N
 
 
 async def test_a_line_tells_what_came_from_host_memory(router: Router) -> None:
-    facts = msgspec.structs.replace(FACTS, host=HostTier(1000, 1000, 1e9))
+    facts = msgspec.structs.replace(FACTS, host=TierFacts(1000, 1000, 1e9))
     router.fleet.update([ReplicaRecord("a", "1", 0, facts, LOAD)])
     await router.answer(400)
     chain = router.fleet.caches.chain(np.arange(400, dtype=np.uint32))
     router.fleet.mirror.forget_computed(math.inf)
-    router.fleet.mirror.add("a", [*chain[:2], *map(in_host, chain)])
+    router.fleet.mirror.add("a", [*chain[:2], *map(HOST.member, chain)])
     await router.answer(400)
     first, second = await logged(router)
     assert "host_tokens" not in first

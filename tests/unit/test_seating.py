@@ -14,10 +14,10 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.router.admission.seats import Seats
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
-from kvroute.router.dispatch.holding import Wake
-from kvroute.router.dispatch.seating import Answer, Seating
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.seating import Answer, Seating
+from kvroute.router.queueing.wake import Wake
 from kvroute.router.sessions.returns import Said
 from tests.support.waiting import until
 
@@ -174,7 +174,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_but_the_first_in_the_l
 
 
 async def test_too_many_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvroute.router.dispatch.seating.WAITING", 1)
+    monkeypatch.setattr("kvroute.router.queueing.seating.WAITING", 1)
     line = Line()
     async with line.running():
         await line.begin(1, 2, 3)

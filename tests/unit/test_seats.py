@@ -151,7 +151,7 @@ def test_a_router_that_says_nothing_more_holds_nobody_up_for_long() -> None:
     for session in (1, 2):
         sessions.begin(session, 10)
     assert sessions.ask(1, 20)
-    sessions.seats.hear("silent", WaitingSessions(1, 10.0), sessions.now_s)
+    sessions.seats.receive("silent", WaitingSessions(1, 10.0), sessions.now_s)
     assert not sessions.ask(2, 20)
     sessions.seats.session_ended(1)
     assert sessions.seated() == []

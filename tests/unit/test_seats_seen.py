@@ -46,7 +46,7 @@ def test_without_waiting_sessions_the_check_is_ok() -> None:
 
 def test_requests_that_wait_in_other_routers_count() -> None:
     here, there = thrashing(), Sessions()
-    there.seats.hear("here", here.seats.report(here.now_s), 100.0)
+    there.seats.receive("here", here.seats.report(here.now_s), 100.0)
     there.now_s = 105.0
     assert report(there)["all_routers"] == {"waiting": 1, "oldest_s": 45.0}
     assert "1 request waiting for one, the first for 45 s" in seated(report(there))

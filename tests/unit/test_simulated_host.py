@@ -11,7 +11,7 @@ import pytest
 from kvroute.blocks.cache_groups import HOST_GROUPS, member
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.contract.keep import Keep
-from kvroute.contract.records import HostTier, Load
+from kvroute.contract.records import Load, TierFacts
 from kvroute.replica import engines
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import (
@@ -28,10 +28,10 @@ from tests.support.chunks import streamed
 
 SIZE = 32  # tokens in a block
 BYTES = 1000  # size of a block
-FAST = HostTier(blocks=64, block_bytes=BYTES, bytes_per_s=1e8)  # 10 us for a block
-SLOW = HostTier(blocks=64, block_bytes=BYTES, bytes_per_s=1e4)  # 100 ms for a block
+FAST = TierFacts(blocks=64, block_bytes=BYTES, bytes_per_s=1e8)  # 10 us for a block
+SLOW = TierFacts(blocks=64, block_bytes=BYTES, bytes_per_s=1e4)  # 100 ms for a block
 HARDLY_ANY_SPEED = {  # copying 6 blocks takes a minute; computing them takes longer
-    "host": HostTier(blocks=64, block_bytes=BYTES, bytes_per_s=100.0),
+    "host": TierFacts(blocks=64, block_bytes=BYTES, bytes_per_s=100.0),
     "prefill_tokens_per_s": 2.0,
 }
 
@@ -102,7 +102,7 @@ async def test_blocks_that_the_gpu_has_evicted_come_back(make: MakeEngine) -> No
 async def test_blocks_that_are_pinned_in_host_memory_are_always_reloaded(
     make: MakeEngine,
 ) -> None:
-    engine = make(host=HostTier(16, BYTES, FAST.bytes_per_s, pin_blocks=6))
+    engine = make(host=TierFacts(16, BYTES, FAST.bytes_per_s, pin_blocks=6))
     await cached_tokens(engine, request(of(1), pin="law", is_host_pin=True))
     for number in range(2, 9):
         await cached_tokens(engine, request(of(number)))
@@ -118,7 +118,7 @@ async def test_blocks_that_are_pinned_in_host_memory_are_always_reloaded(
 
 
 async def test_a_clear_ends_pins_in_host_memory(make: MakeEngine) -> None:
-    engine = make(host=HostTier(16, BYTES, FAST.bytes_per_s, pin_blocks=6))
+    engine = make(host=TierFacts(16, BYTES, FAST.bytes_per_s, pin_blocks=6))
     await cached_tokens(engine, request(of(1), pin="law", is_host_pin=True))
     assert await engine.reset_prefix_cache()
     assert engine.host_pins == {}
@@ -171,7 +171,7 @@ async def test_blocks_are_written_through_answers_included(make: MakeEngine) -> 
 
 
 async def test_events_alone_show_which_blocks_both_tiers_hold(make: MakeEngine) -> None:
-    engine = make(host=HostTier(12, BYTES, FAST.bytes_per_s), max_batched_tokens=64)
+    engine = make(host=TierFacts(12, BYTES, FAST.bytes_per_s), max_batched_tokens=64)
     prompts = [of(number % 5, 2 + number % 3) for number in range(12)]
     await asyncio.gather(*(cached_tokens(engine, request(each, 40)) for each in prompts))
     await engine.emit_held()
@@ -240,7 +240,7 @@ async def test_a_request_that_is_cancelled_during_its_copy_leaves_no_blocks(
 
 
 async def test_an_ended_sessions_blocks_are_evicted_first_in_host_memory(make: MakeEngine) -> None:
-    engine = make(host=HostTier(12, BYTES, FAST.bytes_per_s))
+    engine = make(host=TierFacts(12, BYTES, FAST.bytes_per_s))
     for number in (1, 2):
         await cached_tokens(engine, request(of(number), keep=Keep(session=number)))
     await engine.end_session(2)
@@ -261,7 +261,7 @@ async def test_settings_make_the_tier() -> None:
     blocks = 2_000_000_000 // block_bytes
     pin_blocks = int(settings.pin_share * blocks)
     for engine in await start_engines(settings):
-        assert engine.facts.host == HostTier(blocks, block_bytes, 1e10, pin_blocks)
+        assert engine.facts.host == TierFacts(blocks, block_bytes, 1e10, pin_blocks)
         assert engine.members == (0, HOST_GROUPS)
 
 

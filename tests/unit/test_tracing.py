@@ -8,9 +8,9 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvroute.blocks.cache_groups import in_host
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import Chunk, GenerateRequest
-from kvroute.contract.records import HostTier, ReplicaRecord
+from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.process import tracing
 from kvroute.process.tracing import Tracing, protocol, start_tracing, traces_endpoint
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
@@ -105,9 +105,9 @@ def test_a_span_tells_what_came_from_host_memory(
 ) -> None:
     observer = Dispatches(traces)
     fleet = Fleet(model="m", revision="", block_size=4, rng=random.Random(0), observer=observer)
-    fleet.update([record("full", host=HostTier(1000, 1000, 1e6)), record("free")])
+    fleet.update([record("full", host=TierFacts(1000, 1000, 1e6)), record("free")])
     fleet.mirror.join("full")
-    fleet.mirror.add("full", map(in_host, fleet.caches.chain(PROMPT)))
+    fleet.mirror.add("full", map(HOST.member, fleet.caches.chain(PROMPT)))
     attempt = sent(fleet, "full")
     attempt.receive(Chunk((1,), 8, is_last=True), 1.0)
     attempt.end()

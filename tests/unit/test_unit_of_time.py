@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.messages import LearnedScale, decode, encode
+from kvroute.router.connections.peers import ALIVE_S, PeerPublisher, PeerSubscriber
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import ALIVE_S, PeerPublisher, PeerSubscriber
 from kvroute.router.placement.scale import MEMORY, Scale
 from tests.support.records import record
 

@@ -27,7 +27,7 @@ class Dynamo(Prefilling):
     A block in host memory only counts 0.75, the default of Dynamo's host_cache_hit_weight.
     """
 
-    host_credit = 0.75
+    tier_credit = 0.75
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.keep import SESSION_BITS, Keep, number_of
 from kvroute.contract.messages import Message
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
@@ -23,13 +24,13 @@ from kvroute.replay.policies.rivals import (
     SGLang,
 )
 from kvroute.replay.workload.trace import Request
-from kvroute.router.admission.queue import Held, Queue
 from kvroute.router.admission.seats import IDLE_S, Seats, Waiter
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.policy import Candidate
+from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.sessions.returns import Retention, Said
 
 RETRY_SHARE = 1 / 60  # interval of the search for idle sessions, as a share of IDLE_S
@@ -77,7 +78,7 @@ class Production:
             prefill_tokens_per_s=setup.prefill.tokens_per_s,
             attention_tokens=setup.prefill.attention_tokens,
             step_tokens=setup.chunk_tokens,
-            host=setup.host,
+            host=setup.tiers.get(HOST),
         )
         self._fleet.update(ReplicaRecord(name, "replay", 0, facts, Load()) for name in self._names)
         for name in self._names:
@@ -103,7 +104,9 @@ class Production:
 
     def _queue_up(self, request: Request, placement: Placement, now_s: float) -> None:
         there = placement.ranking[0]
-        self._queue.add(Held(request, now_s, there.own_s + there.copy_s, home=placement.home))
+        self._queue.add(
+            QueuedRequest(request, now_s, there.own_s + there.copy_s, home=placement.home)
+        )
 
     def sends(self, now_s: float) -> Iterator[Sending]:
         """Queue the requests that get a seat now, and yield the requests that leave the queue."""
@@ -113,7 +116,7 @@ class Production:
         yield from self._sends(now_s)
 
     def _sends(self, now_s: float) -> Iterator[Sending]:
-        while held := self._queue.due(self._fleet.loads.rooms(self._names, now_s), now_s):
+        while held := self._queue.due(self._fleet.loads.capacities(self._names, now_s), now_s):
             yield self._send(held, now_s)
 
     def wakes_s(self) -> float | None:
@@ -123,7 +126,7 @@ class Production:
             waits_s.append(self._queue.wake_s)
         elif self._queue:
             waits_s.append(
-                self._fleet.loads.room_in_s(self._names, self._queue.hold_s, self._now_s)
+                self._fleet.loads.next_free_s(self._names, self._queue.hold_s, self._now_s)
             )
         return min(waits_s, default=None)
 
@@ -132,7 +135,7 @@ class Production:
             request.reusable, request.input_tokens, among or self._names, now_s
         )
 
-    def _send(self, held: Held[Request], now_s: float) -> Sending:
+    def _send(self, held: QueuedRequest[Request], now_s: float) -> Sending:
         request = held.request
         self._queue.sent(held, now_s)
         placement = self._place(request, now_s, held.among)

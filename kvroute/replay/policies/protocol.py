@@ -1,13 +1,14 @@
 """The interface between a replay and a routing policy."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import Keep
 from kvroute.contract.messages import Message
-from kvroute.contract.records import HostTier, Load
+from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.workload.trace import Request
 
@@ -21,7 +22,7 @@ class Setup:
     prefill: PrefillModel
     block_tokens: int
     chunk_tokens: int = 8192  # largest number of tokens in an engine step: max_num_batched_tokens
-    host: HostTier | None = None
+    tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)  # slower tiers of each replica
 
     @property
     def capacity_blocks(self) -> int:

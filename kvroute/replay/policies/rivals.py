@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.messages import Message
 from kvroute.replay.policies.protocol import Report, Sending, Setup
@@ -168,7 +167,7 @@ class SGLang(Counting):
 class Indexed(Counting):
     """A policy that also follows the index."""
 
-    host_credit = 1.0  # value of a block in host memory only; a block in GPU memory counts 1
+    tier_credit = 1.0  # value of a block in a slower tier only; a block in GPU memory counts 1
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
@@ -180,13 +179,12 @@ class Indexed(Counting):
         """Return the value of the prompt's leading blocks on each replica."""
         hits = self.mirror.hits(request.reusable)
         gpu = [hits.get(str(replica), 0) for replica in self.replicas]
-        if self.setup.host is None:
-            return [*gpu]
-        hits = self.mirror.hits([*map(in_host, request.reusable)])
-        return [
-            near + self.host_credit * max(0, hits.get(str(replica), 0) - near)
-            for replica, near in enumerate(gpu)
-        ]
+        counts: list[float] = [*gpu]
+        for tier in self.setup.tiers:
+            hits = self.mirror.hits([*map(tier.member, request.reusable)])
+            for replica, near in enumerate(gpu):
+                counts[replica] += self.tier_credit * max(0, hits.get(str(replica), 0) - near)
+        return counts
 
     def index_changed(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
@@ -256,7 +254,7 @@ class LlmD(Indexed):
     """
 
     report_s = 0.05
-    host_credit = 0.8
+    tier_credit = 0.8
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)

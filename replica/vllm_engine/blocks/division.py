@@ -8,7 +8,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter_layer_specs
 
 from kvroute.blocks.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 
 UNKNOWN = "unknown"  # a kind of attention for which routers cannot compute hits
 
@@ -48,7 +48,7 @@ class Division(Struct, frozen=True):
             return own
         return *own, *(None if entry is None else HOST_GROUPS + entry for entry in own)
 
-    def host_tier(self, bytes_per_s: float) -> HostTier | None:
+    def host_tier(self, bytes_per_s: float) -> TierFacts | None:
         """Return the host tier for the replica's record.
 
         Args:
@@ -60,7 +60,7 @@ class Division(Struct, frozen=True):
         blocks = self.capacity_blocks(self.host_blocks)
         if not blocks:
             return None
-        return HostTier(blocks, self.host_block_bytes * self.host_blocks // blocks, bytes_per_s)
+        return TierFacts(blocks, self.host_block_bytes * self.host_blocks // blocks, bytes_per_s)
 
     def capacity_blocks(self, blocks: int) -> int:
         """Return how many blocks of `unit` tokens fit into `blocks` of vLLM's blocks.

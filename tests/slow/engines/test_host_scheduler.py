@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvroute.blocks.cache_groups import HOST_GROUPS, in_host
+from kvroute.blocks.cache_groups import HOST_GROUPS
 from kvroute.blocks.chain import Scope, Space
+from kvroute.blocks.tiers import HOST
 from kvroute.contract.keep import Keep
 from kvroute.replica.block_table import Changes
 from kvroute.router.placement.fleet import Fleet
@@ -45,7 +46,7 @@ def test_what_left_the_engines_memory_is_found_in_host_memory() -> None:
     assert engine.division.members == (0, HOST_GROUPS)
     assert engine.ask(0, PROMPT) == 0
     alone = set(engine.table.held())
-    assert {in_host(each) for each in alone} == alone  # each is in both
+    assert {HOST.member(each) for each in alone} == alone  # each is in both
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert sum(each.reloaded_tokens for each in engine.transfers) == PROMPT - 1
@@ -139,7 +140,7 @@ def test_of_a_prompt_with_more_blocks_than_host_memory_the_first_ones_are_kept()
     engine.ask(0, 40 * BLOCK + 1)
     engine.ask(0, 12 * BLOCK + 1)
     chain = Space("m", "", BLOCK).chain(np.arange(16 * BLOCK, dtype=np.uint32), Scope())
-    assert set(engine.table.in_host.values()) == set(map(in_host, chain))
+    assert set(engine.table.in_host.values()) == set(map(HOST.member, chain))
     assert engine.compare().drift == 0
 
 

@@ -17,11 +17,12 @@ from kvroute.contract.generation import TokenIds
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.blocks import BlockPool
+from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.index.feed import Feed
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
+from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, LOAD
 from tests.support.waiting import until
 
@@ -92,7 +93,7 @@ class Router:
         self._peer_subscriber.receive(self._peer_publisher.take())
 
     def knows(self, replica: Replica) -> bool:
-        return self.fleet.mirror.held_by(replica.id) == set(replica.table.held())
+        return held_by(self.fleet.mirror, replica.id) == set(replica.table.held())
 
 
 async def live(index: Index, router: Router, rng: np.random.Generator) -> None:

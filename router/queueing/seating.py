@@ -11,11 +11,12 @@ from collections.abc import Callable
 from kvroute.contract.keep import NO_BLOCK
 from kvroute.router.admission.seats import Seats, Waiter
 from kvroute.router.api.errors import ApiError
-from kvroute.router.dispatch.holding import MOST_RETRY_S, Wake
 from kvroute.router.placement.attempts import Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.refusals import no_seat
+from kvroute.router.queueing.wake import Wake
 
-WAITING = 1000  # requests that may wait; half of what a router takes (--max-requests), for others
+WAITING = 1000  # requests that may wait; half of --max-requests, so that others get in
 POLL_S = 0.25  # between two looks for a free seat: idle time frees them, and other routers do
 NOTICE_S = 15.0  # between two signs of life: proxies give up after 30 or 60 s without a byte
 
@@ -130,27 +131,6 @@ class Seating:
         """
         self._fleet.observer.turned_away(context.urgency.priority, "no_seat")
         return no_seat(problem, wait_s, then_s, self._most_s, context.urgency.deadline_s)
-
-
-def no_seat(
-    problem: str, wait_s: float | None, then_s: float, option_s: float, deadline_s: float
-) -> ApiError:
-    """Return a 429 for a session that does not get a seat in time."""
-    most_s = min(option_s, deadline_s)
-    late_s = then_s - most_s if most_s < math.inf else 0.0
-    again_s = max(1, math.ceil(min(MOST_RETRY_S, late_s)))
-    whose = "its deadline" if deadline_s < option_s else "--max-seat-wait-s"
-    how_long = "" if wait_s is None else f" {wait_s:.3g} s"
-    limit = "" if most_s == math.inf else f", and {whose} is {most_s:g} s"
-    return ApiError(
-        429,
-        f"this request {problem}{how_long} for a seat of its session{limit}: more sessions are "
-        f"active than --max-sessions lets the fleet serve at once; come again in {again_s} s, or "
-        "have more replicas",
-        type="rate_limit_error",
-        code="no_seat",
-        headers={"retry-after": str(again_s)},
-    )
 
 
 def _waiter(placement: Placement, context: RequestContext) -> Waiter[Answer] | None:

@@ -1,10 +1,9 @@
-"""Requests wait here until it is their turn to go to a replica, or are refused.
+"""The wait of requests until it is their turn to go to a replica, or until they are refused.
 
-The order is the queue's (admission/queue.py). A fleet that has time never notices.
+The order is that of queue.py. While a replica has room, requests pass without a wait.
 """
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,77 +11,55 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct
 
 from kvroute.contract.priority import Priority
-from kvroute.router.admission.forecast import Arrivals, Correction, Margin
-from kvroute.router.admission.queue import (
-    BATCH_S,
-    Held,
-    Queue,
-    QueueState,
-)
 from kvroute.router.admission.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.attempts import (
-    Attempt,
     Placement,
     RequestContext,
-    RequestObserver,
 )
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.forecast import Arrivals, Correction, Margin
+from kvroute.router.queueing.queue import (
+    BATCH_S,
+    Queue,
+    QueuedRequest,
+    QueueState,
+)
+from kvroute.router.queueing.refusals import no_replica, queue_full, too_long
+from kvroute.router.queueing.wake import Wake
 
-WAITING = 4096  # requests that may wait for their turn; further ones get a 429
-WAITING_BATCH = 500  # the same of batch requests; fewer than a router takes of all (--max-requests)
-RECOVERY_S = 60.0  # the longest wait for a replica while there is none
-REFUSED_S = 5.0  # for which a refusal says that replicas are missed ...
-MOST_REFUSED_S = 60.0  # ... for so long at most
-FRESH_S = 0.01  # for which a forecast for an empty prompt holds
-OVERDUE = 2.0  # a request that was refused in the end would have waited so many times longer
-MOST_RETRY_S = 3600.0  # after which a client is told to come again
+WAITING = 4096  # requests that may wait; further ones get a 429
+WAITING_BATCH = 500  # batch requests that may wait; below --max-requests, which counts all
+RECOVERY_S = 60.0  # the longest wait while no replica runs
+REFUSED_S = 5.0  # a refusal counts as a lack of replicas for this long
+MOST_REFUSED_S = 60.0  # the longest wait that a refusal counts as
+FRESH_S = 0.01  # a forecast for empty prompts is used again for this long
+OVERDUE = 2.0  # a refused request is taken to have needed this multiple of its wait
 
 Answer = asyncio.Future[Refusal | None]  # None: it is its turn
 
 
 class Turn(Struct, frozen=True):
-    """A request may go to a replica. at_s: its place in the engines' order, on the clock here.
-    among: the replicas that it may go to; empty: all."""
+    """The permission for a request to go to a replica."""
 
-    at_s: float
+    at_s: float  # its place in the engines' order, on this router's clock
     wait: Wait = NO_WAIT
-    among: Sequence[str] = ()
-    refused_s: float = 0.0  # for which others would have waited that were just refused
+    among: Sequence[str] = ()  # the replicas that it may go to; empty: all
+    refused_s: float = 0.0  # the wait of requests that were just refused
 
     @property
     def missed_s(self) -> float:
-        """For how long replicas were missed; batch requests want none of their own."""
+        """Return how long replicas were missing. Batch requests do not ask for more replicas."""
         return 0.0 if self.wait.priority == "batch" else max(self.wait.waited_s, self.refused_s)
-
-
-class Wake(RequestObserver):
-    """Says when replicas may have room again."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def ring(self) -> None:
-        self._event.set()
-
-    def first_token(self, attempt: Attempt) -> None:
-        self._event.set()
-
-    def ended(self, attempt: Attempt) -> None:
-        self._event.set()
-
-    async def next(self, within_s: float) -> None:
-        """Returns after the next ring, or then."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._event.wait()
-        self._event.clear()
 
 
 class Holding:
     """One router's waiting requests for one model.
 
-    trusted: returns the replicas that take requests. routers: how many there are, this one too.
+    Args:
+        trusted: returns the replicas that take requests.
+        wake: rings when replicas may have room.
+        routers: returns the number of routers, including this one.
     """
 
     def __init__(
@@ -102,34 +79,37 @@ class Holding:
         self._routers = routers
         self._clock = clock
         self._has_waiting = asyncio.Event()
-        self._seen_s = 0.0  # when there was a replica, last
-        self._refused = (0.0, -math.inf)  # the last forecast of those that were refused, and when
+        self._seen_s = 0.0  # when a replica last ran
+        self._refused = (0.0, -math.inf)  # wait of the last refused request, and when
         self._arrivals = Arrivals(lambda: fleet.loads.scale.busy_s)
         self._correction = Correction(fleet.loads.scale.busy_s)
         self._margin = Margin()
-        # By wish, priority and sharer; of empty prompts, as of _forecast_s.
+        # The wait of an empty prompt by (later_s, priority, sharer), as of _forecast_s.
         self._forecasts: dict[tuple[float, Priority, str], float] = {}
         self._forecast_s = -math.inf
 
     def states(self) -> Mapping[str, QueueState]:
-        """What waits, by the queue's classes."""
+        """Return the state of the queue's lines, by their names."""
         return self._queue.state(self._clock())
 
     @property
     def correction(self) -> float:
-        """By which forecasts are multiplied, since earlier ones were wrong."""
+        """Return the factor that corrects forecasts by the errors of earlier ones."""
         return self._correction.factor
 
     @property
     def margin(self) -> float:
-        """By which forecasts must stay below a request's limit."""
+        """Return the factor by which forecasts must stay below a request's limit."""
         return self._margin.factor
 
     # Entering.
 
     async def turn(self, placement: Placement, context: RequestContext) -> Turn:
-        """Returns when it is the request's turn; at once while replicas have time for it. ApiError
-        when it waits too long, or would."""
+        """Return when it is the request's turn, at once while a replica has room for it.
+
+        Raises:
+            ApiError: the request waits too long, or would.
+        """
         now_s, urgency = self._clock(), context.urgency
         held = _held(placement, context)
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
@@ -143,13 +123,13 @@ class Holding:
         self._check(urgency, forecast_s)
         if self._is_full(held):
             raise self._refusal(urgency, "full", forecast_s)
-        if not held.is_batch:  # of those, none passes anybody
+        if not held.is_batch:  # batch requests never pass others
             self._arrivals.add(held.prefill_s, self._queue.turn_s(held) - held.arrived_s, now_s)
         self._queue.add(held)
         refusal = await self._released(held, urgency.most_s)
         later_s = self._clock()
         waited_s = later_s - now_s
-        if refusal != "no_replica" and not held.has_filled:  # what fills waits for more
+        if refusal != "no_replica" and not held.was_background:
             self._correction.learn(raw_s, waited_s * (OVERDUE if refusal else 1.0))
             if urgency.own_s is None:
                 self._margin.learn(forecast_s / urgency.most_s, is_late=refusal is not None)
@@ -159,22 +139,24 @@ class Holding:
         reason: Reason = "busy" if least_s >= self._queue.hold_s else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
-        behind_s = BATCH_S if held.among else 0.0  # in the engines too, if it fills
+        behind_s = (
+            BATCH_S if held.among else 0.0
+        )  # background requests come later in the engines too
         return Turn(held.turn_s + behind_s, wait, held.among, self._refused_s(later_s))
 
-    def _is_full(self, held: Held[Answer]) -> bool:
-        """Batch requests take no places of others."""
+    def _is_full(self, held: QueuedRequest[Answer]) -> bool:
+        """Return whether as many requests of the same kind wait as may."""
         if held.is_batch:
             return self._queue.batch >= WAITING_BATCH
         return len(self._queue) - self._queue.batch >= WAITING
 
     def check(self, urgency: Urgency, sharer: str) -> None:
-        """ApiError if even an empty prompt would wait too long; takes microseconds."""
+        """Raise ApiError if even an empty prompt would wait too long; takes microseconds."""
         if urgency.most_s < math.inf:
             self._check(urgency, self._least_s(urgency, sharer))
 
-    async def _released(self, held: Held[Answer], within_s: float) -> Refusal | None:
-        """Returns when it has left the queue: None if it is its turn."""
+    async def _released(self, held: QueuedRequest[Answer], within_s: float) -> Refusal | None:
+        """Return when the request has left the queue: why it is refused; None: it may go."""
         answer = held.request
         timer = None
         if within_s < math.inf:
@@ -190,17 +172,17 @@ class Holding:
             if answer.cancelled():  # the client has left
                 self._queue.remove(held)
 
-    def _overdue(self, held: Held[Answer]) -> None:
+    def _overdue(self, held: QueuedRequest[Answer]) -> None:
         self._expire(held, "deadline" if self._trusted() else "no_replica")
 
-    def _expire(self, held: Held[Answer], refusal: Refusal) -> None:
+    def _expire(self, held: QueuedRequest[Answer], refusal: Refusal) -> None:
         if not held.request.done() and self._queue.remove(held):
             held.request.set_result(refusal)
 
     # Leaving.
 
     async def run(self) -> None:
-        """Lets requests go, each in its turn, until cancelled."""
+        """Let requests go, each in its turn, until cancelled."""
         while True:
             await self._has_waiting.wait()
             while self._queue:
@@ -209,7 +191,7 @@ class Holding:
             self._has_waiting.clear()
 
     async def _release(self) -> None:
-        """All whose turn it is now."""
+        """Let all requests go whose turn it is now."""
         replicas = self._replicas()
         while self._queue and (held := self._due(replicas)):
             if not held.request.done():
@@ -217,12 +199,12 @@ class Holding:
             await asyncio.sleep(0)  # it is sent, and counts as load there
             replicas = self._trusted()
 
-    def _due(self, replicas: Sequence[str]) -> Held[Answer] | None:
+    def _due(self, replicas: Sequence[str]) -> QueuedRequest[Answer] | None:
         now_s = self._clock()
-        return self._queue.due(self._fleet.loads.rooms(replicas, now_s), now_s)
+        return self._queue.due(self._fleet.loads.capacities(replicas, now_s), now_s)
 
     def _replicas(self) -> list[str]:
-        """Those that take requests. Without any for long, nobody waits on."""
+        """Return the replicas that take requests. After RECOVERY_S without one, refuse all."""
         replicas, now_s = self._trusted(), self._clock()
         if replicas:
             self._seen_s = now_s
@@ -234,16 +216,20 @@ class Holding:
     # Forecasts.
 
     def _raw_forecast_s(
-        self, held: Held[Answer], replicas: int, least_s: float, now_s: float
+        self, held: QueuedRequest[Answer], replicas: int, least_s: float, now_s: float
     ) -> float:
-        """Without the correction. least_s: pending on the replica that will have room first."""
+        """Return the forecast wait of a request, without the correction.
+
+        Args:
+            least_s: the least backlog of any replica.
+        """
         routers = self._routers()
         sooner = [routers * rate for rate in self._arrivals.sooner(now_s)]
         turn_s = self._queue.forecast_s(held, replicas=replicas, sooner=sooner, now_s=now_s)
         return max(0.0, least_s - self._queue.hold_s) + turn_s
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:
-        """How long an empty prompt would wait that comes now."""
+        """Return how long an empty prompt would wait."""
         now_s, kind = self._clock(), (urgency.later_s, urgency.priority, sharer)
         if now_s - self._forecast_s > FRESH_S:
             self._forecasts.clear()
@@ -253,8 +239,8 @@ class Holding:
             self._forecasts[kind] = self._empty_s(empty, now_s)
         return self._forecasts[kind]
 
-    def _empty_s(self, empty: Held[Answer], now_s: float) -> float:
-        """The same, computed."""
+    def _empty_s(self, empty: QueuedRequest[Answer], now_s: float) -> float:
+        """Compute how long an empty prompt would wait."""
         replicas = self._trusted()
         least_s = min(self._fleet.loads.backlogs_s(replicas, now_s), default=0.0)
         if not replicas or self._queue.is_free(empty, least_s):
@@ -264,8 +250,10 @@ class Holding:
     # Refusing.
 
     def _refused_s(self, now_s: float) -> float:
-        """How long those would have waited that were refused just now. Replicas are told, as the
-        fleet grows by it."""
+        """Return the wait of the latest refused request; 0: none was refused lately.
+
+        It goes to the replicas, which ask for more replicas by it.
+        """
         wait_s, at_s = self._refused
         return wait_s if now_s - at_s < REFUSED_S else 0.0
 
@@ -277,57 +265,49 @@ class Holding:
     def _refusal(
         self, urgency: Urgency, refusal: Refusal, wait_s: float, then_s: float = 0.0
     ) -> ApiError:
-        """wait_s: as it is forecast, or as it was. then_s: that of an empty prompt."""
+        """Count a refusal and return its error.
+
+        Args:
+            wait_s: the request's wait, as it is forecast or as it was.
+            then_s: the wait of an empty prompt that comes now.
+        """
         self._fleet.observer.turned_away(urgency.priority, refusal)
         if refusal == "no_replica":
             return no_replica()
         if not urgency.is_batch and urgency.own_s is None:
             self._refused = (min(wait_s, MOST_REFUSED_S), self._clock())
         if refusal == "full":
-            return ApiError(
-                429, "too many requests are waiting; try again later", code="overloaded"
-            )
+            return queue_full()
         if refusal == "deadline":
             return too_long(urgency, f"has waited {wait_s:.3g} s", then_s)
         return too_long(urgency, f"would wait up to {wait_s:.3g} s", wait_s)
 
 
-def no_replica() -> ApiError:
-    return ApiError(503, "no replica is ready; try again", type="server_error")
-
-
-def too_long(urgency: Urgency, problem: str, forecast_s: float) -> ApiError:
-    """A 429 that says when to come again: nobody waits longer while nobody else comes."""
-    wait_s = max(1, math.ceil(min(MOST_RETRY_S, forecast_s - urgency.most_s)))
-    whose = "--max-wait-s" if urgency.own_s is None else "its deadline"
-    return ApiError(
-        429,
-        f"this request {problem} until a replica begins with it, and {whose} is "
-        f"{urgency.most_s:g} s; come again in {wait_s} s, or have more replicas",
-        type="rate_limit_error",
-        code="wait_too_long",
-        headers={"retry-after": str(wait_s)},
+def _held(placement: Placement, context: RequestContext) -> QueuedRequest[Answer]:
+    best, urgency = placement.ranking[0], context.urgency
+    return QueuedRequest(
+        request=_answer(),
+        arrived_s=context.at_s,
+        prefill_s=best.own_s + best.copy_s + best.lora_s,
+        priority_s=urgency.later_s,
+        is_interactive=urgency.is_interactive,
+        is_batch=urgency.is_batch,
+        tenant=context.sharer,
+        home=placement.home,
     )
 
 
-def _held(placement: Placement, context: RequestContext) -> Held[Answer]:
-    best = placement.ranking[0]
-    return Held(
-        _answer(),
-        context.at_s,
-        best.own_s + best.copy_s + best.lora_s,
-        context.urgency.later_s,
-        context.urgency.is_interactive,
-        context.urgency.is_batch,
-        context.sharer,
-        placement.home,
-    )
-
-
-def _empty(urgency: Urgency, sharer: str, now_s: float) -> Held[Answer]:
+def _empty(urgency: Urgency, sharer: str, now_s: float) -> QueuedRequest[Answer]:
     """Return a request with an empty prompt."""
-    kind = urgency.later_s, urgency.is_interactive, urgency.is_batch
-    return Held(_answer(), now_s, 0.0, *kind, sharer)
+    return QueuedRequest(
+        request=_answer(),
+        arrived_s=now_s,
+        prefill_s=0.0,
+        priority_s=urgency.later_s,
+        is_interactive=urgency.is_interactive,
+        is_batch=urgency.is_batch,
+        tenant=sharer,
+    )
 
 
 def _answer() -> Answer:

@@ -1,13 +1,13 @@
-"""A modelled replica's host memory. Blocks are copied back to the engine one request at a time."""
+"""A slower tier of a modelled replica. Blocks are copied back one request at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvroute.blocks.cache_groups import in_host
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import Keep
-from kvroute.contract.records import HostTier
+from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.copies import Copies
@@ -25,14 +25,17 @@ class Reload(Generic[T]):
     sequence: T  # the sequence that waits for the copy
 
 
-class HostMemory(Generic[T]):
-    """Blocks are written to host memory in no time; copies back to the engine take time."""
+class TierMemory(Generic[T]):
+    """Blocks are written to the tier in no time; copies back to the engine take time."""
 
-    def __init__(self, tier: HostTier, prefill: PrefillModel, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tier: Tier, facts: TierFacts, prefill: PrefillModel, clock: Callable[[], float]
+    ) -> None:
         self.reload_s = 0.0  # seconds spent on copies so far
         self.begun_s: list[float] = []  # end times of new copies, which the caller reads and clears
-        self._cache = HostCache(tier.blocks, clock)
+        self._cache = HostCache(facts.blocks, clock)
         self._tier = tier
+        self._facts = facts
         self._prefill = prefill
         self._reloads = Copies[Reload[T]]()
         self._coming = set[Fingerprint]()
@@ -54,7 +57,7 @@ class HostMemory(Generic[T]):
         """
         blocks, size = self._cache.hits(request.reusable, hits), request.block_tokens
         compute_s = self._prefill.seconds(hits * size, (hits + blocks) * size)
-        return blocks if self._tier.reload_s(blocks) < compute_s else 0
+        return blocks if self._facts.reload_s(blocks) < compute_s else 0
 
     def is_coming(self, block: Fingerprint) -> bool:
         """Return whether the block is being copied for another request."""
@@ -62,7 +65,7 @@ class HostMemory(Generic[T]):
 
     def reload(self, sequence: T, request: Request, hits: int, blocks: int, now_s: float) -> float:
         """Start a copy after all earlier copies, and return the time of its end."""
-        copy_s = self._tier.reload_s(blocks)
+        copy_s = self._facts.reload_s(blocks)
         end, hashes = hits + blocks, request.blocks[hits : hits + blocks]
         ends_s = self._reloads.begin(Reload(end, hashes, sequence), copy_s, now_s)
         self._coming.update(hashes)
@@ -91,7 +94,7 @@ class HostMemory(Generic[T]):
         """Return the index entries that were added and dropped since the last call."""
         added, self._added = self._added, {}
         dropped, self._dropped = self._dropped, {}
-        return [*map(in_host, added)], [*map(in_host, dropped)]
+        return [*map(self._tier.member, added)], [*map(self._tier.member, dropped)]
 
 
 def _change(

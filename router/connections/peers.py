@@ -34,10 +34,10 @@ from kvroute.contract.messages import (
 from kvroute.contract.records import VERSION
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.admission.limits import Limits
-from kvroute.router.admission.queue import Queue
 from kvroute.router.admission.seats import Seats
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.queueing.queue import Queue
 from kvroute.store.index import Index
 from kvroute.store.outage import Outage
 
@@ -212,9 +212,9 @@ class PeerSubscriber:
                 message.router, message.tenants, is_complete=message.is_complete, now_s=now_s
             )
         if self._queue is not None and message.waiting is not None:
-            self._queue.hear(message.router, message.waiting, now_s)
+            self._queue.receive(message.router, message.waiting, now_s)
         if self._fleet.seats is not None:
-            self._fleet.seats.hear(message.router, message.sessions, now_s)
+            self._fleet.seats.receive(message.router, message.sessions, now_s)
         if message.scale is not None:
             self._fleet.loads.scale.adopt(message.scale)
         attempts = self._attempts.setdefault(message.router, {})

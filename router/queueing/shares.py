@@ -1,0 +1,57 @@
+"""How much of the fleet's time each tenant has used lately."""
+
+import math
+from collections.abc import Iterable
+
+SHARE_S = 30.0  # time constant over which tenants' use is forgotten
+SCARCE_S = 30.0  # shares matter for this long after other tenants have waited
+LEEWAY = 1.5  # equal shares that a tenant may use before its requests yield to others
+MOST_SHARERS = 16  # tenants that an equal share is computed for; it is never below 1/16
+MOST_TENANTS = 4096  # tenants that are counted; further ones never exceed their share
+FORGOTTEN_S = 1e-3  # a tenant's use below this many seconds of prefill is dropped
+
+
+class Shares:
+    """Seconds of prefill that each tenant used lately. Cached tokens cost nothing.
+
+    A tenant's share only matters while others have to wait.
+    """
+
+    def __init__(self) -> None:
+        self._used_s: dict[str, float] = {}  # by tenant, as of _at_s
+        self._total_s = 0.0
+        self._at_s = 0.0
+        self._waited_s: dict[str, float] = {}  # by tenant: when it last waited
+
+    def use(self, tenant: str, prefill_s: float, now_s: float) -> None:
+        """Count the prefill of a request that goes to a replica."""
+        self._decay(now_s)
+        if tenant and (tenant in self._used_s or len(self._used_s) < MOST_TENANTS):
+            self._used_s[tenant] = self._used_s.get(tenant, 0.0) + prefill_s
+            self._total_s += prefill_s
+
+    def see(self, tenants: Iterable[str], now_s: float) -> None:
+        """Record that these tenants wait in the default line."""
+        self._decay(now_s)
+        self._waited_s.update(dict.fromkeys(tenants, now_s))
+
+    def are_exceeded(self, tenant: str) -> bool:
+        """Return whether the tenant used clearly more than its share while others had to wait."""
+        used_s = self._used_s.get(tenant, 0.0)
+        sharers = min(MOST_SHARERS, len(self._used_s))
+        if sharers < 2 or used_s <= LEEWAY * self._total_s / sharers:
+            return False
+        return len(self._waited_s) > (tenant in self._waited_s)
+
+    def _decay(self, now_s: float) -> None:
+        """Forget old use. Once a second is enough."""
+        if now_s - self._at_s < 1.0:
+            return
+        keep = math.exp((self._at_s - now_s) / SHARE_S)
+        used_s = {tenant: keep * used_s for tenant, used_s in self._used_s.items()}
+        self._used_s = {tenant: used for tenant, used in used_s.items() if used > FORGOTTEN_S}
+        self._total_s = sum(self._used_s.values())
+        self._waited_s = {
+            tenant: at_s for tenant, at_s in self._waited_s.items() if now_s - at_s < SCARCE_S
+        }
+        self._at_s = now_s

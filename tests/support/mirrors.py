@@ -1,0 +1,9 @@
+"""What a mirror knows of one replica, at once."""
+
+from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.router.index.mirror import Mirror
+
+
+def held_by(mirror: Mirror, replica_id: str) -> set[Fingerprint]:
+    """Return all blocks of a replica."""
+    return set[Fingerprint]().union(*mirror.walk(replica_id))
