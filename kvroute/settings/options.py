@@ -389,10 +389,6 @@ class RouterOptions(CommonOptions):
         Field(ge=2),
         Option(CLUSTER, "Seconds without a sign of life after which a replica is replaced."),
     ] = 5.0
-    auto_pin: Annotated[
-        bool,
-        Option(PREFIXES, "Keep hot prefixes that have no name, for as long as they are hot."),
-    ] = False
 
 
 class DeploymentOptions(BaseModel):

@@ -9,7 +9,6 @@ from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prefixes.auto_pin import AutoPin
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.declarations import Declarations
 from kvroute.router.prefixes.demand import Demand
@@ -36,7 +35,6 @@ class PrefixService:
         block_size = settings.block_size
         self._block_size = block_size
         self._tasks_to_declare = settings.tasks
-        self._pins_by_itself = settings.auto_pin
         self.catalogue = Catalogue(store, fleet, block_size=block_size)
         self.composer = PrefixComposer(tokenizer)
         self._declarations = Declarations(
@@ -45,17 +43,13 @@ class PrefixService:
         self._demand = Demand(self.catalogue, fleet)
         self._hot = HotPrefixes(block_size=block_size)
         self._hottest = Hottest(self._hot, fleet, self.catalogue, tokenizer)
-        self._auto_pin = AutoPin(self._hot, fleet, self.catalogue, tokenizer)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """The background tasks by name."""
-        tasks = {
+        return {
             "demand": self._demand.run(),
             "catalogue": self.catalogue.run(self._tasks_to_declare, self.composer),
         }
-        if self._pins_by_itself:
-            tasks["auto-pin"] = self._auto_pin.run()
-        return tasks
 
     # Requests.
 
