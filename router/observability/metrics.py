@@ -22,7 +22,6 @@ from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import Blamed
-from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.audit import Audit
@@ -344,21 +343,6 @@ class RouterMetrics(RequestObservers):
             "kvroute_lost_connections",
             "Connections to replicas that ended, for whatever reason.",
             lambda: links.losses,
-        )
-
-    def export_handover(self, handover: HandOver) -> None:
-        self._readings.counter(
-            "kvroute_handed_over_tokens",
-            "Tokens of prompts that were computed again as the only replica that had them left.",
-            lambda: handover.tokens,
-        )
-        self._readings.counter_of(
-            "outcome",
-            "kvroute_handed_over_prompts",
-            "Latest prompts of conversations whose replica left: computed, held (another replica "
-            "has it), dropped (it came back or ended, is not worth it, or there was no time), "
-            "failed.",
-            lambda: {str(name): count for name, count in handover.outcomes.items()},
         )
 
     def export_responses(self, responses: Responses) -> None:

@@ -206,11 +206,10 @@ class Fleet:
             return None
         return {"blocks": tier.blocks, "gb_per_s": round(tier.bytes_per_s / 1e9, 3)}
 
-    def prefill_s(self, replica_id: str, tokens: int, cached_tokens: int = 0) -> float:
-        """Seconds to compute a prompt of `tokens` tokens there, on an idle replica that has the
-        first of them."""
+    def prefill_s(self, replica_id: str, tokens: int) -> float:
+        """Return the time to compute a prompt of `tokens` tokens there, on an idle replica."""
         load = self._load(replica_id)
-        return load.speed.slowness * load.model.seconds(cached_tokens, tokens)
+        return load.speed.slowness * load.model.seconds(0, tokens)
 
     def update(
         self,
@@ -263,10 +262,6 @@ class Fleet:
     def reusable(self, prompt_tokens: int) -> int:
         """Blocks of a prompt of that length that a later one can reuse."""
         return self._usable(reusable_blocks(prompt_tokens, self._block_size))
-
-    def unanswered(self, replica_id: str) -> int:
-        """Requests that were sent there."""
-        return self._load(replica_id).unanswered
 
     def holders(
         self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, in_any_tier: bool = False
@@ -404,28 +399,6 @@ class Fleet:
         attempt.context = context or attempt.context
         self.observer.sent(attempt)
         return attempt
-
-    def ahead(
-        self, placement: Placement, replica_id: str, part: range, request_id: str, now_s: float
-    ) -> Attempt:
-        """A request without a client computes these blocks of the prompt there. It counts as load
-        and as nothing else."""
-        begin, end = part.start * self._block_size, part.stop * self._block_size
-        there = placement.at(replica_id)
-        is_first = part.start == there.hit_blocks  # it waits for blocks from host memory
-        host_blocks, reload_s = (there.host_blocks, there.reload_s) if is_first else (0, 0.0)
-        dispatch = Dispatch(
-            request_id,
-            replica_id,
-            prefill_s=self._load(replica_id).model.seconds(begin, end),
-            new_tokens=end - begin,
-            prompt_tokens=end,
-            known_prefix=placement.chain[: part.start][-1:],
-            expected=self.added(replica_id, placement.chain[: part.stop], part.start - host_blocks),
-            lora=placement.lora,
-            loads_first=reload_s > 0,
-        )
-        return self.begin(dispatch, now_s, reload_s)
 
     def begin(self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0) -> Attempt:
         """Counts a dispatch, of this router or of another, as load. reload_s: until its blocks are

@@ -40,7 +40,6 @@ from kvroute.router.connections.liveness import Liveness
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.dispatcher import Dispatcher, Generation
 from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
-from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.holding import Answer, Holding, Wake
 from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.dispatch.seating import Answer as Seat
@@ -59,7 +58,7 @@ from kvroute.router.page.recent import Sums
 from kvroute.router.page.view import View
 from kvroute.router.placement.attempts import RequestContext, RequestObserver, RequestObservers
 from kvroute.router.placement.baselines import RANKINGS
-from kvroute.router.placement.fleet import EVERYBODY, Fleet
+from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.receipts import receipt
 from kvroute.router.prefixes.hot import Owner
@@ -73,7 +72,6 @@ from kvroute.router.serving.stored_response import stored
 from kvroute.router.sessions.breaks import Break, told_apart
 from kvroute.router.sessions.chats import Chats
 from kvroute.router.sessions.learning import Learning
-from kvroute.router.sessions.recent_prompts import RecentPrompts
 from kvroute.router.sessions.returns import NOTHING_SAID, Said
 from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MOST_TOKENS, kind_of
 from kvroute.settings.router import RouterSettings
@@ -165,14 +163,6 @@ class ModelRouter:
             blamed=self._blamed,
             seating=self._seating,
         )
-        self._handover = HandOver(
-            *(self._fleet, RecentPrompts(), canary_sender(self._links)),
-            running=running,
-            trusted=self._liveness.trusted,
-            is_free=lambda: not (queue or queue.elsewhere().requests),
-            drain_s=settings.drain_timeout_s,
-            observer=RequestObservers(self._publisher, wake),
-        )
         self._calls = Calls(
             self._dispatcher, self._fleet, self.prefixes, lambda: self.max_model_len
         )
@@ -202,7 +192,6 @@ class ModelRouter:
             responses=self._responses,
             queue=self._queue,
             seats=self._seats,
-            handover=self._handover,
         )
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
@@ -215,8 +204,6 @@ class ModelRouter:
             self._run("seating", self._seating.run())
         self._run("neighbours", self._neighbours.run())
         self._run("ended sessions", self._ended_sessions.run(self._links))
-        if self._hands_over:
-            self._run("handover", self._handover.run())
         for name, work in (self.prefixes.tasks() | self._telemetry.tasks()).items():
             self._run(name, work)
         await self._feed.loaded(within_s=LOADED_S)
@@ -339,39 +326,23 @@ class ModelRouter:
             call,
             prompted,
             context,
-            begun=partial(self._begun, context, prefix, _owner(call, context), prompted),
+            begun=partial(self._begun, context, prefix, _owner(call, context)),
             receipt=partial(self._receipt, broken=context.broken) if with_receipts else None,
         )
         return await stored(turn, response)
-
-    @property
-    def _hands_over(self) -> bool:
-        """Policies that ignore what is cached want none of it elsewhere."""
-        return self.settings.policy == "kvroute"
 
     def _begun(
         self,
         context: RequestContext,
         prefix: Prefix | None,
         owner: Owner | None,
-        prompted: Prompted,
         prompt: Generation,
     ) -> None:
         """A prompt has its first token."""
         self.prefixes.count(prompt, prefix, owner)
-        if self._hands_over and prompted.is_rendered:
-            self._remember(context, prompt)
         if (entry := context.entry) is not None:
             new_tokens = max(0, len(prompt.token_ids) - prompt.cached_tokens)
             entry.computed(prompt.request_id, new_tokens, time.monotonic())
-
-    def _remember(self, context: RequestContext, prompt: Generation) -> None:
-        """Should its replica leave, another one computes it."""
-        if prompt.retention is None or prompt.features:
-            return
-        lora, namespace, shared = context.lora, context.namespace, prompt.placement.shared_tokens
-        scope = Scope(lora, namespace, shared) if lora or namespace else EVERYBODY
-        self._handover.remember(prompt.retention.turn, prompt.token_ids, scope)
 
     def _broken(
         self,

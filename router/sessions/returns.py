@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Struct, field
-from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import MOST_TURNS, NO_BLOCK, SESSION_BITS, Keep, SessionTurn
@@ -27,7 +26,6 @@ ENDS = 50_000  # turns that are remembered
 LOOK_BACK = 256  # blocks of an answer that may lie between a prompt's end and the next one's
 HALF_LIFE_S = 900.0  # of what was learned
 DECAY_S = HALF_LIFE_S / 15  # between two steps of the decay
-AGE_S = 1.0  # turns that are younger than this are alike
 READ_S = 1.0  # between two looks at the counts: each takes as long as all else here
 DOUBT = 20.0  # turns' worth of belief that a kind is like all others
 TURNS = (1, 2, 4)  # the last number of a turn in each kind; further ones are of the last kind
@@ -95,20 +93,6 @@ class _End:
         return "unlikely" if chance < UNLIKELY else "usual"
 
 
-class Awaited(NamedTuple):
-    """A turn after which another one may come."""
-
-    replica_id: str  # where it was sent
-    keep: Keep  # what holds for its blocks from now on
-    share: float  # of such turns come back
-    age_s: float  # since it was answered, or since a promise to come back was over; not negative
-
-    @property
-    def hazard(self) -> float:
-        """How likely it comes back in the next second, over others: as engines keep blocks."""
-        return self.keep.chance / max(AGE_S, self.age_s)
-
-
 class Counts(Struct):
     """What was learned: turns of each kind, the older ones counting less."""
 
@@ -171,7 +155,6 @@ class Returns:
         self._decayed_s: float | None = None
         self._faded_s = 0.0  # for which the counts have faded
         self._chances, self._tool_s = self.counts.chances(), 0.0
-        self._shares = self.counts.shares()
         self._read_s = -math.inf  # when the counts said so
 
     def __len__(self) -> int:
@@ -231,28 +214,8 @@ class Returns:
 
     def home(self, session: int) -> str:
         """The replica that has a named session's latest turn; empty: unknown."""
-        return self.sent_to(self._sessions.get(session, NO_BLOCK)) if session else ""
-
-    def sent_to(self, end: Fingerprint) -> str:
-        """The replica that has the turn with that end; empty: unknown."""
-        turn = self._ends.get(end)
+        turn = self._ends.get(self._sessions.get(session, NO_BLOCK)) if session else None
         return turn.replica_id if turn else ""
-
-    def awaited(self, end: Fingerprint, now_s: float) -> Awaited | None:
-        """The turn with that end; None: it is unknown, has come back, or is over."""
-        turn = self._ends.get(end)
-        if turn is None or turn.kind == ENDED or turn.keep.chance <= 0:
-            return None
-        self._read(now_s)
-        keep = turn.keep.after_tool_call if turn.is_tool_call else turn.keep
-        left_s = keep.still_s - max(0.0, now_s - turn.at_s)  # of a promise; below 0: since its end
-        keep = replace(keep, still_s=max(0.0, left_s))
-        return Awaited(turn.replica_id, keep, self._shares[turn.kind], max(0.0, -left_s))
-
-    def moved(self, end: Fingerprint, replica_id: str) -> None:
-        """What that turn left is on this replica now."""
-        if turn := self._ends.get(end):
-            turn.replica_id = replica_id
 
     def knows(self, turn: SessionTurn) -> bool:
         """Whether it was sent."""
@@ -312,7 +275,6 @@ class Returns:
             return
         self._read_s = now_s
         self._chances, self._tool_s = self.counts.chances(), self.counts.tool_s
-        self._shares = self.counts.shares()
 
     def _count(self, end: _End) -> None:
         self.counts.sent[end.kind] += 1.0
