@@ -14,7 +14,6 @@ from kvroute.replica.engine.kv_events import (
     BlocksHeld,
     BlockStored,
     EventsLost,
-    Evictions,
     KVEvent,
     Transfers,
 )
@@ -133,7 +132,7 @@ class BlockTable:
                     self._clear(changes)
                 case BlocksHeld():
                     comparison = self._reconcile(event, changes)
-                case Evictions() | Transfers():
+                case Transfers():
                     pass  # stores and removals tell of the blocks
                 case EventsLost():
                     pass  # the reader of the events requests BlocksHeld

@@ -1,7 +1,6 @@
 """A replica's own Prometheus metrics; vLLM's are in the same registry."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
@@ -12,7 +11,6 @@ from kvroute.replica.engine.kv_events import (
     BlockRemoved,
     BlockStored,
     EventsLost,
-    Evictions,
     KVEvent,
     Transfers,
 )
@@ -43,15 +41,6 @@ class ReplicaMetrics:
         self._output_tokens = counter("output_tokens", "Tokens of answers.")
         self._stored = counter("stored_blocks", "Blocks that the KV cache took in.")
         self._evicted = counter("evicted_blocks", "Blocks that it reused for other tokens.")
-        evictions = counter(
-            "evictions",
-            "Those of them that had KV, by why they went: ended (their session has), unlikely "
-            "(their kind seldom comes back), usual (the next in turn), promised (before the time "
-            "that somebody had asked for was over).",
-            "why",
-        )
-        # Every label value starts at 0: a rate needs the 0 before the first event.
-        self._evictions = {why.name: evictions.labels(why.name) for why in fields(Evictions)}
         self._reloaded_tokens = counter(
             "reloaded_tokens", "Prompt tokens that came from the KV cache in host memory."
         )
@@ -85,8 +74,6 @@ class ReplicaMetrics:
                     self._stored.inc(len(event.block_hashes))
                 case BlockRemoved() if groups is None or event.group < groups:
                     self._evicted.inc(len(event.block_hashes))
-                case Evictions():
-                    self._count_evictions(event)
                 case Transfers():
                     self._count_transfers(event)
                 case AllBlocksCleared():
@@ -95,10 +82,6 @@ class ReplicaMetrics:
                     self._losses.inc()
                 case _:
                     pass
-
-    def _count_evictions(self, evictions: Evictions) -> None:
-        for why, blocks in asdict(evictions).items():
-            self._evictions[why].inc(blocks)
 
     def _count_transfers(self, transfers: Transfers) -> None:
         self._reloaded_tokens.inc(transfers.reloaded_tokens)

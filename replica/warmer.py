@@ -17,7 +17,6 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import Keep, tenant_number
 from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.replica.engine.pins import room_for_pin
 from kvroute.replica.engine.protocol import Engine
@@ -31,7 +30,6 @@ FIRST_SLICE_TOKENS = 64  # computed at once while the replica serves ...
 LONGEST_SLICE_TOKENS = 256
 SLICE_S = 0.2  # ... and the longest time for it, so that streams continue
 START_S = 60.0  # the longest that prefixes delay a start, but for the last one that it computes
-LONGEST_PROMISE_S = 86_400.0
 BRING_BACK_S = 5.0  # between two times that prefixes are brought back from host memory ...
 BRING_BACK_SHARE = 0.125  # ... into this share of the engine's own, at most
 DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
@@ -162,8 +160,7 @@ class Warmer:
             return False
         if kept.warm.is_pinned:
             return True
-        has_promise = kept.prefix.expires_at_s == prefix.expires_at_s
-        return has_promise and not (prefix.is_pinned and self._has_room(prefix))
+        return not (prefix.is_pinned and self._has_room(prefix))
 
     def _has_room(self, prefix: Prefix) -> bool:
         room = room_for_pin(prefix.name, self._engine, in_host=prefix.is_in_host)
@@ -240,7 +237,6 @@ class Warmer:
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
         # With one more token, any one, all blocks can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
-        is_pinned = pin or prefix.name in self._engine.host_pins
         request = GenerateRequest(
             f"warm {prefix.name} {blocks}",
             token_ids,
@@ -248,7 +244,6 @@ class Warmer:
             pin=pin,
             is_host_pin=prefix.is_in_host,
             shared_tokens=self._shared_tokens(prefix),
-            keep=None if is_pinned else _promise(prefix, time.time()),
         )
         await self._engine.generate(request, lambda _: None)
         return time.monotonic() - began_s
@@ -263,11 +258,3 @@ class Warmer:
         await self._engine.unpin(name)
         if self._kept.pop(name, None):
             self._on_change()
-
-
-def _promise(prefix: Prefix, now_s: float) -> Keep | None:
-    """What is warm without a pin is kept until it expires, as far as promises have room."""
-    if prefix.expires_at_s is None:
-        return None
-    still_s = min(LONGEST_PROMISE_S, max(0.0, prefix.expires_at_s - now_s))
-    return Keep(still_s=still_s, tenant=tenant_number(prefix.tenant or prefix.namespace))

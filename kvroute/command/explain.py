@@ -13,7 +13,6 @@ EVICTED = {  # why blocks are gone
     "ended": "their session had ended",
     "unlikely": "such turns seldom come back",
     "usual": "they were the next in turn, or their replica is gone",
-    "promised": "the promise to keep them was broken",
 }
 COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
 

@@ -1,5 +1,6 @@
-"""How long a replica keeps a request's blocks in its KV cache, as far as a router knows."""
+"""How a replica keeps a request's blocks in its KV cache, once the request has ended."""
 
+from enum import IntEnum
 from hashlib import blake2b
 from typing import Annotated, NamedTuple
 
@@ -9,54 +10,37 @@ from kvroute.blocks.fingerprint import Fingerprint
 
 NO_BLOCK = Fingerprint(0)
 SESSION_BITS = 63  # of a session's number
-MOST_TURNS = 1_000_000  # further ones have the same number
+MOST_TURNS = 1_000_000  # further turns of a conversation have this number
 
-Chance = Annotated[float, Meta(ge=0, le=1)]
-Time = Annotated[float, Meta(ge=0, le=86_400)]
 Session = Annotated[int, Meta(ge=0, le=2**SESSION_BITS - 1)]
 Block = Annotated[Fingerprint, Meta(ge=0)]
 
 
 def number_of(text: str, *, bits: int) -> int:
-    """The same for equal texts, everywhere; not 0."""
+    """Return a number for the text, which is the same everywhere and is not 0."""
     digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits) or 1
 
 
 def tenant_number(name: str) -> int:
-    """Of who promises; 0: nobody in particular."""
+    """Return a number for the tenant; 0: the name is empty."""
     return number_of(name, bits=31) if name else 0
 
 
+class Order(IntEnum):
+    """The order of eviction: blocks of a smaller value go first."""
+
+    ENDED = 0  # the client has said that the session is over
+    UNLIKELY = 1  # few conversations go on after such a turn
+    USUAL = 2
+
+
 class Keep(Struct, frozen=True, array_like=True):
-    """Of a prompt and its answer, once the request has ended. The default says nothing."""
+    """What a request says of the blocks of its prompt and its answer. The default is what holds for
+    a request that says nothing."""
 
-    chance: Chance = 1.0  # that they are used again, over the likeliest kind's; 0: they are not
-    still_s: Time = 0.0  # in which they do not age: somebody has promised to come back
-    session: Session = 0  # whose they are; 0: nobody's in particular
-    tenant: Annotated[int, Meta(ge=0, lt=2**32)] = 0  # who has promised
-    tool_chance: Chance = 1.0  # the same two, if the answer ends with a tool call
-    tool_s: Time = 0.0
-    is_promised: bool = True  # still_s; False: it was learned
-
-    @property
-    def after_tool_call(self) -> "Keep":
-        """What holds if it does. A wait is learned if the client has promised none."""
-        return Keep(
-            self.tool_chance,
-            max(self.still_s, self.tool_s),
-            self.session,
-            self.tenant,
-            is_promised=self.is_promised and (self.still_s > 0 or not self.tool_s > 0),
-        )
-
-
-KEEP = Keep()
-
-
-def over(session: int) -> Keep:
-    """Of a session that has ended, however its answer ends."""
-    return Keep(0.0, session=session, tool_chance=0.0)
+    order: Order = Order.USUAL
+    session: Session = 0  # the session that the request belongs to; 0: unknown
 
 
 class SessionTurn(NamedTuple):
@@ -66,5 +50,7 @@ class SessionTurn(NamedTuple):
     session: Session
     number: Annotated[int, Meta(ge=1, le=MOST_TURNS)]
     before: Block = NO_BLOCK  # the end of the turn before
-    is_named: bool = False  # its client has named the session
-    is_last: bool = False  # as its client says
+    is_named: bool = False  # the client has named the session
+    is_last: bool = False  # the client has said so
+    has_tools: bool = False  # the model may call tools
+    tenant: Annotated[int, Meta(ge=0, lt=2**32)] = 0  # a number for the tenant; 0: there is none

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvroute.contract.keep import Keep, Session, SessionTurn
+from kvroute.contract.keep import Session, SessionTurn
 from kvroute.contract.records import VERSION, Count, Name, Seconds, check_version
 from kvroute.contract.unreadable import UnreadableError
 
@@ -26,7 +26,6 @@ class Sent(Struct, tag="s", array_like=True):
     lora: Name = ""
     loads_first: bool = False  # an adapter, or blocks from host memory
     turn: SessionTurn | None = None
-    keep: Keep | None = None
 
 
 class FirstToken(Struct, tag="f", array_like=True):
@@ -35,7 +34,6 @@ class FirstToken(Struct, tag="f", array_like=True):
 
 class Ended(Struct, tag="e", array_like=True):
     request_id: Name
-    is_tool_call: bool = False
     is_over: bool = True  # else it goes on elsewhere, or was none
 
 

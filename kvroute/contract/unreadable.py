@@ -19,7 +19,6 @@ Kind = Literal[
     "cluster",
     "response",
     "account",
-    "learned",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REASON_CHARS = 300  # the most that is kept of a reason or a name: other writers chose them

@@ -11,7 +11,6 @@ from kvroute.doctor.load_checks import FEW_REQUESTS
 
 WORTH = 0.03  # of all prompt tokens: the least that a larger cache has to bring
 MUCH_EVICTED = 0.05  # of all prompt tokens
-BROKEN_PROMISES = 0.01  # of all prompt tokens
 ENGINE = "kvroute_engine_"
 
 
@@ -45,7 +44,6 @@ def judge(
     total, prompt_tokens = sum(hits["tokens"].values()), sum(r.prompt_tokens for r in replicas)
     if not prompt_tokens or hits["requests"] < FEW_REQUESTS:
         return
-    yield from _promises(hits, total)
     evicted = hits["tokens"]["evicted"] / total
     gains = _gains(replicas, prompt_tokens)
     finding = (
@@ -61,14 +59,6 @@ def judge(
     else:
         remedy = f"more memory: {_points(gains, 1.5)} with a cache of 1.5 times the size; "
         remedy += f"or one more replica: {_one_more(len(replicas), gains)}"
-        yield Check("cache", "warning", finding, remedy)
-
-
-def _promises(hits: Facts, total: int) -> Iterator[Check]:
-    promised = hits.get("evicted", {}).get("promised", 0) / total
-    if promised >= BROKEN_PROMISES:
-        finding = f"{promised:.0%} of prompt tokens were evicted before the time that was promised"
-        remedy = "more memory for caches, or fewer and shorter promises: docs/retention.md"
         yield Check("cache", "warning", finding, remedy)
 
 

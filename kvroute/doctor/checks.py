@@ -39,7 +39,6 @@ UNREADABLE_REMEDIES = {
     "prefix": "declare it again, or drop it: kvroute prefixes remove ID",
     "audit": "restart the replica with the router's version",
     "cluster": "nothing: it is skipped, and goes by itself",
-    "learned": f"nothing: it is replaced. {FOREIGN}",
     "account": f"what it counted is lost; {FOREIGN}",
     "response": f"its conversation cannot go on; are all routers of one version? {FOREIGN}",
 }

@@ -1,6 +1,6 @@
 """A modelled replica's host memory, and the copies back to its engine: one at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,12 +26,12 @@ class Reload(Generic[T]):
 
 
 class HostMemory(Generic[T]):
-    """Blocks are written through, in no time; copies back take theirs. clock: in seconds."""
+    """Blocks are written through, in no time; copies back take theirs."""
 
-    def __init__(self, tier: HostTier, prefill: PrefillModel, clock: Callable[[], float]) -> None:
+    def __init__(self, tier: HostTier, prefill: PrefillModel) -> None:
         self.reload_s = 0.0  # spent on copies so far
         self.begun_s: list[float] = []  # when copies end that the caller does not know of yet
-        self._cache = HostCache(tier.blocks, clock)
+        self._cache = HostCache(tier.blocks)
         self._tier = tier
         self._prefill = prefill
         self._reloads = Copies[Reload[T]]()

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import count, takewhile
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.keep import KEEP, Keep
+from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier, Load
 from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.host_memory import HostMemory
@@ -79,13 +79,13 @@ class Replica:
     def __init__(
         self, model: EngineModel, capacity_blocks: int, host: HostTier | None = None
     ) -> None:
-        self.cache = PagedCache(capacity_blocks, self._evicted, lambda: self._now_s)
+        self.cache = PagedCache(capacity_blocks, self._evicted)
         self.hit_tokens: dict[int, int] = {}  # request index -> its cached tokens
         self.host_tokens: dict[int, int] = {}  # those of them that come from host memory
         self.reload_wait_s: dict[int, float] = {}  # for which it waited for these
         self.host: HostMemory[Running] | None = None
         if host is not None:
-            self.host = HostMemory(host, model.prefill, lambda: self._now_s)
+            self.host = HostMemory(host, model.prefill)
         self.prefill_s = 0.0  # spent on prompts so far
         self._now_s = 0.0  # of the last call
         self.plan: Plan | None = None
@@ -115,7 +115,7 @@ class Replica:
         are shortened, so that it can be admitted. new_tokens: to compute, as the router expects.
         keep: what is said of its blocks."""
         self._now_s = now_s
-        heappush(self._waiting, (now_s + order_s, next(self._arrivals), request, keep or KEEP))
+        heappush(self._waiting, (now_s + order_s, next(self._arrivals), request, keep or Keep()))
         self._pending_tokens[request.index] = (
             self._missing_tokens(request) if new_tokens is None else new_tokens
         )

@@ -16,7 +16,7 @@ from kvroute.contract.http_call import HttpCall
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import Count
 
-VERSION = 2
+VERSION = 3
 NONCE_BYTES = 16
 MOST_ORDER_S = 1e6  # either way; longer than any request waits
 

@@ -44,16 +44,6 @@ class BlocksHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class Evictions:
-    """Why blocks with KV were evicted since the last event of this kind (retention.py)."""
-
-    ended: int = 0  # their session has ended
-    unlikely: int = 0  # their kind seldom comes back
-    usual: int = 0
-    promised: int = 0  # somebody had promised to come back, and the time was not over
-
-
-@dataclass(frozen=True, slots=True)
 class Transfers:
     """Copies between the engine's memory and host memory, since the last event of this kind."""
 
@@ -64,6 +54,4 @@ class Transfers:
     out_s: float = 0.0
 
 
-KVEvent = (
-    BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Evictions | Transfers
-)
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Transfers

@@ -12,12 +12,11 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 class FreeQueue:
     """Blocks that no sequence holds, in order of eviction: first those without a hash, then those
-    that are kept the least (engine/retention.py)."""
+    with one (engine/retention.py)."""
 
-    def __init__(self, blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, blocks: int) -> None:
         self.idle = IdleBlocks(blocks)
         self._blank = list(range(blocks))
-        self._clock = clock
 
     def __len__(self) -> int:
         return len(self._blank) + len(self.idle)
@@ -29,32 +28,26 @@ class FreeQueue:
     def put(self, blank: Sequence[int], cached: Sequence[int]) -> None:
         self.idle.forget(blank)
         self._blank += blank
-        self.idle.put(cached, self._clock())
+        self.idle.put(cached)
 
     def pop(self, count: int) -> list[int]:
         """The blocks to be reused next; there must be enough."""
         blank = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
         if len(blank) == count:
             return blank
-        return blank + self.idle.pop(count - len(blank), self._clock())
+        return blank + self.idle.pop(count - len(blank))
 
     def forget_hashes(self) -> None:
         """Makes all blocks uncached."""
-        self._blank += self.idle.in_order(self._clock())
+        self._blank += self.idle
         self.idle.clear()
 
 
 class PagedCache:
-    """on_evict: called with the hash of each reused block, after its removal. clock: in seconds,
-    from which the cache knows how long blocks are idle."""
+    """on_evict: called with the hash of each reused block, after its removal."""
 
-    def __init__(
-        self,
-        capacity_blocks: int,
-        on_evict: Callable[[Fingerprint], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.free = FreeQueue(capacity_blocks, clock)
+    def __init__(self, capacity_blocks: int, on_evict: Callable[[Fingerprint], None]) -> None:
+        self.free = FreeQueue(capacity_blocks)
         self._on_evict = on_evict
         self._holders = [0] * capacity_blocks  # sequences that hold each block
         self._hash_of: dict[int, Fingerprint] = {}  # block -> hash

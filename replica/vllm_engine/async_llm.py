@@ -97,7 +97,6 @@ class VllmEngine:
         self._processes = [] if core.rank else psutil.Process().children(recursive=True)
         self._unfinished = 0  # requests
         self._health = EngineHealth()
-        self._labelling: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "list[VllmEngine]":
@@ -150,27 +149,12 @@ class VllmEngine:
         try:
             if request.call is None:
                 await self._unread(request, emit)
-            elif await self._http.respond(request, emit):
-                self._label_again(request)
+            else:
+                await self._http.respond(request, emit)
         except (EngineDeadError, VllmDeadError) as error:
             raise self._dead(error) from error
         finally:
             self._unfinished -= 1
-
-    def _label_again(self, request: GenerateRequest) -> None:
-        """Its answer ends with a tool call. Nobody waits for this."""
-        if request.keep is None:
-            return
-        keep = msgspec.to_builtins(request.keep.after_tool_call)
-        call = self._core.call("kvroute_label", request.request_id, keep)
-        task = asyncio.create_task(call, name="label")
-        self._labelling.add(task)
-        task.add_done_callback(self._labelled)
-
-    def _labelled(self, task: "asyncio.Task[None]") -> None:
-        self._labelling.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("the blocks of a request with a tool call are not kept for it: %r", error)
 
     async def end_session(self, session: int) -> None:
         await self._core.call("kvroute_end_session", session)
@@ -286,8 +270,6 @@ class VllmEngine:
 
     async def close(self) -> None:
         """With rank 0 all ranks end."""
-        for task in self._labelling:
-            task.cancel()
         if self._core.rank == 0:
             self._http.close()
             await asyncio.to_thread(self._llm.shutdown)

@@ -323,7 +323,7 @@ class Dispatcher:
             if context.entry is not None:
                 tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
                 context.entry.admit(request.request_id, tokens, new_tokens, now_s)
-            retention = context.retention or self._fleet.retention(placement, now_s, context.said)
+            retention = context.retention or self._fleet.retention(placement, context.said)
             context = replace(context, retention=retention)
             if seating is not None:
                 seat_s, seating = await seating.seat(placement, context), None

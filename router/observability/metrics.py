@@ -144,7 +144,7 @@ class Counts(RequestObserver):
             "evicted_prompt_tokens",
             "Those of the cause evicted, by why they were gone: ended (their session had), "
             "unlikely (its kind seldom comes back), usual (they were the next in turn, or their "
-            "replica is gone), promised (before the time that somebody had asked for was over).",
+            "replica is gone).",
             "why",
         )
         tiers = counter(

@@ -13,7 +13,7 @@ from kvroute.blocks.chain import Scope, Space
 from kvroute.blocks.fingerprint import Feature, Fingerprint, reusable_blocks
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.keep import NO_BLOCK, Keep, SessionTurn
+from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import HostTier, ReplicaRecord
 from kvroute.prefill.speed import PrefillModel, prefill_model
@@ -357,11 +357,11 @@ class Fleet:
             partial_blocks=self._partial(chain, best),
         )
 
-    def retention(self, placement: Placement, now_s: float, said: Said = NOTHING_SAID) -> Retention:
-        """How long a replica is to keep the prompt's blocks."""
+    def retention(self, placement: Placement, said: Said = NOTHING_SAID) -> Retention:
+        """Return how a replica is to keep the prompt's blocks."""
         shared_blocks = placement.shared_tokens // placement.block_size
         chain, known_blocks = placement.chain, placement.known_blocks
-        return self.returns.retention(chain, known_blocks, said, now_s, shared_blocks)
+        return self.returns.retention(chain, known_blocks, said, shared_blocks)
 
     def sent(
         self,
@@ -387,7 +387,6 @@ class Fleet:
             lora=placement.lora,
             loads_first=there.lora_s > 0 or there.reload_s > 0,
             turn=retention and retention.turn,
-            keep=retention and retention.keep,
         )
         if retention and not self.returns.knows(retention.turn):  # not sent before, elsewhere
             self._pressure.sent(
@@ -422,9 +421,9 @@ class Fleet:
         self.scale.computed(load.speed.slowness * dispatch.prefill_s)
         self.mirror.forget_computed(now_s)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
-        if dispatch.turn and dispatch.keep:
-            self.returns.begin(dispatch.turn, dispatch.keep, now_s, dispatch.replica_id)
-            self._take_seat(dispatch.turn, dispatch.keep, dispatch, now_s)
+        if dispatch.turn:
+            self.returns.begin(dispatch.turn, dispatch.replica_id)
+            self._take_seat(dispatch.turn, dispatch, now_s)
         return Attempt(
             self.mirror,
             load,
@@ -432,9 +431,8 @@ class Fleet:
             self._capacity_blocks(dispatch.replica_id),
             now_s,
             RequestContext(now_s),
-            returns=self.returns,
             scale=self.scale,
-            seats=self.seats if dispatch.turn and dispatch.keep else None,
+            seats=self.seats if dispatch.turn else None,
         )
 
     def end_session(self, session: int) -> None:
@@ -453,12 +451,12 @@ class Fleet:
         host_blocks = tier.blocks if tier and tier.reload_s(1) < compute_s else 0
         return (facts.capacity_blocks + host_blocks) * facts.block_size
 
-    def _take_seat(self, turn: SessionTurn, keep: Keep, dispatch: Dispatch, now_s: float) -> None:
+    def _take_seat(self, turn: SessionTurn, dispatch: Dispatch, now_s: float) -> None:
         if self.seats is not None:
             block = dispatch.known_prefix[-1] if dispatch.known_prefix else NO_BLOCK
             known = block, dispatch.prompt_tokens - dispatch.new_tokens
             self.seats.sent(
-                turn, dispatch.prompt_tokens, tenant=keep.tenant, known=known, now_s=now_s
+                turn, dispatch.prompt_tokens, tenant=turn.tenant, known=known, now_s=now_s
             )
 
     def _candidates(

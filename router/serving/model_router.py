@@ -71,7 +71,6 @@ from kvroute.router.serving.scored import scored_prompts
 from kvroute.router.serving.stored_response import stored
 from kvroute.router.sessions.breaks import Break, told_apart
 from kvroute.router.sessions.chats import Chats
-from kvroute.router.sessions.learning import Learning
 from kvroute.router.sessions.returns import NOTHING_SAID, Said
 from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MOST_TOKENS, kind_of
 from kvroute.settings.router import RouterSettings
@@ -79,7 +78,6 @@ from kvroute.store.accounts import DailyAccounts
 from kvroute.store.clusters import Clusters, Tenant
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from kvroute.store.learned import Learned
 from kvroute.store.prefixes import Prefix, Prefixes
 from kvroute.store.responses import Responses
 
@@ -138,8 +136,6 @@ class ModelRouter:
         self._chats = Chats()
         self._fleet = _fleet(settings, tokenizer, self._telemetry.observer, running, seats)
         self._feed = Feed(self._index, self._fleet)
-        learned = Learned(redis, self.name, cluster=settings.cluster)
-        self._learning = Learning(learned, self._fleet.returns, unreadable)
         self._blamed = Blamed(self._publisher.blamed)
         self._subscriber = PeerSubscriber(
             self._fleet, own=router_id, limits=limits, queue=queue, blamed=self._blamed.hear
@@ -196,7 +192,6 @@ class ModelRouter:
         self._run("feed", self._feed.run())
         self._run("peer publisher", self._publisher.run(self._index, self._subscriber))
         self._run("peer subscriber", self._subscriber.run(self._index))
-        self._run("learning", self._learning.run())
         self._run("links", self._links.run())
         self._run("liveness", self._liveness.run())
         self._run("holding", self.holding.run())
@@ -388,7 +383,7 @@ class ModelRouter:
             placement = self._fleet.place(
                 *(prompt, running, now_s, scope, features), session=said.session
             )
-            retention = self._fleet.retention(placement, now_s, said)
+            retention = self._fleet.retention(placement, said)
             policy = self.settings.policy
             receipts.append(receipt(placement, policy=policy, broken=broken, retention=retention))
             await asyncio.sleep(0)  # other requests come first

@@ -215,7 +215,6 @@ async def test_who_brings_back_leaves_clients_the_engine(
         assert not any(hash_ in pool._cache for hash_ in table.hashes)
         busy.cancel()
         await until(lambda: all(hash_ in pool._cache for hash_ in table.hashes))  # large is not
-        assert not pool._cache.free.idle._promised
         assert replica.engine.host_pins == {"large@1": 30, "x@1": 10}
 
 
@@ -410,23 +409,3 @@ def warming_tokens(engine: SimulatedEngine) -> list[int]:
         for choice in engine._running
         if choice.job.request.pin
     ]
-
-
-async def test_what_has_no_pin_is_kept_until_it_expires(prefixes: Prefixes) -> None:
-    expiring = await declare(prefixes, "x", is_pinned=False, expires_at_s=time.time() + 3600)
-    usual = await declare(prefixes, "y", is_pinned=False)
-    async with Replica(prefixes._redis).running() as replica:
-        await until_kept(replica, "x@1", "y@1")
-        for first in range(10**6, 10**6 + 10 * 10**4, 10**4):  # floods the 200 blocks
-            await replica.ask(list(range(first, first + 30 * SIZE)))
-        assert await replica.cached_blocks(expiring) == 10
-        assert await replica.cached_blocks(usual) == 0
-
-
-async def test_a_promise_is_renewed_with_its_prefix(prefixes: Prefixes) -> None:
-    await declare(prefixes, "x", is_pinned=False, expires_at_s=time.time() + 600)
-    async with Replica(prefixes._redis).running() as replica:
-        await until_kept(replica, "x@1")
-        later_s = time.time() + 3600
-        await declare(prefixes, "x", is_pinned=False, expires_at_s=later_s)
-        await until(lambda: replica.warmer._kept["x@1"].prefix.expires_at_s == later_s)

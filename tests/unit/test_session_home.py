@@ -26,7 +26,7 @@ class Router:
     def send(self, token_ids: TokenIds, replica_id: str, said: Said, *, ends: bool = True) -> None:
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, REPLICAS, now_s)
-        context = RequestContext(now_s, retention=self.fleet.retention(placement, now_s, said))
+        context = RequestContext(now_s, retention=self.fleet.retention(placement, said))
         attempt = self.fleet.sent(placement, replica_id, str(random.random()), now_s, context)
         if ends:
             attempt.end("ok")

@@ -5,8 +5,8 @@ The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input
 ids mean equal prefixes up to that block. Blocks behind the last id are the request's own: no other
 request has them. A cluster's own request log (request_log.py) also has the
 block size, the requested model, and the time and outcome of each request. A trace may say which
-`session` a request belongs to, that its answer ends with a `tool_call` (or `hint` 1), and that its
-client says `session_end` with it.
+`session` a request belongs to, that its model may call `tools` (or does so: a `tool_call`, or a
+`hint` of 1), and that its client says `session_end` with it.
 """
 
 import json
@@ -43,7 +43,7 @@ class Request:
     model: str | None = None  # also the same in all; None when the trace has none
     session: str | None = None  # of which it is a turn
     answered_s: float | None = None  # from its arrival to the answer's end, as recorded
-    is_tool_call: bool = False  # its answer ends with one
+    has_tools: bool = False  # the model may call tools in this session
     is_end: bool = False  # its client says that the session ends with it
     own_blocks: int = 0  # the last of its blocks, for which the trace has no ids
 
@@ -69,8 +69,14 @@ def read(path: Path, *, limit: int | None, seed: int, model: str | None = None) 
     if first_s == recorded[-1].arrival_s:
         raise TraceError(f"{path}: all timestamps are equal; a rate of arrivals needs two")
     times_s = _spread([r.arrival_s - first_s for r in recorded], random.Random(seed))
+    with_tools = {request.session for request in recorded if request.has_tools} - {None}
     return [
-        replace(request, index=i, arrival_s=time_s)
+        replace(
+            request,
+            index=i,
+            arrival_s=time_s,
+            has_tools=request.has_tools or request.session in with_tools,
+        )
         for i, (request, time_s) in enumerate(zip(recorded, times_s, strict=True))
     ]
 
@@ -164,7 +170,7 @@ def _request(where: str, line: str) -> Request | None:
             model=row.get("model"),
             session=None if row.get("session") is None else str(row["session"]),
             answered_s=_answered_s(row),
-            is_tool_call=bool(row.get("tool_call", row.get("hint") == 1)),
+            has_tools=bool(row.get("tools") or row.get("tool_call") or row.get("hint") == 1),
             is_end=bool(row.get("session_end")),
             own_blocks=max(0, least - len(ids)),
         )

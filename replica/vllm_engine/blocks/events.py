@@ -13,7 +13,6 @@ from kvroute.replica.engine.kv_events import (
     BlockRemoved,
     BlocksHeld,
     BlockStored,
-    Evictions,
     KVEvent,
     Transfers,
 )
@@ -37,15 +36,6 @@ class Held(kv_events.KVCacheEvent):
     copies: list[dict[ExternalBlockHash, int]]
 
 
-class Evicted(kv_events.KVCacheEvent):
-    """Why blocks were evicted, as in Evictions."""
-
-    ended: int
-    unlikely: int
-    usual: int
-    promised: int
-
-
 class Moved(kv_events.KVCacheEvent):
     """Copies from host memory and to it, as in Transfers."""
 
@@ -63,7 +53,6 @@ class EventBatch(kv_events.EventBatch):
         Stored
         | Removed
         | Held
-        | Evicted
         | Moved
         | kv_events.AllBlocksCleared
         | kv_events.BlockStored
@@ -82,8 +71,6 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
             return AllBlocksCleared()
         case Held():
             return BlocksHeld(event.copies)
-        case Evicted():
-            return Evictions(event.ended, event.unlikely, event.usual, event.promised)
         case Moved():
             return Transfers(
                 event.reloaded_tokens, event.in_bytes, event.in_s, event.out_bytes, event.out_s

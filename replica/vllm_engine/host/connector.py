@@ -37,7 +37,7 @@ class Manager(CPUOffloadingManager):
     blocks, without which the others are of no use, and everybody else's.
     """
 
-    kvroute_stored: Callable[[Sequence[OffloadKey], Ended], None]
+    kvroute_stored: Callable[[Ended], None]
     kvroute_most_tokens: float = math.inf
 
     def prepare_store(
@@ -49,10 +49,9 @@ class Manager(CPUOffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        last_first = _last_first(keys, req_context)
-        super().complete_store(last_first, req_context, success)
+        super().complete_store(_last_first(keys, req_context), req_context, success)
         if ended := req_context.get_state(Ended):
-            self.kvroute_stored(last_first[::-1], ended)
+            self.kvroute_stored(ended)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         super().complete_load(_last_first(keys, req_context), req_context)

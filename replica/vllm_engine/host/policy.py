@@ -5,8 +5,7 @@ number of its place is its number here. It is idle while nothing copies it: requ
 in the engine's memory.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
@@ -17,28 +16,21 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class RetentionPolicy(CachePolicy):
-    def __init__(self, cache_capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.chunks: dict[OffloadKey, ChunkStatus] = {}
         self._keys: dict[int, OffloadKey] = {}  # of each place
         self._idle = IdleBlocks(cache_capacity)
         self._pins = PinnedKeys[OffloadKey]()
-        self._clock = clock
 
-    def label(self, keys: Iterable[OffloadKey], keep: Keep) -> None:
-        """What a request says of its blocks, in the prompt's order."""
-        self._idle.label([each.chunk_id for each in self._there(keys)], keep)
-
-    def used(self, keys: Sequence[OffloadKey], keep: Keep | None = None) -> None:
-        """A request used these blocks until now, in the prompt's order: of them the last one goes
-        first. It may say how to keep them, while they are not idle: among idle ones, they would
-        have to find their places behind all that became idle since."""
+    def used(self, keys: Sequence[OffloadKey], keep: Keep) -> None:
+        """Record what a request says of its blocks, in the prompt's order. It used them until now:
+        of them the last one goes first."""
         ids = self._at_rest(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:
             self._idle.take(id_)
-        if keep is not None:
-            self.label(keys, keep)
-        self._idle.put(ids, self._clock())
+        self._idle.label([each.chunk_id for each in self._there(keys)], keep)
+        self._idle.put(ids)
 
     def pin(self, name: str, keys: Sequence[OffloadKey]) -> None:
         """These blocks, of a prompt in its order, are never dropped, even if they come later. They
@@ -46,7 +38,7 @@ class RetentionPolicy(CachePolicy):
         begun, over = self._pins.change(name, keys)
         for id_ in self._at_rest(begun):
             self._idle.take(id_)
-        self._idle.put(self._at_rest(reversed(over)), self._clock())
+        self._idle.put(self._at_rest(reversed(over)))
 
     def end(self, session: int) -> None:
         self._idle.end(session)
@@ -70,7 +62,7 @@ class RetentionPolicy(CachePolicy):
 
     def mark_evictable(self, key: OffloadKey) -> None:
         if key not in self._pins:
-            self._idle.put([self.chunks[key].chunk_id], self._clock())
+            self._idle.put([self.chunks[key].chunk_id])
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
         if key not in self._pins:
@@ -83,7 +75,7 @@ class RetentionPolicy(CachePolicy):
         kept = self._at_rest(key for key in protected if key not in self._pins)
         if len(self._idle) - len(kept) < n:
             return None
-        gone = [self._keys.pop(id_) for id_ in self._idle.pop(n, self._clock(), set(kept))]
+        gone = [self._keys.pop(id_) for id_ in self._idle.pop(n, set(kept))]
         return [(key, self.chunks.pop(key)) for key in gone]
 
     def clear(self) -> None:

@@ -133,14 +133,17 @@ class HttpApp:
             grammars=grammars,
         )
 
-    async def respond(self, request: GenerateRequest, emit: Emit) -> bool:
-        """Emits the response to a request with a `call`; returns whether it ends with a tool call.
-        ValueError for an unknown adapter. EngineDeadError."""
+    async def respond(self, request: GenerateRequest, emit: Emit) -> None:
+        """Emit the response to a request with a `call`.
+
+        Raises:
+            ValueError: an adapter is unknown.
+            EngineDeadError: the engine has died.
+        """
         assert request.call is not None
         lora = await self._adapters[request.rank].ready(request.lora)
         run = Run(request, request.call, emit, lora)
         await run.respond(self._app)
-        return run.is_tool_call
 
     def close(self) -> None:
         """End the process that compiles grammars."""

@@ -52,16 +52,7 @@ END_S = 5.0  # for the application to end once the client has left
 OURS = "kvroute_"  # how names in extra_args begin that clients may not set
 RESPONSES = "/v1/responses"
 ERROR_EVENT = b"event: error"
-# What the end of an answer has when it is a tool call, by its path. In texts quotes are escaped.
-TOOL_CALL = {
-    "/v1/chat/completions": b'"finish_reason":"tool_calls"',
-    "/v1/messages": b'"stop_reason":"tool_use"',
-    RESPONSES: b'"type":"function_call"',
-}
 STARTED = "response already started"  # in the text of Starlette's RuntimeError
-NEVER = b"\0"  # JSON has none
-# Of a chat whose request names the tool: somewhere in the answer, and at its end.
-CALLS, STOP = b'"tool_calls":[{', b'"finish_reason":"stop"'
 
 Message = Mapping[str, Any]  # ASGI's
 
@@ -73,7 +64,6 @@ class Run:
         self, request: GenerateRequest, call: HttpCall, emit: Emit, lora: Any = None
     ) -> None:
         self.call = call
-        self.is_tool_call = False  # the end of the response
         self.random = random.Random(request.request_id)  # the same numbers on every replica
         self.request = request
         self.priority = priority_of(request)  # whatever the body says
@@ -84,7 +74,6 @@ class Run:
         self._failure: Exception | None = None
         self._token_ids: list[int] = []  # generated since the last chunk
         self._data: list[bytes] = []  # sent since the last chunk
-        self._has_calls = False  # sent at any time
         self._has_put = False  # a chunk was emitted
         self._status = 0  # 0: a chunk has it
         self._content_type = ""
@@ -121,7 +110,6 @@ class Run:
             if body.startswith(ERROR_EVENT):  # of /v1/messages; Anthropic has other types
                 body = body.replace(b'"type":"internal_error"', b'"type":"api_error"')
             self._data.append(body)
-            self._has_calls = self._has_calls or CALLS in body
 
     async def _run(self, app: Any) -> None:
         CURRENT.set(self)
@@ -160,7 +148,6 @@ class Run:
             return
         tokens, data = tuple(self._token_ids), b"".join(self._data)
         cached_tokens, written_tokens = self._counts or (0, 0)
-        self.is_tool_call = is_last and self._ends_with_call(data)
         part = HttpPart(
             data,
             self._status,
@@ -168,14 +155,9 @@ class Run:
             (len(tokens),) if tokens else (),
             written_tokens,
             self._can_continue,
-            self.is_tool_call,
         )
         self._token_ids, self._data, self._status, self._has_put = [], [], 0, True
         self._emit(Chunk(tokens, cached_tokens, is_last, part))
-
-    def _ends_with_call(self, end: bytes) -> bool:
-        is_named = self._has_calls and STOP in end
-        return is_named or TOOL_CALL.get(self.call.path, NEVER) in end
 
     # What vLLM's handlers ask the engine.
 
