@@ -32,7 +32,7 @@ def replay(
         typer.Option(
             metavar="NAME|FILE",
             help=f"Profile of each engine: {', '.join(PROFILES)}; or a JSON file with your own "
-            "numbers, as kvroute calibrate measures them.",
+            "numbers.",
         ),
     ] = DEFAULT_ENGINE,
     kv_tokens: Annotated[

@@ -61,7 +61,6 @@ NOT_HERE = {
     ),
     "kvroute scale": "would take a replica from other tests: test_rollout.py runs it",
     "kvroute replay rollouts.jsonl": f"{MINUTES}: test_replay_at_once.py replays fewer sessions",
-    "kvroute calibrate": f"{MINUTES}: test_calibrate.py runs it",
     ".venv/bin/vllm bench serve": f"{MINUTES}: test_bench_serve.py runs it",
     "ray up": CLOUD,
     "ray exec": CLOUD,

@@ -1,8 +1,7 @@
 """Profiles describe a replica's speed and cache: named ones, or a JSON file with the same numbers.
 
 `h200-8b`, the default, has the results of `derived`, rounded. The others have its exact results.
-None is measured; docs/measurements.md compares `h100-8b` with an H100, and `kvroute calibrate`
-measures your own.
+None is measured; docs/measurements.md compares `h100-8b` with an H100.
 """
 
 from dataclasses import dataclass
@@ -44,20 +43,6 @@ class Profile(BaseModel):
     kv_tokens: PositiveInt = 800_000  # that the KV cache holds
     kv_bytes: PositiveInt = KV_BYTES  # keys and values of a token
     host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # of copies from host memory, of all its GPUs
-
-    @classmethod
-    def of(cls, engine: EngineModel, kv_tokens: int) -> "Profile":
-        """A profile of measured values, rounded to four significant digits."""
-        return cls(
-            prefill_tokens_per_s=_rounded(engine.prefill.tokens_per_s),
-            attention_tokens=_rounded(engine.prefill.attention_tokens),
-            step_s=_rounded(engine.step_s),
-            sequence_s=_rounded(engine.sequence_s),
-            context_token_s=_rounded(engine.context_token_s),
-            chunk_tokens=engine.chunk_tokens,
-            max_sequences=engine.max_sequences,
-            kv_tokens=kv_tokens,
-        )
 
     def engine(self) -> EngineModel:
         return EngineModel(
@@ -143,18 +128,14 @@ def load_profile(name_or_file: str) -> Profile:
     except OSError as error:
         raise ProfileError(
             f"--engine is {name_or_file!r}, which is no profile and cannot be read "
-            f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file as "
-            "kvroute calibrate writes it"
+            f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file such as "
+            f"{Profile().model_dump_json()}"
         ) from None
     try:
         return Profile.model_validate_json(content)
     except Invalid as invalid:
         lines = [f"{name_or_file}: {_explain(details)}" for details in invalid.errors()]
         raise ProfileError("\n".join(lines)) from None
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.4g}")
 
 
 def _explain(details: ErrorDetails) -> str:
