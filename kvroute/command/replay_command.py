@@ -1,8 +1,6 @@
 """The command `kvroute replay`."""
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +13,6 @@ from kvroute.replay.calibration.profiles import (
     ProfileError,
     load_profile,
 )
-from kvroute.replay.output import check_folder
 from kvroute.replay.workload.pace import Pace
 
 if TYPE_CHECKING:
@@ -119,10 +116,6 @@ def replay(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a list of objects instead of a table.")
     ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(callback=check_folder, help="File for a page with the same table and plots."),
-    ] = None,
 ) -> None:
     """Replay a trace on modelled replicas and compare routing policies."""
     from rich.console import Console
@@ -136,7 +129,6 @@ def replay(
     from kvroute.replay.workload.trace import TraceError, read, unnamed
 
     pace = _pace(load, speed, rate, sessions, closed_loop=closed_loop)
-    page = _page() if html else None
     names = _names(policy)
     profile = _profile(engine)
     ends = _ends(session_ends)
@@ -184,17 +176,6 @@ def replay(
             for shown in tables(summaries):
                 Console().print(shown)
                 Console().print()
-        if html and page:
-            title = f"{trace.name} on {replicas} replicas {pace}"
-            parameters = {
-                "requests": len(arrivals.requests),
-                **arrivals.parameters,
-                "seed": seed,
-                **profile.model_dump(exclude={"kv_tokens"}),
-                **asdict(cluster),
-                "engine": engine,
-            }
-            html.write_text(page(title, arrivals.requests, runs, parameters, arrivals.loop))
     except (OSError, TraceError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None
@@ -256,17 +237,6 @@ def _numbers(given: str) -> list[float]:
         return [*map(float, given.split(":"))]
     except ValueError:
         return []
-
-
-def _page() -> Callable[..., str]:
-    """Imported before the replay, which takes minutes."""
-    try:
-        from kvroute.replay.page import page
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"--html draws with {error.name}, which is not installed; pip install matplotlib"
-        ) from None
-    return page
 
 
 def _profile(engine: str) -> Profile:

@@ -125,28 +125,16 @@ def summarise(
 
 
 def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """The results of all requests; then those of sessions, in a closed loop; then the replicas'
-    balance, and the TTFT by prompt size; then the hits by tier, where host memory was of use."""
-    for columns in table_columns(summaries):
-        yield _table(summaries, columns)
-
-
-def table_columns(summaries: Sequence[Summary]) -> list[Sequence[Column]]:
-    """Of each table."""
-    has_host = any(summary.reload_s for summary in summaries)
-    has_sessions = any(summary.session_times.sessions for summary in summaries)
-    return [
-        COLUMNS,
-        *([SESSION_COLUMNS, SLOWDOWN_COLUMNS] if has_sessions else []),
-        MORE_COLUMNS,
-        *([HOST_COLUMNS] if has_host else []),
-    ]
-
-
-def cells(summary: Summary, columns: Sequence[Column]) -> list[str]:
-    """The summary's values as they are shown."""
-    row = summary.row()
-    return ["-" if row[name] is None else form.format(row[name]) for _, name, form in columns]
+    """Yield the results of all requests; then those of sessions, in a closed loop; then the
+    replicas' balance, and the TTFT by prompt size; then the hits by tier, where host memory was of
+    use."""
+    yield _table(summaries, COLUMNS)
+    if any(summary.session_times.sessions for summary in summaries):
+        yield _table(summaries, SESSION_COLUMNS)
+        yield _table(summaries, SLOWDOWN_COLUMNS)
+    yield _table(summaries, MORE_COLUMNS)
+    if any(summary.reload_s for summary in summaries):
+        yield _table(summaries, HOST_COLUMNS)
 
 
 def _table(summaries: Sequence[Summary], columns: Sequence[Column]) -> Table:
@@ -154,7 +142,10 @@ def _table(summaries: Sequence[Summary], columns: Sequence[Column]) -> Table:
     for heading, name, _ in columns:
         shown.add_column(heading, justify="left" if name == "policy" else "right", no_wrap=True)
     for summary in summaries:
-        shown.add_row(*cells(summary, columns))
+        row = summary.row()
+        shown.add_row(
+            *("-" if row[name] is None else form.format(row[name]) for _, name, form in columns)
+        )
     return shown
 
 

@@ -78,7 +78,6 @@ NOT_HERE = {
     "export KVROUTE_DASHBOARDS": GRAFANA,
     "grafana": GRAFANA,
     "python -m tests.support.traces": "makes a trace of 10 MB: test_traces.py makes it",
-    "python -m tests.support.picture": "needs a Prometheus with data: screenshots.py runs it",
 }
 
 # What a step prints, by text in it, where its success alone would say too little.
