@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvroute.replay.calibration.profiles import (
+from kvroute.replay.hardware.profiles import (
     DEFAULT_ENGINE,
     PROFILES,
     Profile,

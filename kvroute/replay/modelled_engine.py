@@ -13,7 +13,7 @@ from itertools import count, takewhile
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Keep
 from kvroute.contract.records import HostTier, Load
-from kvroute.replay.calibration.model import EngineModel
+from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.host_memory import HostMemory
 from kvroute.replay.policies.protocol import Report
 from kvroute.replay.workload.trace import Request

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.compare import Run, compare
+from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.session_times import SessionTimes, session_times
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.closed_loop import Loop, Session, starts_at_once, starts_at_speed

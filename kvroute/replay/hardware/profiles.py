@@ -12,7 +12,7 @@ from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.calibration.model import HOST_GB_PER_S, KV_BYTES, EngineModel
+from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.settings.help import expectation
 
 DEFAULT_ENGINE = "h200-8b"

@@ -1,1 +1,0 @@
-"""How fast a modelled replica is: named profiles, and a fit to a running cluster."""
