@@ -165,18 +165,6 @@ PREFIXES = Row(
                 ),
             ),
         ),
-        Panel(
-            "Replicas for demand",
-            "Additional replicas that keep a prefix warm, because its requests waited elsewhere. "
-            "One that has many for long: declare it with more `replicas`.",
-            grafana.NUMBER,
-            (
-                Query(
-                    f"max by (prefix) ({router('kvroute_prefix_extra_replicas')})",
-                    "{{prefix}}",
-                ),
-            ),
-        ),
     ),
 )
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvroute.contract.prefix_id import OF
-from kvroute.contract.records import VERSION, AtLeastOne, Count, Versioned, check_version, encode
+from kvroute.contract.records import VERSION, AtLeastOne, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError, text
 from kvroute.store.connection import answered
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
@@ -50,7 +50,6 @@ class Prefix:
     replicas: int | None = None  # how many keep it warm; None: all
     is_pinned: bool = True  # False: warm, but it may be evicted
     expires_at_s: float | None = None  # unix time
-    extra_replicas: int = 0  # additional ones that keep it warm, because of demand
     tenant: str = ""  # whose API key has declared it; empty: nobody's
     namespace: str = ""  # the caches that it is warm in: its tenant's; empty: of no namespace
     is_shared: bool = False  # all namespaces find its full blocks
@@ -99,7 +98,6 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     replicas: AtLeastOne | None = None
     is_pinned: bool = True
     expires_at_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
-    extra_replicas: Count = 0
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     namespace: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     is_shared: bool = False
@@ -159,7 +157,7 @@ def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
     ranked = sorted(replica_ids, key=lambda replica_id: _rank(prefix.id, replica_id), reverse=True)
     if prefix.replicas is None:
         return ranked
-    return ranked[: prefix.replicas + prefix.extra_replicas]
+    return ranked[: prefix.replicas]
 
 
 class Prefixes:
@@ -250,17 +248,6 @@ class Prefixes:
     async def retire(self, id: str, version: int) -> None:  # noqa: A002
         """Removes this version; later ones stay."""
         await self._remove(lambda key, _: key == (id, version))
-
-    @answered
-    async def set_extra(self, id: str, version: int, extra_replicas: int) -> None:  # noqa: A002
-        """Has no effect when the version is dropped, or has that many already."""
-
-        async def change(pipe: Any) -> None:
-            prefix = await self._read(pipe, f"{id}@{version}")
-            if prefix is not None and prefix.extra_replicas != extra_replicas:
-                await self._write(pipe, [replace(prefix, extra_replicas=extra_replicas)])
-
-        await self._transaction(change)
 
     @answered
     async def revision(self) -> int:
@@ -360,7 +347,6 @@ class Prefixes:
             terms.replicas,
             terms.is_pinned,
             terms.expires_at_s,
-            terms.extra_replicas,
             terms.tenant,
             terms.namespace,
             terms.is_shared,
@@ -419,7 +405,7 @@ DECLARED = ("source", "replicas", "is_pinned", "is_in_host", "tenant", "namespac
 
 
 def is_same(one: Prefix, other: Prefix) -> bool:
-    """Whether two declarations are equal, apart from version, expiry and demand."""
+    """Whether two declarations are equal, apart from version and expiry."""
     return np.array_equal(one.token_ids, other.token_ids) and all(
         getattr(one, name) == getattr(other, name) for name in DECLARED
     )
@@ -432,7 +418,6 @@ def _terms_of(prefix: Prefix, *, order: int) -> Terms:
         replicas=prefix.replicas,
         is_pinned=prefix.is_pinned,
         expires_at_s=prefix.expires_at_s,
-        extra_replicas=prefix.extra_replicas,
         tenant=prefix.tenant,
         namespace=prefix.namespace,
         is_shared=prefix.is_shared,

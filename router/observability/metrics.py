@@ -294,18 +294,12 @@ class RouterMetrics(RequestObservers):
         seat_metrics.export(seats, self._readings, time.monotonic)
 
     def export_prefixes(self, catalogue: Catalogue) -> None:
-        """Two series for each prefix while it is declared, so MAX_PREFIXES bounds them."""
+        """One series for each prefix while it is declared, so MAX_PREFIXES bounds them."""
         self._readings.counter_of(
             "prefix",
             "kvroute_prefix_saved_tokens",
             "Tokens of a named prefix that its requests took from a cache.",
             catalogue.saved_tokens,
-        )
-        self._readings.gauge_of(
-            "prefix",
-            "kvroute_prefix_extra_replicas",
-            "Replicas that keep a named prefix warm for its demand, besides those asked for.",
-            catalogue.extra_replicas,
         )
 
     def export_audit(self, audit: Audit) -> None:

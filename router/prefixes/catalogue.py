@@ -154,14 +154,6 @@ class Catalogue:
         nobody else's to see. Safe to call from another thread."""
         return {id_: self._saved[id_] for id_ in self._versions if OF not in id_}
 
-    def extra_replicas(self) -> dict[str, int]:
-        """Id -> extra replicas for its demand, of the same; safe to call from another thread."""
-        return {
-            id_: versions[-1].extra_replicas
-            for id_, versions in self._versions.items()
-            if OF not in id_
-        }
-
     def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
         """The 404 for an unknown name, with similar names of what the caller can use."""
         near = similar(name, {each.label for each in self.all() if is_visible(each, caller)})

@@ -11,7 +11,6 @@ from kvroute.router.dispatch.dispatcher import Generation
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.declarations import Declarations
-from kvroute.router.prefixes.demand import Demand
 from kvroute.router.prefixes.hot import HotPrefixes, Owner
 from kvroute.router.prefixes.hottest import Hottest
 from kvroute.router.prompts.composer import PrefixComposer
@@ -40,16 +39,12 @@ class PrefixService:
         self._declarations = Declarations(
             self.catalogue, self.composer, index.records, block_size=block_size
         )
-        self._demand = Demand(self.catalogue, fleet)
         self._hot = HotPrefixes(block_size=block_size)
         self._hottest = Hottest(self._hot, fleet, self.catalogue, tokenizer)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """The background tasks by name."""
-        return {
-            "demand": self._demand.run(),
-            "catalogue": self.catalogue.run(self._tasks_to_declare, self.composer),
-        }
+        return {"catalogue": self.catalogue.run(self._tasks_to_declare, self.composer)}
 
     # Requests.
 
@@ -64,7 +59,6 @@ class PrefixService:
         owner it makes no prefix hot."""
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)
-            self._demand.count(prefix)
         if owner is not None:
             self._hot.see(
                 generation.token_ids,
