@@ -30,8 +30,6 @@ FIRST_SLICE_TOKENS = 64  # computed at once while the replica serves ...
 LONGEST_SLICE_TOKENS = 256
 SLICE_S = 0.2  # ... and the longest time for it, so that streams continue
 START_S = 60.0  # the longest that prefixes delay a start, but for the last one that it computes
-BRING_BACK_S = 5.0  # between two times that prefixes are brought back from host memory ...
-BRING_BACK_SHARE = 0.125  # ... into this share of the engine's own, at most
 DECLARED_S = 60.0  # how long a start waits for the prefixes in its settings
 
 
@@ -65,8 +63,6 @@ class Warmer:
         self._kept: dict[str, _Kept] = {}
         self._impossible: set[str] = set()  # names that the engine rejected
         self._is_serving = False
-        self.has_evicted = False  # the engine, from its own memory, since the last bringing back
-        self._brought_back_s = -math.inf
         self._slice_blocks = self._blocks_in(FIRST_SLICE_TOKENS)
 
     def kept(self) -> Mapping[str, Warm]:
@@ -93,7 +89,6 @@ class Warmer:
             await self._read()
             await self._release()
             await self._warm(self._share())
-            await self._bring_back()
 
     async def _read(self) -> None:
         try:
@@ -183,40 +178,20 @@ class Warmer:
         self._kept[prefix.name] = _Kept(prefix, warm, self._shared_tokens(prefix))
         self._on_change()
 
-    async def _bring_back(self) -> None:
-        """An engine with nothing else to do has what is pinned in host memory in its own, too,
-        before it is asked for. What host memory has lost it computes."""
-        now_s = time.monotonic()
-        if not self.has_evicted or now_s < self._brought_back_s + BRING_BACK_S:
-            return
-        self.has_evicted, self._brought_back_s = False, now_s
-        room = int(BRING_BACK_SHARE * self._engine.facts.capacity_blocks)
-        for kept in [each for each in self._kept.values() if each.warm.is_in_host]:
-            if kept.warm.blocks > room:
-                continue
-            room -= kept.warm.blocks
-            if not await self._compute(kept.prefix, only_if_idle=True):
-                self.has_evicted = True
-                return
-
-    async def _compute(self, prefix: Prefix, *, pin: str = "", only_if_idle: bool = False) -> bool:
-        """Brings all full blocks into the cache. While the replica serves, it computes them in
-        slices; after each slice, running requests get the same amount of time. False: it stopped,
-        as there are such requests, and only_if_idle."""
+    async def _compute(self, prefix: Prefix, *, pin: str) -> None:
+        """Bring all full blocks into the cache. While the replica serves, it computes them in
+        slices; after each slice, running requests get the same amount of time."""
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         if not self._is_serving or not full_blocks:
             await self._compute_first(full_blocks, prefix, pin)
-            return True
+            return
         blocks = 0
         while blocks < full_blocks:
-            if only_if_idle and self._is_busy():
-                return False
             blocks = min(full_blocks, blocks + self._slice_blocks)
             took_s = await self._compute_first(blocks, prefix, pin)
             self._adapt_slices(took_s)
             if self._is_busy():
                 await asyncio.sleep(took_s)
-        return True
 
     def _is_busy(self) -> bool:
         load = self._engine.load()

@@ -177,10 +177,9 @@ def with_host(**changes: Any) -> SimulatedConfig:
     return dataclasses.replace(INSTANT, prefill_tokens_per_s=100_000.0, host=host, **changes)
 
 
-async def test_what_is_pinned_in_host_memory_comes_back_before_it_is_asked_for(
-    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+async def test_what_is_pinned_in_host_memory_comes_back_when_it_is_asked_for(
+    prefixes: Prefixes,
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.BRING_BACK_S", 0.0)
     prefix = await declare(prefixes, "x", is_in_host=True)
     async with Replica(prefixes._redis, config=with_host()).running("x") as replica:
         await until_told(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
@@ -188,34 +187,11 @@ async def test_what_is_pinned_in_host_memory_comes_back_before_it_is_asked_for(
         table = replica.engine._pool.table(prefix.token_ids, Scope())
         while any(hash_ in replica.engine._pool._cache for hash_ in table.hashes):
             await replica.ask([*range(next(FLOOD), next(FLOOD))])
-        replica.warmer.has_evicted = True
-        await until(lambda: all(hash_ in replica.engine._pool._cache for hash_ in table.hashes))
+        assert await replica.cached_blocks(prefix) == 10
         assert replica.engine.host_pins == {"x@1": 10}
         await prefixes.drop("x")
         await until_told(replica, {})
         assert replica.engine.host_pins == {}
-
-
-async def test_who_brings_back_leaves_clients_the_engine(
-    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.BRING_BACK_S", 0.0)
-    await declare(prefixes, "large", blocks=30, is_in_host=True)
-    prefix = await declare(prefixes, "x", is_in_host=True, expires_at_s=time.time() + 1000.0)
-    config = with_host(decode_step_s=0.005)  # the client's answer takes 7 s
-    async with Replica(prefixes._redis, config=config).running("large", "x") as replica:
-        pool = replica.engine._pool
-        table = pool.table(prefix.token_ids, Scope())
-        busy = asyncio.create_task(replica.ask([*range(500)], max_tokens=100_000))
-        await until(lambda: replica.engine.load().running > 0)
-        while any(hash_ in pool._cache for hash_ in table.hashes):
-            await replica.ask([*range(next(FLOOD), next(FLOOD))])
-        replica.warmer.has_evicted = True
-        await asyncio.sleep(0.2)
-        assert not any(hash_ in pool._cache for hash_ in table.hashes)
-        busy.cancel()
-        await until(lambda: all(hash_ in pool._cache for hash_ in table.hashes))  # large is not
-        assert replica.engine.host_pins == {"large@1": 30, "x@1": 10}
 
 
 async def test_without_host_memory_a_pin_there_is_no_pin(prefixes: Prefixes) -> None:
