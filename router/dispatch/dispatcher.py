@@ -316,8 +316,7 @@ class Dispatcher:
                 running = [id_ for id_ in running if id_ in turn.among] or running
             now_s = time.monotonic()
             placement = self._fleet.place(
-                *(request.token_ids, running, now_s, request.scope, request.features),
-                session=context.said.session,
+                request.token_ids, running, now_s, request.scope, request.features
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
             if context.entry is not None:

@@ -45,7 +45,6 @@ from kvroute.router.sessions.branches import Branches
 from kvroute.router.sessions.returns import NOTHING_SAID, Retention, Returns, Said
 
 EVERYBODY = Scope()
-HOME = -1.0  # a share of new conversations below that of replicas without any
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 UNKNOWN_STEP_S = 0.01  # step of an engine, network included, before an answer has shown its length
 UNKNOWN_STEP_TOKENS = 8192  # of a replica without a record
@@ -300,14 +299,13 @@ class Fleet:
         now_s: float,
         scope: Scope = EVERYBODY,
         features: Sequence[Feature] = (),
-        session: int = 0,
     ) -> Placement:
         """Ranks the running replicas for this prompt. Replicas that cannot load its LoRA adapter
-        are left out, unless none can. session: the named one's number; 0: it has no name."""
+        are left out, unless none can."""
         chain = self.chain(token_ids, scope, features)
         if lora := scope.lora:
             running = [id_ for id_ in running if self._can_load(id_, lora)] or running
-        placement = self.place_chain(chain, len(token_ids), running, now_s, lora, session)
+        placement = self.place_chain(chain, len(token_ids), running, now_s, lora)
         if scope.shared_tokens:
             return replace(placement, shared_tokens=scope.shared_tokens)
         return placement
@@ -319,7 +317,6 @@ class Fleet:
         running: Sequence[str],
         now_s: float,
         lora: str = "",
-        session: int = 0,
     ) -> Placement:
         """Ranks the running replicas for a prompt with these reusable blocks."""
         hits = self.hits(chain)
@@ -336,8 +333,6 @@ class Fleet:
             candidates = [self._with_lora(each, lora) for each in candidates]
         if reloads:
             candidates = [_with_reload(each, reloads) for each in candidates]
-        if not best and (home := self.returns.home(session)):
-            candidates = [_with_home(each, home) for each in candidates]
         busy_s, pressure = self.scale.busy_s, self._pressure.value
         has_forked = self._branches.forks(prefix) > 0
         ranking = self._rank(
@@ -422,7 +417,7 @@ class Fleet:
         self.mirror.forget_computed(now_s)
         self.mirror.expect(dispatch.replica_id, dispatch.expected)
         if dispatch.turn:
-            self.returns.begin(dispatch.turn, dispatch.replica_id)
+            self.returns.begin(dispatch.turn)
             self._take_seat(dispatch.turn, dispatch, now_s)
         return Attempt(
             self.mirror,
@@ -646,12 +641,6 @@ def _with_reload(candidate: Candidate, reloads: Mapping[str, tuple[int, float]])
         return candidate
     host_blocks, reload_s = reloads[candidate.replica_id]
     return candidate._replace(host_blocks=host_blocks, reload_s=reload_s)
-
-
-def _with_home(candidate: Candidate, home: str) -> Candidate:
-    """Prefer the replica of a session's latest turn: it may have what the index does not know. A
-    new conversation that begins there costs the least. A busy fleet does not look at it."""
-    return candidate._replace(branch_share=HOME) if candidate.replica_id == home else candidate
 
 
 def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:

@@ -380,9 +380,7 @@ class ModelRouter:
             running, now_s = self._liveness.trusted(), time.monotonic()
             shared_tokens = self._dispatcher.shared_tokens(prompt, salt, features)
             scope = Scope(lora, salt, shared_tokens)
-            placement = self._fleet.place(
-                *(prompt, running, now_s, scope, features), session=said.session
-            )
+            placement = self._fleet.place(prompt, running, now_s, scope, features)
             retention = self._fleet.retention(placement, said)
             policy = self.settings.policy
             receipts.append(receipt(placement, policy=policy, broken=broken, retention=retention))

@@ -57,7 +57,6 @@ class _End:
 
     turn: SessionTurn
     kind: int
-    replica_id: str = ""  # where it was sent
 
 
 @dataclass
@@ -137,17 +136,14 @@ class Returns:
             order = Order.USUAL
         return Retention(turn, Keep(order, turn.session), self._lost(earlier))
 
-    def begin(self, turn: SessionTurn, replica_id: str = "") -> None:
+    def begin(self, turn: SessionTurn) -> None:
         """Record that a turn is sent, by this router or by another. A second call does nothing."""
-        if turn.end == NO_BLOCK:
-            return
-        if same := self._same(turn):
-            same.replica_id = replica_id  # the first one had no room, or was lost
+        if turn.end == NO_BLOCK or self.knows(turn):
             return
         if earlier := self._ends.pop(turn.before, None):
             self.counts.returned[earlier.kind] += 1.0
         kind = _kind(turn)
-        self._ends[turn.end] = _End(turn, kind, replica_id)
+        self._ends[turn.end] = _End(turn, kind)
         self.counts.send(kind)
         self._ends.move_to_end(turn.end)
         _bound(self._ends, ENDS)
@@ -156,14 +152,10 @@ class Returns:
             self._sessions.move_to_end(turn.session)
             _bound(self._sessions, ENDS)
 
-    def home(self, session: int) -> str:
-        """Return the replica that has a named session's latest turn; empty: unknown."""
-        turn = self._ends.get(self._sessions.get(session, NO_BLOCK)) if session else None
-        return turn.replica_id if turn else ""
-
     def knows(self, turn: SessionTurn) -> bool:
         """Return whether the turn was sent."""
-        return self._same(turn) is not None
+        end = self._ends.get(turn.end)
+        return end is not None and end.turn == turn
 
     @property
     def believes_ends(self) -> bool:
@@ -176,10 +168,6 @@ class Returns:
         if last and last.kind != ENDED:
             self.counts.end(last.kind)
             last.kind = ENDED
-
-    def _same(self, turn: SessionTurn) -> _End | None:
-        end = self._ends.get(turn.end)
-        return end if end and end.turn == turn else None
 
     def _session_after(self, earlier: _End | None, end: Fingerprint) -> int:
         """Equal prompts may be of different people, and a name is its client's."""

@@ -197,11 +197,3 @@ def test_no_conversation_goes_on_from_what_is_everybodys() -> None:
     there = chats.returns.retention(own, 1, NOTHING_SAID, shared_blocks=1)
     assert there.turn.number == 1
     assert chats.returns.retention(own, 1, NOTHING_SAID).turn.number == 2
-
-
-def test_a_request_that_moves_on_is_where_it_was_sent_last() -> None:
-    returns = Returns()
-    turn = returns.retention([Fingerprint(1)], 0, Said(session=7)).turn
-    returns.begin(turn, "full")
-    returns.begin(turn, "roomy")
-    assert returns.home(7) == "roomy"
