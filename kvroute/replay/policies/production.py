@@ -11,7 +11,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import SESSION_BITS, Keep, number_of
 from kvroute.contract.messages import Message
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
-from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
+from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
 from kvroute.replay.policies.protocol import Policy, Report, Sending, Setup
 from kvroute.replay.policies.rivals import (
     Baseline,
@@ -19,7 +19,6 @@ from kvroute.replay.policies.rivals import (
     LlmD,
     LlmDSpeculative,
     LMetric,
-    RayPrefix,
     SGLang,
 )
 from kvroute.replay.workload.trace import Request
@@ -206,11 +205,9 @@ POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
     "kvroute-lru": LeastRecentlyUsed,
     **{name: partial(Baseline, name) for name in RANKINGS if name != "kvroute"},
     "consistent-hash": ConsistentHash,
-    "ray-prefix": RayPrefix,
     "sglang": SGLang,
     "dynamo": Dynamo,
     "dynamo-wspt": DynamoShortestFirst,
-    "dynamo-noqueue": DynamoWithoutQueue,
     "llm-d": LlmD,
     "llm-d-spec": LlmDSpeculative,
     "lmetric": LMetric,
