@@ -165,18 +165,6 @@ PREFIXES = Row(
                 ),
             ),
         ),
-        Panel(
-            "Replicas for demand",
-            "Additional replicas that keep a prefix warm, because its requests waited elsewhere. "
-            "One that has many for long: declare it with more `replicas`.",
-            grafana.NUMBER,
-            (
-                Query(
-                    f"max by (prefix) ({router('kvroute_prefix_extra_replicas')})",
-                    "{{prefix}}",
-                ),
-            ),
-        ),
     ),
 )
 
@@ -193,7 +181,7 @@ def found_at(size: str) -> str:
 
 FOUND = replica("kvroute_engine_cached_tokens_total")
 ASKED = replica("kvroute_engine_prompt_tokens_total")
-WHYS = ("ended", "unlikely", "usual", "promised")  # as in router/sessions/returns.py
+WHYS = ("ended", "unlikely", "usual")  # as in router/sessions/returns.py
 
 RETENTION = Row(
     "Retention",
@@ -203,11 +191,11 @@ RETENTION = Row(
             "Share of prompt tokens that were cached once, by why they are gone. ended: their "
             "session had, as its client said. unlikely: such turns seldom come back. usual: they "
             "were the next in turn, or their replica is gone; the next panel says what more memory "
-            "would bring. promised: see Broken promises.",
+            "would bring.",
             grafana.FRACTION,
             tuple(Query(share(per_second(lost(why)), per_second(PROMPTS)), why) for why in WHYS),
             stacking="normal",
-            width=7,
+            width=12,
         ),
         Panel(
             "Hit share with larger caches",
@@ -221,26 +209,7 @@ RETENTION = Row(
                     for size in ("1.25", "1.5", "2")
                 ),
             ),
-            width=7,
-        ),
-        Panel(
-            "Evictions",
-            "Blocks a second that went with what they held, by why. Mostly usual is what LRU does; "
-            "mostly ended or unlikely: what is kept is what comes back.",
-            grafana.BLOCKS_PER_S,
-            (Query(per_second(replica("kvroute_engine_evictions_total"), "why"), "{{why}}"),),
-            stacking="normal",
-            width=6,
-        ),
-        Panel(
-            "Broken promises",
-            "Prompt tokens in the whole time range that went before the time for which a client "
-            "had asked, and were asked for again. More memory, or fewer and shorter promises.",
-            grafana.TOKENS,
-            (Query(f"sum ({in_range(lost('promised'))})", "tokens"),),
-            kind="stat",
-            steps=grafana.BAD_ABOVE_0,
-            width=4,
+            width=12,
         ),
     ),
 )

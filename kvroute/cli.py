@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvroute.client import LOCAL, Model, Url, call, fail, with_model
-from kvroute.command.calibrate import calibrate
 from kvroute.command.doctor_command import doctor
 from kvroute.command.explain import explain
 from kvroute.command.keys_command import keys
@@ -126,7 +125,6 @@ app.command("serve")(Serve)
 app.command()(doctor)
 app.command()(explain)
 app.command()(replay)
-app.command()(calibrate)
 app.command()(tenants)
 app.add_typer(prefixes, name="prefixes")
 app.add_typer(keys, name="keys")

@@ -14,7 +14,6 @@ from kvroute.replica.engine.kv_events import (
     BlocksHeld,
     BlockStored,
     EventsLost,
-    Evictions,
     KVEvent,
     Transfers,
 )
@@ -153,7 +152,7 @@ class BlockTable:
                     self._clear(changes)
                 case BlocksHeld():
                     comparison = self._reconcile(event, changes)
-                case Evictions() | Transfers():
+                case Transfers():
                     pass  # BlockStored and BlockRemoved report the same blocks
                 case EventsLost():
                     pass  # the reader of the events requests BlocksHeld

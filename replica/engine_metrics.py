@@ -1,7 +1,6 @@
 """A replica's own Prometheus metrics; vLLM's metrics are in the same registry."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
@@ -12,7 +11,6 @@ from kvroute.replica.engine.kv_events import (
     BlockRemoved,
     BlockStored,
     EventsLost,
-    Evictions,
     KVEvent,
     Transfers,
 )
@@ -46,18 +44,6 @@ class ReplicaMetrics:
             "evicted_blocks",
             "Blocks that were evicted from the KV cache and used for other tokens.",
         )
-        evictions = counter(
-            "evictions",
-            "Evicted blocks that held KV, by the reason: ended (their session has ended), unlikely "
-            "(blocks of their kind are seldom requested again), usual (the least recently used "
-            "blocks), promised (they were evicted before the time for which a client had asked to "
-            "retain them).",
-            "why",
-        )
-        # Every label value starts at 0: a rate needs the 0 before the first event.
-        self._evictions = {
-            reason.name: evictions.labels(reason.name) for reason in fields(Evictions)
-        }
         self._reloaded_tokens = counter(
             "reloaded_tokens", "Prompt tokens that came from the KV cache in host memory."
         )
@@ -98,8 +84,6 @@ class ReplicaMetrics:
                     self._stored.inc(len(event.block_hashes))
                 case BlockRemoved() if groups is None or event.group < groups:
                     self._evicted.inc(len(event.block_hashes))
-                case Evictions():
-                    self._count_evictions(event)
                 case Transfers():
                     self._count_transfers(event)
                 case AllBlocksCleared():
@@ -108,10 +92,6 @@ class ReplicaMetrics:
                     self._losses.inc()
                 case _:
                     pass
-
-    def _count_evictions(self, evictions: Evictions) -> None:
-        for reason, blocks in asdict(evictions).items():
-            self._evictions[reason].inc(blocks)
 
     def _count_transfers(self, transfers: Transfers) -> None:
         self._reloaded_tokens.inc(transfers.reloaded_tokens)

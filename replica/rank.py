@@ -14,7 +14,7 @@ from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.copy_speed import CopySpeed
-from kvroute.replica.engine.kv_events import BlockRemoved, KVEvent, Transfers
+from kvroute.replica.engine.kv_events import KVEvent, Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import ghosts_of
@@ -73,8 +73,6 @@ class Rank:
     def _record_events(self, events: Sequence[KVEvent]) -> None:
         self._metrics.happened(events, self._groups)
         self.ghosts.happened(events)
-        if any(isinstance(event, BlockRemoved) and event.group < self._groups for event in events):
-            self.warmer.has_evicted = True
         if self._copies:
             for event in events:
                 if isinstance(event, Transfers):

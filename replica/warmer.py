@@ -18,7 +18,6 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import Keep, tenant_number
 from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.replica.engine.pins import room_for_pin
 from kvroute.replica.engine.protocol import Engine
@@ -33,9 +32,6 @@ FIRST_SLICE_TOKENS = 64  # length of the first slice, and the minimum
 LONGEST_SLICE_TOKENS = 256  # maximum length of a slice
 SLICE_S = 0.2  # maximum seconds for a slice; the length is adapted to this
 START_S = 60.0  # a start computes prefixes for this many seconds, plus the time of the last one
-LONGEST_RETENTION_S = 86_400.0  # maximum seconds for which unpinned prefixes are retained
-RELOAD_INTERVAL_S = 5.0  # seconds between two reloads of prefixes from host memory
-RELOAD_SHARE = 0.125  # maximum share of the engine's KV cache that one reload fills
 DECLARED_S = 60.0  # seconds that a start waits until the prefixes in its settings are declared
 
 
@@ -69,8 +65,6 @@ class Warmer:
         self._kept: dict[str, _Kept] = {}
         self._impossible: set[str] = set()  # names that the engine rejected
         self._is_serving = False
-        self.has_evicted = False  # True if the engine has evicted blocks since the last reload
-        self._reloaded_s = -math.inf  # time of the last reload from host memory
         self._slice_blocks = self._blocks_in(FIRST_SLICE_TOKENS)
 
     def kept(self) -> Mapping[str, Warm]:
@@ -104,7 +98,6 @@ class Warmer:
             await self._read()
             await self._release()
             await self._warm(self._assigned())
-            await self._reload()
 
     async def _read(self) -> None:
         try:
@@ -174,8 +167,7 @@ class Warmer:
             return False
         if kept.warm.is_pinned:
             return True
-        has_promise = kept.prefix.expires_at_s == prefix.expires_at_s
-        return has_promise and not (prefix.is_pinned and self._has_room(prefix))
+        return not (prefix.is_pinned and self._has_room(prefix))
 
     def _has_room(self, prefix: Prefix) -> bool:
         room = room_for_pin(prefix.name, self._engine, prefix.tier)
@@ -205,47 +197,23 @@ class Warmer:
         self._kept[prefix.name] = _Kept(prefix, warm, self._shared_tokens(prefix))
         self._on_change()
 
-    async def _reload(self) -> None:
-        """Copy prefixes that are pinned in host memory to an idle engine before requests need them.
-
-        The engine computes blocks that host memory has lost.
-        """
-        now_s = time.monotonic()
-        if not self.has_evicted or now_s < self._reloaded_s + RELOAD_INTERVAL_S:
-            return
-        self.has_evicted, self._reloaded_s = False, now_s
-        room = int(RELOAD_SHARE * self._engine.facts.capacity_blocks)
-        for kept in list(self._kept.values()):
-            if not kept.warm.is_in_host or kept.warm.blocks > room:
-                continue
-            room -= kept.warm.blocks
-            if not await self._compute(kept.prefix, only_if_idle=True):
-                self.has_evicted = True
-                return
-
-    async def _compute(self, prefix: Prefix, *, pin: str = "", only_if_idle: bool = False) -> bool:
+    async def _compute(self, prefix: Prefix, *, pin: str) -> None:
         """Bring all full blocks of the prefix into the cache.
 
         While the replica serves, the blocks are computed in slices; after each slice, running
         requests get the same amount of time.
-
-        Returns:
-            False if it stopped early, because requests are running and `only_if_idle` is set.
         """
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         if not self._is_serving or not full_blocks:
             await self._compute_first(full_blocks, prefix, pin)
-            return True
+            return
         blocks = 0
         while blocks < full_blocks:
-            if only_if_idle and self._is_busy():
-                return False
             blocks = min(full_blocks, blocks + self._slice_blocks)
             took_s = await self._compute_first(blocks, prefix, pin)
             self._adapt_slices(took_s)
             if self._is_busy():
                 await asyncio.sleep(took_s)
-        return True
 
     def _is_busy(self) -> bool:
         load = self._engine.load()
@@ -268,7 +236,6 @@ class Warmer:
         # An engine always computes a prompt's last token. With one more token, whichever it is,
         # all blocks can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
-        is_pinned = pin or prefix.name in self._engine.host_pins
         request = GenerateRequest(
             f"warm {prefix.name} {blocks}",
             token_ids,
@@ -276,7 +243,6 @@ class Warmer:
             pin=pin,
             is_host_pin=prefix.is_in_host,
             shared_tokens=self._shared_tokens(prefix),
-            keep=None if is_pinned else _retention(prefix, time.time()),
         )
         await self._engine.generate(request, lambda _: None)
         return time.monotonic() - began_s
@@ -291,11 +257,3 @@ class Warmer:
         await self._engine.unpin(name)
         if self._kept.pop(name, None):
             self._on_change()
-
-
-def _retention(prefix: Prefix, now_s: float) -> Keep | None:
-    """Return the request to retain an unpinned prefix until it expires."""
-    if prefix.expires_at_s is None:
-        return None
-    still_s = min(LONGEST_RETENTION_S, max(0.0, prefix.expires_at_s - now_s))
-    return Keep(still_s=still_s, tenant=tenant_number(prefix.tenant or prefix.namespace))

@@ -14,7 +14,6 @@ EVICTED = {  # reason of an eviction -> its description
     "ended": "their session had ended",
     "unlikely": "such conversations seldom continue",
     "usual": "ordinary eviction, or their replica was cleared or lost",
-    "promised": "the promise to keep them was broken",
 }
 COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
 

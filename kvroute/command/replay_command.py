@@ -1,21 +1,18 @@
 """The command `kvroute replay`."""
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvroute.replay.calibration.profiles import (
+from kvroute.replay.hardware.profiles import (
     DEFAULT_ENGINE,
     PROFILES,
     Profile,
     ProfileError,
     load_profile,
 )
-from kvroute.replay.output import check_folder
 from kvroute.replay.workload.pace import Pace
 
 if TYPE_CHECKING:
@@ -32,7 +29,7 @@ def replay(
         typer.Option(
             metavar="NAME|FILE",
             help=f"Profile of each engine: {', '.join(PROFILES)}; or a JSON file with your own "
-            "numbers, such as kvroute calibrate writes.",
+            "numbers.",
         ),
     ] = DEFAULT_ENGINE,
     kv_tokens: Annotated[
@@ -120,10 +117,6 @@ def replay(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a list of objects instead of a table.")
     ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(callback=check_folder, help="File for a page with the same table and plots."),
-    ] = None,
 ) -> None:
     """Replay a trace on modelled replicas and compare routing policies."""
     from rich.console import Console
@@ -137,7 +130,6 @@ def replay(
     from kvroute.replay.workload.trace import TraceError, read, unnamed
 
     pace = _pace(load, speed, rate, sessions, closed_loop=closed_loop)
-    page = _page() if html else None
     names = _names(policy)
     profile = _profile(engine)
     ends = _ends(session_ends)
@@ -185,17 +177,6 @@ def replay(
             for shown in tables(summaries):
                 Console().print(shown)
                 Console().print()
-        if html and page:
-            title = f"{trace.name} on {replicas} replicas {pace}"
-            parameters = {
-                "requests": len(arrivals.requests),
-                **arrivals.parameters,
-                "seed": seed,
-                **profile.model_dump(exclude={"kv_tokens"}),
-                **asdict(cluster),
-                "engine": engine,
-            }
-            html.write_text(page(title, arrivals.requests, runs, parameters, arrivals.loop))
     except (OSError, TraceError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None
@@ -257,17 +238,6 @@ def _numbers(given: str) -> list[float]:
         return [*map(float, given.split(":"))]
     except ValueError:
         return []
-
-
-def _page() -> Callable[..., str]:
-    """Import the page's module now, since a replay takes minutes before it is needed."""
-    try:
-        from kvroute.replay.page import page
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"--html needs {error.name}, which is not installed; run pip install matplotlib"
-        ) from None
-    return page
 
 
 def _profile(engine: str) -> Profile:

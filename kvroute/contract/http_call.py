@@ -38,7 +38,6 @@ class HttpPart(Struct, frozen=True, array_like=True):
     deltas: tuple[int, ...] = ()  # number of tokens in each of the engine's outputs
     written_tokens: int = 0  # prompt tokens that the engine wrote to its KV cache
     can_continue: bool = True  # whether another replica can continue exactly after this part
-    is_tool_call: bool = False  # True: the answer ends with a tool call in this part
 
 
 class Rendered(Struct, frozen=True, array_like=True):
@@ -61,7 +60,6 @@ def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:
         tuple([tokens for part in parts for tokens in part.deltas]),
         parts[0].written_tokens,
         all(part.can_continue for part in parts),
-        any(part.is_tool_call for part in parts),
     )
 
 

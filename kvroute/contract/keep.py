@@ -1,5 +1,6 @@
-"""Retention hints: how long a replica should keep a request's blocks in its KV cache."""
+"""Retention hints: how a replica keeps a request's blocks after the request has ended."""
 
+from enum import IntEnum
 from hashlib import blake2b
 from typing import Annotated, NamedTuple
 
@@ -11,8 +12,6 @@ NO_BLOCK = Fingerprint(0)
 SESSION_BITS = 63  # size of a session's number, in bits
 MOST_TURNS = 1_000_000  # the highest number of a turn; all later turns have this number
 
-Chance = Annotated[float, Meta(ge=0, le=1)]
-Time = Annotated[float, Meta(ge=0, le=86_400)]
 Session = Annotated[int, Meta(ge=0, le=2**SESSION_BITS - 1)]
 Block = Annotated[Fingerprint, Meta(ge=0)]
 
@@ -28,39 +27,19 @@ def tenant_number(name: str) -> int:
     return number_of(name, bits=31) if name else 0
 
 
+class Order(IntEnum):
+    """The order of eviction: blocks of a smaller value go first."""
+
+    ENDED = 0  # the client has said that the session is over
+    UNLIKELY = 1  # few conversations go on after such a turn
+    USUAL = 2
+
+
 class Keep(Struct, frozen=True, array_like=True):
-    """The retention hint for the blocks of a prompt and its answer, after the request has ended.
+    """The retention hint for the blocks of a prompt and its answer. The default is no hint."""
 
-    The default is no hint.
-    """
-
-    # Probability that the blocks are used again, relative to that of the likeliest kind of request.
-    chance: Chance = 1.0
-    still_s: Time = 0.0  # seconds in which the blocks do not age
-    session: Session = 0  # the session that the blocks belong to; 0: none
-    tenant: Annotated[int, Meta(ge=0, lt=2**32)] = 0  # the tenant that promised still_s; 0: none
-    tool_chance: Chance = 1.0  # `chance` if the answer ends with a tool call
-    tool_s: Time = 0.0  # `still_s` if the answer ends with a tool call; always learned
-    is_promised: bool = True  # whether the client promised still_s; False: it was learned
-
-    @property
-    def after_tool_call(self) -> "Keep":
-        """Return the hint for an answer that ends with a tool call."""
-        return Keep(
-            self.tool_chance,
-            max(self.still_s, self.tool_s),
-            self.session,
-            self.tenant,
-            is_promised=self.is_promised and (self.still_s > 0 or not self.tool_s > 0),
-        )
-
-
-KEEP = Keep()
-
-
-def over(session: int) -> Keep:
-    """Return the hint for an ended session: its blocks will not be used again."""
-    return Keep(0.0, session=session, tool_chance=0.0)
+    order: Order = Order.USUAL
+    session: Session = 0  # the session that the blocks belong to; 0: unknown
 
 
 class SessionTurn(NamedTuple):
@@ -72,3 +51,5 @@ class SessionTurn(NamedTuple):
     before: Block = NO_BLOCK  # `end` of the previous turn
     is_named: bool = False  # whether the client sent an id of the session
     is_last: bool = False  # whether the client declared this turn as the last one
+    has_tools: bool = False  # whether the model may call tools
+    tenant: Annotated[int, Meta(ge=0, lt=2**32)] = 0  # number of the tenant; 0: no tenant

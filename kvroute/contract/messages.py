@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvroute.blocks.fingerprint import Fingerprint, pack, unpack
-from kvroute.contract.keep import Keep, Session, SessionTurn
+from kvroute.contract.keep import Session, SessionTurn
 from kvroute.contract.records import VERSION, Count, Name, Seconds, check_version
 
 FEW = 64  # most positions of its queue that a router publishes
@@ -38,7 +38,6 @@ class Dispatch(Struct, tag="s", array_like=True, frozen=True):
     lora: Name = ""
     loads_first: bool = False  # whether it waits for an adapter, or for blocks from slower tiers
     turn: SessionTurn | None = None
-    keep: Keep | None = None
 
     @property
     def known_block(self) -> Fingerprint | None:
@@ -57,7 +56,6 @@ class Ended(Struct, tag="e", array_like=True):
     """A prompt has ended at its replica."""
 
     request_id: Name
-    is_tool_call: bool = False
     is_over: bool = True  # False: another replica continues it, or no client had sent it
 
 

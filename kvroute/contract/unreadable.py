@@ -19,7 +19,6 @@ Kind = Literal[
     "cluster",
     "response",
     "account",
-    "learned",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REASON_CHARS = 300  # longest reason or name that is kept, since other processes choose them

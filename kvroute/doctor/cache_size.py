@@ -12,7 +12,6 @@ from kvroute.doctor.load_checks import FEW_REQUESTS
 # Shares of all prompt tokens:
 WORTH = 0.03  # additional hits of a larger cache from which it is recommended
 MUCH_EVICTED = 0.05  # misses by eviction from which a finding adds that no more memory helps
-BROKEN_PROMISES = 0.01  # promised tokens that were evicted too early, from which a warning follows
 ENGINE = "kvroute_engine_"
 
 
@@ -53,7 +52,6 @@ def judge(
     total, prompt_tokens = sum(hits["tokens"].values()), sum(r.prompt_tokens for r in replicas)
     if not prompt_tokens or hits["requests"] < FEW_REQUESTS:
         return
-    yield from _promises(hits, total)
     evicted = hits["tokens"]["evicted"] / total
     gains = _gains(replicas, prompt_tokens)
     finding = f"{evicted:.0%} of prompt tokens were lost to eviction; "
@@ -68,14 +66,6 @@ def judge(
     else:
         remedy = f"more memory: {_points(gains, 1.5)} with a cache of 1.5 times the size; "
         remedy += f"or one more replica: {_one_more(len(replicas), gains)}"
-        yield Check("cache", "warning", finding, remedy)
-
-
-def _promises(hits: Facts, total: int) -> Iterator[Check]:
-    promised = hits.get("evicted", {}).get("promised", 0) / total
-    if promised >= BROKEN_PROMISES:
-        finding = f"{promised:.0%} of prompt tokens were evicted before the time that was promised"
-        remedy = "more memory for caches, or fewer or shorter promises: see docs/retention.md"
         yield Check("cache", "warning", finding, remedy)
 
 

@@ -41,7 +41,6 @@ UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
     "prefix": "declare it again, or drop it: kvroute prefixes rm ID",
     "audit": "restart the replica with the router's version",
     "cluster": "nothing to do: it is skipped and expires",
-    "learned": f"nothing to do: it is replaced. {FOREIGN}",
     "account": f"its counts are lost; {FOREIGN}",
     "response": f"its conversation is lost; do all routers have the same version? {FOREIGN}",
 }

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
-from kvroute.contract.keep import KEEP, Keep
+from kvroute.contract.keep import Keep
 from kvroute.contract.records import Load, TierFacts
-from kvroute.replay.calibration.model import EngineModel
+from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.policies.protocol import Report
 from kvroute.replay.tier_memory import TierMemory
 from kvroute.replay.workload.trace import Request
@@ -90,13 +90,13 @@ class Replica:
     def __init__(
         self, model: EngineModel, capacity_blocks: int, tiers: Mapping[Tier, TierFacts] = NO_TIERS
     ) -> None:
-        self.cache = PagedCache(capacity_blocks, self._evicted, lambda: self._now_s)
+        self.cache = PagedCache(capacity_blocks, self._evicted)
         self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
         self.reloaded_tokens: dict[int, int] = {}  # request index -> tokens from a slower tier
         self.reload_wait_s: dict[int, float] = {}  # request index -> seconds of wait for their copy
         self.memory: TierMemory[Running] | None = None
         for tier, facts in tiers.items():
-            self.memory = TierMemory(tier, facts, model.prefill, lambda: self._now_s)
+            self.memory = TierMemory(tier, facts, model.prefill)
         self.prefill_s = 0.0  # seconds spent on prompts so far
         self._now_s = 0.0  # time of the last call
         self.plan: Plan | None = None
@@ -132,7 +132,7 @@ class Replica:
             keep: Retention hint for its blocks.
         """
         self._now_s = now_s
-        heappush(self._waiting, (now_s + order_s, next(self._arrivals), request, keep or KEEP))
+        heappush(self._waiting, (now_s + order_s, next(self._arrivals), request, keep or Keep()))
         self._pending_tokens[request.index] = (
             self._missing_tokens(request) if new_tokens is None else new_tokens
         )

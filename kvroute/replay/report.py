@@ -131,26 +131,13 @@ def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
     The first is about requests. In a closed loop, tables about sessions follow. Then come balance
     and TTFT by prompt size, and, if host memory was used, hits by tier.
     """
-    for columns in table_columns(summaries):
-        yield _table(summaries, columns)
-
-
-def table_columns(summaries: Sequence[Summary]) -> list[Sequence[Column]]:
-    """Return the columns of each table."""
-    has_host = any(summary.reload_s for summary in summaries)
-    has_sessions = any(summary.session_times.sessions for summary in summaries)
-    return [
-        COLUMNS,
-        *([SESSION_COLUMNS, SLOWDOWN_COLUMNS] if has_sessions else []),
-        MORE_COLUMNS,
-        *([HOST_COLUMNS] if has_host else []),
-    ]
-
-
-def cells(summary: Summary, columns: Sequence[Column]) -> list[str]:
-    """Return the summary's values as text."""
-    row = summary.row()
-    return ["-" if row[name] is None else form.format(row[name]) for _, name, form in columns]
+    yield _table(summaries, COLUMNS)
+    if any(summary.session_times.sessions for summary in summaries):
+        yield _table(summaries, SESSION_COLUMNS)
+        yield _table(summaries, SLOWDOWN_COLUMNS)
+    yield _table(summaries, MORE_COLUMNS)
+    if any(summary.reload_s for summary in summaries):
+        yield _table(summaries, HOST_COLUMNS)
 
 
 def _table(summaries: Sequence[Summary], columns: Sequence[Column]) -> Table:
@@ -158,7 +145,10 @@ def _table(summaries: Sequence[Summary], columns: Sequence[Column]) -> Table:
     for heading, name, _ in columns:
         shown.add_column(heading, justify="left" if name == "policy" else "right", no_wrap=True)
     for summary in summaries:
-        shown.add_row(*cells(summary, columns))
+        row = summary.row()
+        shown.add_row(
+            *("-" if row[name] is None else form.format(row[name]) for _, name, form in columns)
+        )
     return shown
 
 

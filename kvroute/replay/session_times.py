@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvroute.replay.simulate import Outcome
 from kvroute.replay.workload.closed_loop import Loop
@@ -31,7 +30,7 @@ def session_times(loop: Loop, outcome: Outcome) -> SessionTimes:
     if not loop.sessions:
         return SessionTimes()
     starts_s = np.array([outcome.arrival_s[session.turns[0]] for session in loop.sessions])
-    ends_s = session_ends_s(loop, outcome)
+    ends_s = np.array([outcome.finished_s[session.turns[-1]] for session in loop.sessions])
     alone_s = np.array([session.alone_s for session in loop.sessions])
     took_s = ends_s - starts_s
     p50_s, p90_s = np.percentile(took_s, [50, 90])
@@ -50,15 +49,3 @@ def session_times(loop: Loop, outcome: Outcome) -> SessionTimes:
         turns_per_min=60 * turns / float(full_until_s - begun_s),
         most_sessions_s=float(np.quantile(ends_s, MOST) - begun_s),
     )
-
-
-def session_ends_s(loop: Loop, outcome: Outcome) -> NDArray[np.float64]:
-    """Return the time of each session's last token."""
-    return np.array([outcome.finished_s[session.turns[-1]] for session in loop.sessions])
-
-
-def done_over_time(loop: Loop, outcome: Outcome) -> list[tuple[float, float]]:
-    """Return seconds since the first arrival, and the percentage of sessions that have ended."""
-    after_s = np.sort(session_ends_s(loop, outcome)) - min(outcome.arrival_s)
-    percent = 100 * np.arange(1, len(after_s) + 1) / len(after_s)
-    return [(0.0, 0.0), *zip(after_s.tolist(), percent.tolist(), strict=True)]

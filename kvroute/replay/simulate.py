@@ -12,7 +12,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, Tier
 from kvroute.contract.messages import Message
 from kvroute.contract.records import TierFacts
-from kvroute.replay.calibration.model import HOST_GB_PER_S, KV_BYTES, EngineModel
+from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
 from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.policies.protocol import Policy, Report, Setup

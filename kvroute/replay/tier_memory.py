@@ -1,6 +1,6 @@
 """A slower tier of a modelled replica. Blocks are copied back one request at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -28,12 +28,10 @@ class Reload(Generic[T]):
 class TierMemory(Generic[T]):
     """Blocks are written to the tier in no time; copies back to the engine take time."""
 
-    def __init__(
-        self, tier: Tier, facts: TierFacts, prefill: PrefillModel, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, tier: Tier, facts: TierFacts, prefill: PrefillModel) -> None:
         self.reload_s = 0.0  # seconds spent on copies so far
         self.begun_s: list[float] = []  # end times of new copies, which the caller reads and clears
-        self._cache = HostCache(facts.blocks, clock)
+        self._cache = HostCache(facts.blocks)
         self._tier = tier
         self._facts = facts
         self._prefill = prefill

@@ -393,10 +393,6 @@ class RouterOptions(CommonOptions):
         Field(ge=2),
         Option(CLUSTER, "Seconds without a response after which a replica is replaced."),
     ] = 5.0
-    auto_pin: Annotated[
-        bool,
-        Option(PREFIXES, "Pin frequently used prefixes without a name while they are in use."),
-    ] = False
 
 
 class DeploymentOptions(BaseModel):

@@ -26,7 +26,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.tiers import GPU, HOST, Tier
 from kvroute.contract.prefix_id import OF
-from kvroute.contract.records import VERSION, AtLeastOne, Count, Versioned, check_version, encode
+from kvroute.contract.records import VERSION, AtLeastOne, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError, text
 from kvroute.store.connection import answered
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
@@ -51,7 +51,6 @@ class Prefix:
     replicas: int | None = None  # how many replicas keep it warm; None: all
     is_pinned: bool = True  # False: replicas compute it, but may evict it
     expires_at_s: float | None = None  # Unix time; None: never
-    extra_replicas: int = 0  # how many more replicas keep it warm because of demand
     tenant: str = ""  # the tenant whose API key declared it; empty: declared without a key
     namespace: str = ""  # cache salt of its tenant, whose requests reuse it; empty: no salt
     is_shared: bool = False  # True: requests of all namespaces reuse its full blocks
@@ -105,7 +104,6 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     replicas: AtLeastOne | None = None
     is_pinned: bool = True
     expires_at_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
-    extra_replicas: Count = 0
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     namespace: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
     is_shared: bool = False
@@ -168,7 +166,7 @@ def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
     ranked = sorted(replica_ids, key=lambda replica_id: _rank(prefix.id, replica_id), reverse=True)
     if prefix.replicas is None:
         return ranked
-    return ranked[: prefix.replicas + prefix.extra_replicas]
+    return ranked[: prefix.replicas]
 
 
 class Prefixes:
@@ -264,17 +262,6 @@ class Prefixes:
     async def retire(self, id: str, version: int) -> None:  # noqa: A002
         """Remove this version; later versions stay."""
         await self._remove(lambda key, _: key == (id, version))
-
-    @answered
-    async def set_extra(self, id: str, version: int, extra_replicas: int) -> None:  # noqa: A002
-        """Set a version's number of extra replicas, unless the version is dropped."""
-
-        async def change(pipe: Any) -> None:
-            prefix = await self._read(pipe, f"{id}@{version}")
-            if prefix is not None and prefix.extra_replicas != extra_replicas:
-                await self._write(pipe, [replace(prefix, extra_replicas=extra_replicas)])
-
-        await self._transaction(change)
 
     @answered
     async def revision(self) -> int:
@@ -382,7 +369,6 @@ class Prefixes:
             terms.replicas,
             terms.is_pinned,
             terms.expires_at_s,
-            terms.extra_replicas,
             terms.tenant,
             terms.namespace,
             terms.is_shared,
@@ -444,7 +430,7 @@ DECLARED = ("source", "replicas", "is_pinned", "is_in_host", "tenant", "namespac
 
 
 def is_same(first: Prefix, second: Prefix) -> bool:
-    """Return whether two declarations are equal, apart from version, expiry and demand."""
+    """Return whether two declarations are equal, apart from version and expiry."""
     return np.array_equal(first.token_ids, second.token_ids) and all(
         getattr(first, name) == getattr(second, name) for name in DECLARED
     )
@@ -457,7 +443,6 @@ def _terms_of(prefix: Prefix, *, order: int) -> Terms:
         replicas=prefix.replicas,
         is_pinned=prefix.is_pinned,
         expires_at_s=prefix.expires_at_s,
-        extra_replicas=prefix.extra_replicas,
         tenant=prefix.tenant,
         namespace=prefix.namespace,
         is_shared=prefix.is_shared,

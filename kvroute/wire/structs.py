@@ -15,7 +15,7 @@ from msgspec.structs import astuple, replace
 from kvroute.contract.generation import Chunk, GenerateRequest, TokenIds
 from kvroute.contract.records import Count
 
-VERSION = 2
+VERSION = 3
 NONCE_BYTES = 16
 MOST_ORDER_S = 1e6  # limit of times in both directions, in seconds: longer than any request waits
 

@@ -44,16 +44,6 @@ class BlocksHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class Evictions:
-    """Numbers of evicted blocks with KV since the last such event, by reason (retention.py)."""
-
-    ended: int = 0  # blocks of ended sessions
-    unlikely: int = 0  # blocks of a kind that is seldom requested again
-    usual: int = 0  # other blocks
-    promised: int = 0  # blocks that were evicted before the end of their retention time
-
-
-@dataclass(frozen=True, slots=True)
 class Transfers:
     """Copies between the engine's memory and host memory, since the last event of this kind."""
 
@@ -64,6 +54,4 @@ class Transfers:
     out_s: float = 0.0  # seconds of these copies
 
 
-KVEvent = (
-    BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Evictions | Transfers
-)
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Transfers

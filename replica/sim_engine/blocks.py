@@ -3,8 +3,6 @@
 A block's hash is its fingerprint.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -55,7 +53,6 @@ class BlockPool:
         capacity_blocks: int,
         prefix_caching: bool = True,
         host: TierFacts | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._space = Space(model, revision, block_size)
         self.block_size = block_size
@@ -63,10 +60,10 @@ class BlockPool:
         self.prefix_caching = prefix_caching
         self._events: list[KVEvent] = []
         self._cache = PagedCache(
-            capacity_blocks, lambda hash_: self._events.append(BlockRemoved([hash_])), clock
+            capacity_blocks, lambda hash_: self._events.append(BlockRemoved([hash_]))
         )
         self._tier = host
-        self._host = HostCache(host.blocks, clock) if host else None
+        self._host = HostCache(host.blocks) if host else None
         self._reloading = set[Fingerprint]()  # blocks that are being copied from host memory
         self._transfers = NO_TRANSFERS
 
@@ -223,8 +220,6 @@ class BlockPool:
     def drain(self) -> list[KVEvent]:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
-        if evictions := self._cache.free.idle.evictions():
-            events.append(evictions)
         if self._transfers != NO_TRANSFERS:
             events.append(self._transfers)
             self._transfers = NO_TRANSFERS

@@ -4,7 +4,7 @@ The simulated engine and the replay's engine model both use it. Blocks in it are
 to the engine is assumed to read its blocks at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
 from kvroute.blocks.fingerprint import Fingerprint
@@ -14,11 +14,10 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class HostCache:
-    """Blocks in host memory. `clock` returns seconds, for the time that blocks have been idle."""
+    """The blocks of one engine's host memory."""
 
-    def __init__(self, capacity_blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
-        self._clock = clock
         self._idle = IdleBlocks(capacity_blocks)  # all slots with a block that is not pinned
         self._pins = PinnedKeys[Fingerprint]()
         self.clear()
@@ -104,12 +103,12 @@ class HostCache:
 
     def _put(self, slots: Sequence[int]) -> None:
         """Put slots back; the last are evicted first, so that shared prefixes stay longer."""
-        self._idle.put(slots[::-1], self._clock())
+        self._idle.put(slots[::-1])
 
     def _drop(self, count: int) -> list[Fingerprint]:
         if count <= 0:
             return []
-        slots = self._idle.pop(count, self._clock())
+        slots = self._idle.pop(count)
         self._blank += slots
         dropped = [self._hash_of.pop(slot) for slot in slots]
         for hash_ in dropped:

@@ -17,10 +17,9 @@ class FreeQueue:
     Blocks without a hash come first, then cached blocks in the order of engine/retention.py.
     """
 
-    def __init__(self, blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, blocks: int) -> None:
         self.idle = IdleBlocks(blocks)
         self._blank = list(range(blocks))
-        self._clock = clock
 
     def __len__(self) -> int:
         return len(self._blank) + len(self.idle)
@@ -32,38 +31,27 @@ class FreeQueue:
     def put(self, blank: Sequence[int], cached: Sequence[int]) -> None:
         self.idle.forget(blank)
         self._blank += blank
-        self.idle.put(cached, self._clock())
+        self.idle.put(cached)
 
     def pop(self, count: int) -> list[int]:
         """Remove and return the next `count` blocks; there must be enough."""
         blank = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
         if len(blank) == count:
             return blank
-        return blank + self.idle.pop(count - len(blank), self._clock())
+        return blank + self.idle.pop(count - len(blank))
 
     def forget_hashes(self) -> None:
         """Treat all blocks as blocks without a hash."""
-        self._blank += self.idle.in_order(self._clock())
+        self._blank += self.idle
         self.idle.clear()
 
 
 class PagedCache:
     """The blocks of a KV cache, their hashes, and how many sequences hold each of them."""
 
-    def __init__(
-        self,
-        capacity_blocks: int,
-        on_evict: Callable[[Fingerprint], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """Create an empty cache.
-
-        Args:
-            capacity_blocks: The number of blocks.
-            on_evict: Is called with the hash of each evicted block, after its removal.
-            clock: Returns seconds, for the time that blocks have been idle.
-        """
-        self.free = FreeQueue(capacity_blocks, clock)
+    def __init__(self, capacity_blocks: int, on_evict: Callable[[Fingerprint], None]) -> None:
+        """Create an empty cache; `on_evict` gets each evicted block's hash after its removal."""
+        self.free = FreeQueue(capacity_blocks)
         self._on_evict = on_evict
         self._holders = [0] * capacity_blocks  # for each block, the number of its holders
         self._hash_of: dict[int, Fingerprint] = {}  # block -> hash

@@ -15,7 +15,7 @@ from kvroute.blocks.cache_groups import HOST_GROUPS
 from kvroute.contract.adapters import LOAD_S, Residents
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.contract.keep import KEEP, Keep, over
+from kvroute.contract.keep import Keep, Order
 from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
@@ -98,7 +98,7 @@ class _Choice:
 
     @property
     def keep(self) -> Keep:
-        return self.job.request.keep or KEEP
+        return self.job.request.keep or Keep()
 
     @property
     def missing(self) -> int:
@@ -287,7 +287,7 @@ class SimulatedEngine(Engine):
     async def end_session(self, session: int) -> None:
         for job in self._jobs:  # blocks of running requests are evicted first, too
             if job.request.keep and job.request.keep.session == session:
-                job.request = replace(job.request, keep=over(session))
+                job.request = replace(job.request, keep=Keep(Order.ENDED, session))
         self._pool.end_session(session)
 
     async def emit_held(self) -> None:

@@ -99,7 +99,6 @@ class VllmEngine:
         self._processes = [] if core.rank else psutil.Process().children(recursive=True)
         self._unfinished = 0  # number of requests that have not finished
         self._health = EngineHealth()
-        self._labelling: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "list[VllmEngine]":
@@ -160,27 +159,12 @@ class VllmEngine:
         try:
             if request.call is None:
                 await self._generate_raw(request, emit)
-            elif await self._http.respond(request, emit):
-                self._retain_for_tool_call(request)
+            else:
+                await self._http.respond(request, emit)
         except (EngineDeadError, VllmDeadError) as error:
             raise self._dead(error) from error
         finally:
             self._unfinished -= 1
-
-    def _retain_for_tool_call(self, request: GenerateRequest) -> None:
-        """Change the retention of a request whose answer ends with a tool call, without waiting."""
-        if request.keep is None:
-            return
-        keep = msgspec.to_builtins(request.keep.after_tool_call)
-        call = self._core.call("kvroute_label", request.request_id, keep)
-        task = asyncio.create_task(call, name="label")
-        self._labelling.add(task)
-        task.add_done_callback(self._labelled)
-
-    def _labelled(self, task: "asyncio.Task[None]") -> None:
-        self._labelling.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("could not change the retention of blocks after a tool call: %r", error)
 
     async def end_session(self, session: int) -> None:
         await self._core.call("kvroute_end_session", session)
@@ -297,8 +281,6 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Close this rank; closing rank 0 shuts vLLM down for all ranks."""
-        for task in self._labelling:
-            task.cancel()
         if self._core.rank == 0:
             self._http.close()
             await asyncio.to_thread(self._llm.shutdown)

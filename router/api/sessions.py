@@ -35,7 +35,7 @@ PARENTS = (
 CODEX_PARENT = ("x-codex-parent-thread-id",)
 SUFFIX = "_session_"  # of the `user_id` of Claude Code before 2.1.78; then comes the id
 MOST_USER = 1024  # characters of a `user_id` that may have a session's id in it
-TTLS_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "24h": 86_400.0}
+TTLS = ("5m", "30m", "1h", "24h")  # of promises; OpenAI's `in_memory` promises nothing
 CACHED = ("system", "tools", "messages", "input")  # lists that may have marks of what to keep
 
 
@@ -46,7 +46,8 @@ def said_of(headers: Mapping[str, str], call: Call) -> Said:
     return Said(
         session_number(call.cache_salt, parent or id_) if parent or id_ else 0,
         is_end and not parent,  # the family goes on
-        max(_kept_s(call), _retention_s(call.body)),
+        _is_marked(call) or _is_retained(call.body),
+        bool(call.body.get("tools")),
         tenant_number(tenant_of(call.caller) or call.cache_salt),
     )
 
@@ -126,16 +127,17 @@ def _is_end(value: object) -> bool:
     raise invalid("session_end", f"session_end is {shown(value)}; expected true or false")
 
 
-def _kept_s(call: Call) -> float:
-    """For how long Anthropic's `cache_control` asks to keep some of the prompt; 0: not at all."""
+def _is_marked(call: Call) -> bool:
+    """Return whether Anthropic's `cache_control` asks to keep some of the prompt."""
     if b"cache_control" not in call.raw:
-        return 0.0
-    longest_s = 0.0
-    for part in _cacheable(call.body):
-        control = part.get("cache_control")
-        if isinstance(control, dict) and control.get("type") == "ephemeral":
-            longest_s = max(longest_s, _ttl_s(control.get("ttl", "5m")))
-    return longest_s
+        return False
+    controls = (part.get("cache_control") for part in _cacheable(call.body))
+    return any(
+        isinstance(control, dict)
+        and control.get("type") == "ephemeral"
+        and control.get("ttl", "5m") in TTLS
+        for control in controls
+    )
 
 
 def _cacheable(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -147,12 +149,8 @@ def _cacheable(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from objects(each.get("content"))
 
 
-def _retention_s(body: Mapping[str, Any]) -> float:
-    """The same, as OpenAI's clients ask for it. `in_memory` promises nothing."""
+def _is_retained(body: Mapping[str, Any]) -> bool:
+    """Return whether OpenAI's fields ask to keep the prompt."""
     options = body.get("prompt_cache_options")
     ttl = options.get("ttl") if isinstance(options, dict) else None
-    return max(_ttl_s(body.get("prompt_cache_retention")), _ttl_s(ttl))
-
-
-def _ttl_s(value: object) -> float:
-    return TTLS_S.get(value, 0.0) if isinstance(value, str) else 0.0
+    return ttl in TTLS or body.get("prompt_cache_retention") in TTLS

@@ -88,7 +88,7 @@ class PeerPublisher(RequestObserver):
         self._emit(FirstToken(attempt.request_id))
 
     def ended(self, attempt: Attempt) -> None:
-        self._emit(Ended(attempt.request_id, attempt.is_tool_call, attempt.is_over))
+        self._emit(Ended(attempt.request_id, attempt.is_over))
 
     def blamed(self, digest: bytes) -> None:
         """Publish that a request stopped a replica."""
@@ -231,11 +231,7 @@ class PeerSubscriber:
                         attempt.first_token(self._clock())
                 case Ended():
                     if ended := attempts.pop(event.request_id, None):
-                        ended.end_elsewhere(
-                            self._clock(),
-                            is_tool_call=event.is_tool_call,
-                            is_over=event.is_over,
-                        )
+                        ended.end_elsewhere(self._clock(), is_over=event.is_over)
                 case Blamed():
                     self._blamed(event.digest)
                 case SessionEnded():

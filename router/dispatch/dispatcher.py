@@ -153,12 +153,7 @@ class Dispatcher:
             running = await ticket.running(losses.gone)
             now_s = time.monotonic()
             placement = self._fleet.place(
-                request.token_ids,
-                running,
-                now_s,
-                request.scope,
-                context.features,
-                session=context.said.session,
+                request.token_ids, running, now_s, request.scope, context.features
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
             if not await ticket.admit(placement, request.request_id, now_s):

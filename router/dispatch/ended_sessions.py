@@ -2,6 +2,7 @@
 
 import asyncio
 
+from kvroute.contract.keep import Order
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 
@@ -35,10 +36,11 @@ class EndedSessions(RequestObserver):
         self._has_some = asyncio.Event()
 
     def ended(self, attempt: Attempt) -> None:
-        turn, keep = attempt.dispatch.turn, attempt.dispatch.keep
-        is_last = turn is not None and turn.is_last and attempt.is_over
-        if is_last and keep and keep.chance <= 0 and len(self._waiting) < WAITING:
-            self._waiting[keep.session] = None
+        retention = attempt.context.retention
+        if retention is None or not attempt.is_over or len(self._waiting) >= WAITING:
+            return
+        if retention.turn.is_last and retention.keep.order == Order.ENDED:
+            self._waiting[retention.turn.session] = None
             self._has_some.set()
 
     async def run(self, links: Links) -> None:

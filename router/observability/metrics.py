@@ -22,7 +22,6 @@ from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import Blamed
-from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.audit import Audit
@@ -146,7 +145,7 @@ class Counts(RequestObserver):
             "evicted_prompt_tokens",
             "Those of the cause evicted, by why they were gone: ended (their session had), "
             "unlikely (its kind seldom comes back), usual (they were the next in turn, or their "
-            "replica is gone), promised (before the time that somebody had asked for was over).",
+            "replica is gone).",
             "why",
         )
         tiers = counter(
@@ -302,18 +301,12 @@ class RouterMetrics(RequestObservers):
         seat_metrics.export(seats, self._readings, time.monotonic)
 
     def export_prefixes(self, catalogue: Catalogue) -> None:
-        """Two series for each prefix while it is declared, so MAX_PREFIXES bounds them."""
+        """One series for each prefix while it is declared, so MAX_PREFIXES bounds them."""
         self._readings.counter_of(
             "prefix",
             "kvroute_prefix_saved_tokens",
             "Tokens of a named prefix that its requests took from a cache.",
             catalogue.saved_tokens,
-        )
-        self._readings.gauge_of(
-            "prefix",
-            "kvroute_prefix_extra_replicas",
-            "Replicas that keep a named prefix warm for its demand, besides those asked for.",
-            catalogue.extra_replicas,
         )
 
     def export_audit(self, audit: Audit) -> None:
@@ -351,21 +344,6 @@ class RouterMetrics(RequestObservers):
             "kvroute_lost_connections",
             "Connections to replicas that ended, for whatever reason.",
             lambda: links.losses,
-        )
-
-    def export_handover(self, handover: HandOver) -> None:
-        self._readings.counter(
-            "kvroute_handed_over_tokens",
-            "Tokens of prompts that were computed again as the only replica that had them left.",
-            lambda: handover.tokens,
-        )
-        self._readings.counter_of(
-            "outcome",
-            "kvroute_handed_over_prompts",
-            "Latest prompts of conversations whose replica left: computed, held (another replica "
-            "has it), dropped (it came back or ended, is not worth it, or there was no time), "
-            "failed.",
-            lambda: {str(name): count for name, count in handover.outcomes.items()},
         )
 
     def export_responses(self, responses: Responses) -> None:

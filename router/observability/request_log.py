@@ -60,7 +60,7 @@ class Line(msgspec.Struct):
     priority: str | msgspec.UnsetType = msgspec.UNSET  # its class, if it is not `default`
     session: int | msgspec.UnsetType = msgspec.UNSET  # a hash of its client's id for it
     session_end: bool | msgspec.UnsetType = msgspec.UNSET  # the client says that it is the last
-    tool_call: bool | msgspec.UnsetType = msgspec.UNSET  # its answer ended with one
+    tools: bool | msgspec.UnsetType = msgspec.UNSET  # the model might call tools
 
 
 class RequestLog(RequestObserver):
@@ -132,7 +132,7 @@ class RequestLog(RequestObserver):
             priority=_unless_default(attempt.context.urgency.priority),
             session=attempt.context.said.session & ID_BITS or msgspec.UNSET,
             session_end=attempt.context.said.is_end or msgspec.UNSET,
-            tool_call=attempt.is_tool_call or msgspec.UNSET,
+            tools=attempt.context.said.has_tools or msgspec.UNSET,
         )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:

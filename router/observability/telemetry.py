@@ -16,7 +16,6 @@ from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import Blamed
-from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit
@@ -77,7 +76,6 @@ class Telemetry:
         responses: Responses | None,
         queue: Queue[Any],
         seats: Seats[Any] | None,
-        handover: HandOver,
     ) -> None:
         """Prometheus can scrape and find this router from now on, unless metrics are off."""
         if self._metrics is None:
@@ -89,7 +87,6 @@ class Telemetry:
         self._metrics.export_links(links)
         self._metrics.export_blamed(blamed)
         self._metrics.export_queue(queue)
-        self._metrics.export_handover(handover)
         if seats is not None:
             self._metrics.export_seats(seats)
         if responses is not None:

@@ -22,7 +22,7 @@ from kvroute.router.placement.load import ReplicaLoad
 from kvroute.router.placement.policy import Candidate
 from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
-from kvroute.router.sessions.returns import NOTHING_SAID, Retention, Returns, Said, Why
+from kvroute.router.sessions.returns import NOTHING_SAID, Retention, Said, Why
 
 MUCH = 0.25  # of a prompt
 
@@ -212,11 +212,9 @@ class Attempt:
     observer: RequestObserver = NO_OBSERVER
     boundaries: Boundaries | None = None  # of the replica's engine, if it has several cache groups
     trace: TraceContext | None = None  # its span, if an observer keeps one
-    returns: Returns | None = None  # that learns of its end
-    scale: Scale | None = None  # the same
+    scale: Scale | None = None  # that learns of its end
     seats: Seats[Any] | None = None  # the same
     is_complete: bool = False
-    is_tool_call: bool = False  # its answer has ended with one
     output_tokens: int = 0  # of all choices
     first_tokens: int = 0  # output tokens in the first chunk
     cached_tokens: int | None = None  # of the prompt, as the engine reports in the first chunk
@@ -236,7 +234,6 @@ class Attempt:
         """The replica sent this chunk."""
         self.output_tokens += len(chunk.token_ids)
         self.is_complete = chunk.is_last
-        self.is_tool_call = chunk.http is not None and chunk.http.is_tool_call
         if self.last_chunk_s is None:
             self.first_tokens = self.output_tokens
             self.cached_tokens = chunk.cached_tokens
@@ -268,9 +265,9 @@ class Attempt:
         self._teach_answer()
         self.observer.ended(self)
 
-    def end_elsewhere(self, now_s: float, *, is_tool_call: bool, is_over: bool) -> None:
-        """Another router says so."""
-        self.last_chunk_s, self.is_tool_call = now_s, is_tool_call
+    def end_elsewhere(self, now_s: float, *, is_over: bool) -> None:
+        """End an attempt of another router, which says so."""
+        self.last_chunk_s = now_s
         self.end(None if is_over else "moved")
 
     def _teach_step(self) -> None:
@@ -296,8 +293,6 @@ class Attempt:
             self.seats.ended(turn.session, at_s)
             if turn.is_last and self.is_over:
                 self.seats.session_ended(turn.session)
-        if self.returns and turn and self.is_over:
-            self.returns.finish(turn, is_tool_call=self.is_tool_call, now_s=at_s)
 
     def _infer(self, chain: Sequence[Fingerprint]) -> None:
         """The replica has cached the prompt."""

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.keep import NO_BLOCK, Keep, SessionTurn
+from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.messages import Dispatch, Fingerprints
 from kvroute.contract.records import ReplicaRecord
 from kvroute.prefill.speed import PrefillModel
@@ -31,8 +31,6 @@ from kvroute.router.placement.pressure import Pressure
 from kvroute.router.placement.replicas import Replicas
 from kvroute.router.sessions.branches import Branches
 from kvroute.router.sessions.returns import NOTHING_SAID, Retention, Returns, Said
-
-HOME = -1.0  # share of new conversations that puts a replica before all others
 
 
 class Prompt:
@@ -124,7 +122,6 @@ class Fleet:
         now_s: float,
         scope: Scope = EVERYBODY,
         features: Sequence[Feature] = (),
-        session: int = 0,
     ) -> Placement:
         """Rank replicas for a prompt.
 
@@ -132,15 +129,12 @@ class Fleet:
 
         Args:
             running: the replicas that may get the prompt.
-            session: number of the session that the client names; 0: it names none.
         """
         chain = self.caches.chain(token_ids, scope, features)
         if lora := scope.lora:
             able = [id_ for id_ in running if self.replicas.can_load(id_, lora)]
             running = able or running
-        placement = self.place_chain(
-            chain, len(token_ids), running, now_s, lora=lora, session=session
-        )
+        placement = self.place_chain(chain, len(token_ids), running, now_s, lora=lora)
         if scope.shared_tokens:
             return replace(placement, shared_tokens=scope.shared_tokens)
         return placement
@@ -153,25 +147,17 @@ class Fleet:
         now_s: float,
         *,
         lora: str = "",
-        session: int = 0,
     ) -> Placement:
         """Rank replicas for a prompt with these reusable blocks; see `place`."""
         hits = self.caches.find(chain, now_s)
         best = max([hits.blocks.get(replica_id, 0) for replica_id in running], default=0)
         prefix = chain[:best]
-        shares = self._branches.shares(prefix, running)
-        if not best and (home := self.returns.home(session)):
-            # The replica of the session's latest turn may have what the index does not know yet.
-            # Only idle fleets look at shares.
-            shares = [
-                HOME if id_ == home else share for id_, share in zip(running, shares, strict=True)
-            ]
         candidates = self._candidates(
             running,
             Prompt(prompt_tokens, best, self._block_size),
             hits,
             known_block=prefix[-1] if prefix else None,
-            shares=shares,
+            shares=self._branches.shares(prefix, running),
             lora=lora,
             now_s=now_s,
         )
@@ -273,11 +259,11 @@ class Fleet:
         answer_s = self.loads.scale.answer_s
         return answer_s * missing / (2.0 * load.kv.tokens) if missing > 0 else 0.0
 
-    def retention(self, placement: Placement, now_s: float, said: Said = NOTHING_SAID) -> Retention:
+    def retention(self, placement: Placement, said: Said = NOTHING_SAID) -> Retention:
         """Return how long a replica should keep the prompt's blocks."""
         shared_blocks = placement.shared_tokens // placement.block_size
         chain, known_blocks = placement.chain, placement.known_blocks
-        return self.returns.retention(chain, known_blocks, said, now_s, shared_blocks)
+        return self.returns.retention(chain, known_blocks, said, shared_blocks)
 
     # Dispatches.
 
@@ -305,7 +291,6 @@ class Fleet:
             lora=placement.lora,
             loads_first=there.lora_s > 0 or there.reload_s > 0,
             turn=retention and retention.turn,
-            keep=retention and retention.keep,
         )
         if retention and not self.returns.knows(retention.turn):  # not sent before, elsewhere
             self.pressure.sent(
@@ -317,36 +302,6 @@ class Fleet:
         attempt.context = context or attempt.context
         self.observer.sent(attempt)
         return attempt
-
-    def ahead(
-        self, placement: Placement, replica_id: str, part: range, request_id: str, now_s: float
-    ) -> Attempt:
-        """Count a request without a client, which computes a part of a prompt ahead of time.
-
-        It counts as load only.
-
-        Args:
-            part: the blocks to compute.
-        """
-        begin, end = part.start * self._block_size, part.stop * self._block_size
-        there = placement.at(replica_id)
-        is_first = part.start == there.hit_blocks  # it waits for blocks from slower tiers
-        reload_s = there.reload_s if is_first else 0.0
-        added_from = there.gpu_blocks if is_first else part.start
-        dispatch = Dispatch(
-            request_id=request_id,
-            replica_id=replica_id,
-            prefill_s=self.loads.of(replica_id).model.seconds(begin, end),
-            new_tokens=end - begin,
-            prompt_tokens=end,
-            known_prefix=Fingerprints(placement.chain[: part.start][-1:]),
-            expected=Fingerprints(
-                self.caches.added(replica_id, placement.chain[: part.stop], added_from)
-            ),
-            lora=placement.lora,
-            loads_first=reload_s > 0,
-        )
-        return self.begin(dispatch, now_s, reload_s)
 
     def begin(self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0) -> Attempt:
         """Count a dispatch of this router or of another one as load.
@@ -374,9 +329,9 @@ class Fleet:
         self.loads.scale.computed(load.speed.slowness * dispatch.prefill_s)
         self.mirror.forget_computed(now_s)
         self.mirror.expect(replica_id, dispatch.expected.blocks)
-        if dispatch.turn and dispatch.keep:
-            self.returns.begin(dispatch.turn, dispatch.keep, now_s, replica_id)
-            self._take_seat(dispatch.turn, dispatch.keep, dispatch, now_s)
+        if dispatch.turn:
+            self.returns.begin(dispatch.turn)
+            self._take_seat(dispatch.turn, dispatch, now_s)
         return Attempt(
             mirror=self.mirror,
             load=load,
@@ -384,9 +339,8 @@ class Fleet:
             capacity_blocks=self.replicas.cache_blocks(replica_id),
             sent_s=now_s,
             context=RequestContext(now_s),
-            returns=self.returns,
             scale=self.loads.scale,
-            seats=self.seats if dispatch.turn and dispatch.keep else None,
+            seats=self.seats if dispatch.turn else None,
         )
 
     def end_session(self, session: int) -> None:
@@ -395,10 +349,10 @@ class Fleet:
         if self.seats is not None:
             self.seats.session_ended(session)
 
-    def _take_seat(self, turn: SessionTurn, keep: Keep, dispatch: Dispatch, now_s: float) -> None:
+    def _take_seat(self, turn: SessionTurn, dispatch: Dispatch, now_s: float) -> None:
         if self.seats is not None:
             block = dispatch.known_block or NO_BLOCK
             known = block, dispatch.prompt_tokens - dispatch.new_tokens
             self.seats.sent(
-                turn, dispatch.prompt_tokens, tenant=keep.tenant, known=known, now_s=now_s
+                turn, dispatch.prompt_tokens, tenant=turn.tenant, known=known, now_s=now_s
             )

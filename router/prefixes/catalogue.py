@@ -5,6 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 import numpy as np
 from redis.exceptions import RedisError
@@ -17,7 +18,6 @@ from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError, redis_away
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prefixes.similar import similar
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.settings.multi_task import Task
 from kvroute.store.outage import Outage
@@ -29,6 +29,7 @@ POLL_S = 0.25
 COUNT_S = 1.0  # between writes of the counts
 RETIRE_S = 5.0  # a newer version is in use for this time before the older ones are released
 RETRY_S = 0.5  # between attempts while Redis is away
+COMPARED = 50  # names with an unknown one, for an error; each takes up to a millisecond
 
 
 def is_warm(prefix: Prefix, record: ReplicaRecord) -> bool:
@@ -155,17 +156,10 @@ class Catalogue:
         nobody else's to see. Safe to call from another thread."""
         return {id_: self._saved[id_] for id_ in self._versions if OF not in id_}
 
-    def extra_replicas(self) -> dict[str, int]:
-        """Id -> extra replicas for its demand, of the same; safe to call from another thread."""
-        return {
-            id_: versions[-1].extra_replicas
-            for id_, versions in self._versions.items()
-            if OF not in id_
-        }
-
     def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
         """The 404 for an unknown name, with similar names of what the caller can use."""
-        near = similar(name, {each.label for each in self.all() if is_visible(each, caller)})
+        labels = {each.label for each in self.all() if is_visible(each, caller)}
+        near = get_close_matches(name, sorted(labels)[:COMPARED])
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see GET /v1/prefixes."
         return ApiError(
             404,

@@ -216,7 +216,6 @@ class Declarations:
             "partial_tokens": len(prefix.token_ids) % self._block_size,
             "shared": prefix.is_shared,
             "replicas": prefix.replicas or "all",
-            "extra_replicas": prefix.extra_replicas,
             "assigned_to": [record.id for record in assigned],
             "warm_on": [record.id for record in warm],
             "pinned": bool(warm) and _pinned(prefix, warm),

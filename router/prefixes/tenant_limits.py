@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
-from kvroute.router.prefixes.auto_pin import AUTO
 from kvroute.store.prefixes import Prefix
 
 
@@ -12,19 +11,14 @@ def check_limits(
     wanted: Prefix, declared: Iterable[Prefix], limits: TenantLimits | None, *, block_size: int
 ) -> None:
     """ApiError if the prefix would be too many of its tenant's. Its older versions do not count:
-    it takes their place. Nor do automatic ones, unless it is named like them."""
+    it takes their place."""
     if limits is None:
         return
-    own = {each.id: each for each in declared if _counts(each, wanted)}
+    own = {each.id: each for each in declared if each.tenant == wanted.tenant}
     own[wanted.id] = wanted
     _check_number(wanted, len(own), limits.max_prefixes)
     blocks = sum(each.full_blocks(block_size) for each in own.values() if each.is_pinned)
     _check_blocks(wanted, blocks, limits.max_pinned_blocks)
-
-
-def _counts(declared: Prefix, wanted: Prefix) -> bool:
-    is_automatic = declared.label.startswith(AUTO) and not wanted.label.startswith(AUTO)
-    return declared.tenant == wanted.tenant and not is_automatic
 
 
 def _check_number(wanted: Prefix, number: int, most: int | None) -> None:

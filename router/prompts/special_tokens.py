@@ -6,18 +6,19 @@ text gets an invisible character behind its first one.
 A text may also arise where a template puts two strings one behind the other. So the beginning of a
 special token is broken too where a string ends with it, white space aside: templates trim. Some
 put a name between `<` and `>` or the like, so a name that begins as a token goes on is broken too.
+
+And a template may delete a part of a text, which puts together what stood around it: SmolLM3's
+makes `<|im_end|>` of `<|im_/no_thinkend|>`, as it deletes `/no_think`.
 """
 
+import ast
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from kvroute.router.prompts.deletions import Deletions, deleted_by
-from kvroute.router.prompts.patterns import starts_of
 from kvroute.router.prompts.segments import any_of
-from kvroute.router.prompts.suspects import Suspects
 
 BREAKS = ("\u2060", "\u200b", " ")  # the first of them that the tokenizer knows
 PIECE = 1 << 16  # characters that are searched at a time, then other threads may run
@@ -26,6 +27,9 @@ WORD = re.compile(r"[\w-]+")
 # In a template, behind a character that it writes before a value.
 BEFORE_VALUE = r"""(?:["']\s*[~+,]|\{[{%}]|%)"""
 BRACKETED = re.compile(r"[<\[{(].*[>\])}]", re.DOTALL)
+QUOTED = r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+DELETED = re.compile(rf"""\breplace\(\s*{QUOTED}\s*,\s*(?:""|'')\s*[,)]""", re.DOTALL)
+ROUNDS = 2  # of deletions; a text that needs more has been made to do harm
 
 
 class SpecialTokens:
@@ -41,18 +45,12 @@ class SpecialTokens:
         self._heads = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
         self._longest = max(map(len, self._heads), default=0)
         self._firsts = {token[0] for token in tokens}
-        self._starts = starts_of(self._tokens)
-        self._deletions = Deletions(deleted_by(template))
+        self._starts = _starts_of(self._tokens)
+        self._deletions = _Deletions(_deleted_by(template))
         around = {token[0] for token in tokens if _is_before_values(token[0], template)}
         tails = {each[1:] for each in tokens if each[0] in around or _is_odd(each[1:])}
         insides = {each[1:-1] for each in tokens if each[0] in around or _is_odd(each[1:-1])} - {""}
         self._rests = re.compile(_rests(tails, insides))
-        self._suspects = Suspects(tokens, tails, insides, self._deletions.literals)
-
-    def may_be_in(self, raw: bytes) -> bool:
-        """Whether a body may have one, however it is written; False for nearly all that have
-        none."""
-        return self._suspects.has(raw)
 
     def text(self, text: str, *, may_go_on: bool = True) -> str:
         """The text without any. may_go_on: more text may follow it in the prompt."""
@@ -104,6 +102,35 @@ class SpecialTokens:
         return body + rest
 
 
+class _Deletions:
+    """What one template deletes from texts."""
+
+    def __init__(self, literals: Sequence[str]) -> None:
+        self._literals = literals
+        self._starts = _starts_of(literals)
+
+    def broken(self, text: str, mark: str, is_bad: Callable[[str], bool]) -> str:
+        """The text; if deletions may make it bad, with the mark in all that they would delete."""
+        if not self._may_become(text, is_bad):
+            return text
+        return self._starts.sub(lambda start: start[0] + mark, text)
+
+    def _may_become(self, text: str, is_bad: Callable[[str], bool]) -> bool:
+        """By one deletion, or by all of them, one after the other, again and again."""
+        if any(is_bad(text.replace(each, "")) for each in self._literals if each in text):
+            return True
+        for _ in range(ROUNDS):
+            before = text
+            for literal in self._literals:
+                if literal in text:
+                    text = text.replace(literal, "")
+                    if is_bad(text):
+                        return True
+            if text == before:
+                return False
+        return True
+
+
 def _special(tokenizer: Any, template: str) -> set[str]:
     found = set[str](tokenizer.all_special_tokens)
     for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values():
@@ -140,3 +167,26 @@ def _rests(tails: Collection[str], insides: Collection[str]) -> str:
     """A pattern of names that begin with a token's tail, or are its inside."""
     patterns = [any_of(tails), rf"{any_of(insides)}\Z" if insides else ""]
     return "|".join(filter(None, patterns)) or r"(?!)"
+
+
+def _starts_of(words: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of the first character of each word, also where words overlap."""
+    given = list(words)
+    starts = [
+        f"{re.escape(first)}(?={any_of([word[1:] for word in given if word[0] == first])})"
+        for first in sorted({word[0] for word in given})
+    ]
+    return re.compile("|".join(starts) or r"(?!)")
+
+
+def _deleted_by(template: str) -> list[str]:
+    """Return the literals of its `.replace("literal", "")`, in its order."""
+    found = dict.fromkeys(_meant(match[1]) for match in DELETED.finditer(template))
+    return [*filter(None, found)]
+
+
+def _meant(quoted: str) -> str:
+    try:
+        return str(ast.literal_eval(quoted))
+    except (SyntaxError, ValueError):
+        return quoted[1:-1]

@@ -148,6 +148,6 @@ def _waiter(placement: Placement, context: RequestContext) -> Waiter[Answer] | N
         asyncio.get_running_loop().create_future(),
         retention.turn,
         placement.prompt_tokens,
-        retention.keep.tenant,
+        retention.turn.tenant,
         context.at_s,
     )

@@ -21,7 +21,6 @@ from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.blamed import Blamed
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.ended_sessions import EndedSessions
-from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
@@ -40,14 +39,11 @@ from kvroute.router.queueing.seating import Seating
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.conversations import Conversations
 from kvroute.router.serving.prefix_service import PrefixService
-from kvroute.router.sessions.learning import Learning
-from kvroute.router.sessions.recent_prompts import RecentPrompts
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.clusters import Clusters, Tenant
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from kvroute.store.learned import Learned
 from kvroute.store.prefixes import Prefixes
 from kvroute.store.responses import Responses
 
@@ -120,9 +116,6 @@ class Parts:
             seats=self.seats,
         )
         self.feed = Feed(self.index, self.fleet)
-        self.learning = Learning(
-            Learned(redis, model, cluster=cluster), self.fleet.returns, self.unreadable
-        )
         self.subscriber = PeerSubscriber(
             self.fleet,
             own=router_id,
@@ -155,17 +148,6 @@ class Parts:
             shared_tokens=self.prefixes.catalogue.shared_tokens,
             blamed=self.blamed,
         )
-        self.handover = HandOver(
-            self.fleet,
-            RecentPrompts(),
-            canary_sender(self.links),
-            running=running,
-            trusted=self.liveness.trusted,
-            is_free=lambda: not (self.queue or self.queue.elsewhere().requests),
-            drain_s=settings.drain_timeout_s,
-            observer=RequestObservers(self.publisher, wake),
-        )
-
         # What watches them.
         read_audit = audit_reader(self.links, self.unreadable)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, read_audit)
@@ -176,11 +158,6 @@ class Parts:
             self.links.running,
             block_size=settings.block_size,
         )
-
-    @property
-    def hands_over(self) -> bool:
-        """Policies that ignore what is cached want none of it elsewhere."""
-        return self.settings.policy == "kvroute"
 
     def max_model_len(self) -> int:
         """Return the most tokens of prompt and response together."""

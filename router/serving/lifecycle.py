@@ -31,7 +31,6 @@ class Lifecycle:
             responses=parts.responses,
             queue=parts.queue,
             seats=parts.seats,
-            handover=parts.handover,
         )
         works = self._works() | parts.prefixes.tasks() | parts.telemetry.tasks()
         self._tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
@@ -57,7 +56,6 @@ class Lifecycle:
             "feed": parts.feed.run(),
             "peer publisher": parts.publisher.run(parts.index, parts.subscriber),
             "peer subscriber": parts.subscriber.run(parts.index),
-            "learning": parts.learning.run(),
             "links": parts.links.run(),
             "liveness": parts.liveness.run(),
             "holding": parts.holding.run(),
@@ -66,6 +64,4 @@ class Lifecycle:
         }
         if parts.seating is not None:
             works["seating"] = parts.seating.run()
-        if parts.hands_over:
-            works["handover"] = parts.handover.run()
         return works

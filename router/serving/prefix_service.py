@@ -6,10 +6,8 @@ from typing import Any
 
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prefixes.auto_pin import AutoPin
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.declarations import Declarations
-from kvroute.router.prefixes.demand import Demand
 from kvroute.router.prefixes.hot import HotPrefixes, Owner
 from kvroute.router.prefixes.hottest import Hottest
 from kvroute.router.prompts.composer import PrefixComposer
@@ -33,26 +31,17 @@ class PrefixService:
         block_size = settings.block_size
         self._block_size = block_size
         self._tasks_to_declare = settings.tasks
-        self._pins_by_itself = settings.auto_pin
         self.catalogue = Catalogue(store, fleet, block_size=block_size)
         self.composer = PrefixComposer(tokenizer)
         self.declarations = Declarations(
             self.catalogue, self.composer, index.records, block_size=block_size
         )
-        self._demand = Demand(self.catalogue, fleet)
         self._hot = HotPrefixes(block_size=block_size)
         self.hottest = Hottest(self._hot, fleet, self.catalogue, tokenizer)
-        self._auto_pin = AutoPin(self._hot, fleet, self.catalogue, tokenizer)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """The background tasks by name."""
-        tasks = {
-            "demand": self._demand.run(),
-            "catalogue": self.catalogue.run(self._tasks_to_declare, self.composer),
-        }
-        if self._pins_by_itself:
-            tasks["auto-pin"] = self._auto_pin.run()
-        return tasks
+        return {"catalogue": self.catalogue.run(self._tasks_to_declare, self.composer)}
 
     def named_tokens(self, prefix: Prefix | None, namespace: str) -> int:
         """The prefix's tokens in whole blocks that prompts of this namespace share."""
@@ -65,7 +54,6 @@ class PrefixService:
         owner it makes no prefix hot."""
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)
-            self._demand.count(prefix)
         if owner is not None:
             self._hot.see(
                 generation.token_ids,

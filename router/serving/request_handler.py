@@ -19,7 +19,7 @@ from typing import Any
 from fastapi import Response
 from msgspec.structs import replace
 
-from kvroute.blocks.chain import EVERYBODY, Scope
+from kvroute.blocks.chain import Scope
 from kvroute.keys.keyring import salted
 from kvroute.router.api.calls import PASSED_ON, Call
 from kvroute.router.api.errors import ApiError
@@ -115,10 +115,8 @@ class RequestHandler:
                 prompt, context.namespace, features
             )
             scope = Scope(context.lora, context.namespace, shared_tokens)
-            placement = self._parts.fleet.place(
-                prompt, running, now_s, scope, features, session=context.said.session
-            )
-            retention = self._parts.fleet.retention(placement, now_s, context.said)
+            placement = self._parts.fleet.place(prompt, running, now_s, scope, features)
+            retention = self._parts.fleet.retention(placement, context.said)
             receipts.append(
                 receipt(placement, policy=self._policy, broken=broken, retention=retention)
             )
@@ -202,23 +200,11 @@ class RequestHandler:
             if generation.is_refused:
                 continue
             self._parts.prefixes.count(generation, expanded.prefix, owner)
-            if self._parts.hands_over and rendered.is_rendered:
-                self._remember(context, generation)
             if context.entry is not None:
                 new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
                 context.entry.computed(generation.request_id, new_tokens, time.monotonic())
         if rendered.image is not None:
             self._homes.answered(rendered.image, generations[0].replica_id)
-
-    def _remember(self, context: RequestContext, generation: Generation) -> None:
-        """Should its replica leave, another one computes it."""
-        if generation.retention is None or generation.features:
-            return
-        lora, namespace = context.lora, context.namespace
-        shared_tokens = generation.placement.shared_tokens
-        scope = Scope(lora, namespace, shared_tokens) if lora or namespace else EVERYBODY
-        turn = generation.retention.turn
-        self._parts.handover.remember(turn, generation.token_ids, scope)
 
 
 def _owner(call: Call, context: RequestContext) -> Owner | None:

@@ -14,7 +14,6 @@ const EVICTED = {
   ended: "the session had ended",
   unlikely: "such turns seldom come back",
   usual: "the next in turn, or the replica is gone",
-  promised: "a promise was broken",
 };
 // What a cost is made of, in the words of the receipt's reasons.
 const TERMS = {

@@ -69,13 +69,8 @@ function sentence(ledger, total) {
   return (
     `${plural(ledger.requests, "request")} in the last ${minutes} minutes had ${plural(total, "prompt token")}: ` +
     `${percent(hitTokens(ledger), total)} came from a KV cache, and ${plural(computed, "token")} had to be computed. ` +
-    `Each of them has one cause.${promises(ledger.evicted.promised, total)}${changes(ledger.broken[0], total)}`
+    `Each of them has one cause.${changes(ledger.broken[0], total)}`
   );
-}
-
-// What was evicted before the time that was promised.
-function promises(tokens, total) {
-  return tokens ? ` Promises that were broken cost ${percent(tokens, total)}.` : "";
 }
 
 // The place where chats change that costs most, if there is one.

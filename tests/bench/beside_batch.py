@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import Keep, Order
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.bench.report import Row, Section
 from tests.support.engines import Running, started
@@ -26,8 +26,8 @@ SEED = 1
 Told = Callable[[int], Keep | None]  # of a chat's request by the chat's number; 0: of the batch job
 
 
-def chance(session: int) -> Keep | None:
-    return Keep(session=session) if session else Keep(0.1)
+def order(session: int) -> Keep | None:
+    return Keep(session=session) if session else Keep(Order.UNLIKELY)
 
 
 def nothing(session: int) -> Keep | None:
@@ -37,7 +37,7 @@ def nothing(session: int) -> Keep | None:
 def beside_batch() -> Section:
     rows: list[Row] = [
         {"told": "nothing (LRU)", **asyncio.run(_share(nothing))},
-        {"told": "how likely each comes back", **asyncio.run(_share(chance))},
+        {"told": "which are unlikely to come back", **asyncio.run(_share(order))},
     ]
     title = f"{CHATS} chats beside a batch job on one engine ({BUILTIN_MODEL})"
     return Section(title, rows)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvroute.contract.keep import KEEP, Keep
+from kvroute.contract.keep import Keep, Order
 from tests.bench.report import Row, Section
 
 BLOCKS = 50_000  # of the pool
@@ -22,26 +22,18 @@ Said = Callable[[random.Random, int], Keep]  # of a turn, by its session
 
 
 def nothing(rng: random.Random, session: int) -> Keep:
-    return KEEP
+    return Keep()
 
 
-def learned(rng: random.Random, session: int) -> Keep:
-    """Some kinds of turns, and sessions of their own."""
-    return Keep(rng.choice([1.0, 0.7, 0.4, 0.1]), session=session)
-
-
-def promised(rng: random.Random, session: int) -> Keep:
-    """A quarter of all turns call a tool."""
-    still_s = rng.choice([0.0, 0.0, 0.0, 15.0])
-    chance = rng.choice([1.0, 0.7, 0.4, 0.1])
-    return Keep(chance, still_s, session, tenant=session % 8)
+def ordered(rng: random.Random, session: int) -> Keep:
+    """Some unlikely turns, and sessions of their own."""
+    return Keep(rng.choice([Order.USUAL, Order.UNLIKELY]), session)
 
 
 CASES: dict[str, Said | None] = {
     "vLLM's own": None,
     "ours, nothing said": nothing,
-    "ours, learned": learned,
-    "ours, with promises": promised,
+    "ours, with kinds and sessions": ordered,
 }
 
 
@@ -67,8 +59,7 @@ class Pool:
         from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
         self.pool: Any = BlockPool(BLOCKS + 1, True, 16)
-        self._now_s = 0.0
-        self._queue = FreeQueue(self.pool, lambda: self._now_s) if said else None
+        self._queue = FreeQueue(self.pool) if said else None
         self._said = said or nothing
         self._rng = random.Random(seed)
         self._spent = dict.fromkeys(PARTS, (0, 0.0))  # blocks, seconds
@@ -91,7 +82,6 @@ class Pool:
         }
 
     def _turn(self, session: int, hashes: Sequence[bytes]) -> None:
-        self._now_s += 0.05
         found = self.pool.cached_block_hash_to_block
         hits: list[Any] = []
         for hash_ in hashes:

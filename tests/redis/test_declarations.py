@@ -94,7 +94,6 @@ async def test_a_declaration_is_shown_as_it_stands(declarations: Declarations) -
         "partial_tokens": 2,
         "shared": False,
         "replicas": 1,
-        "extra_replicas": 0,
         "assigned_to": [holder],
         "warm_on": [],
         "pinned": False,
@@ -338,7 +337,6 @@ async def test_metrics_do_not_name_what_tenants_have_declared(
     await declare_as(declarations, A, "merger", " a" * 20)
     await declare_as(declarations, A, "rules", " a" * 20, shared=True)
     assert catalogue.saved_tokens().keys() == {"rules"}
-    assert catalogue.extra_replicas().keys() == {"rules"}
 
 
 async def test_an_expired_prefix_is_shared_no_more(

@@ -253,9 +253,7 @@ async def test_what_a_prefix_saved_is_told_as_long_as_it_is_declared(
     await known.refresh()
     assert known.saved_tokens() == {"law": 0}
     known.count(prefix, cached_tokens=400)
-    await store.set_extra("law", 1, 2)
-    await known.refresh()
-    assert (known.saved_tokens(), known.extra_replicas()) == ({"law": 20}, {"law": 2})
+    assert known.saved_tokens() == {"law": 20}
     await store.drop("law")
     await known.refresh()
-    assert (known.saved_tokens(), known.extra_replicas()) == ({}, {})
+    assert known.saved_tokens() == {}

@@ -54,7 +54,7 @@ async def test_only_the_terms_of_a_pin_in_host_memory_say_so(prefixes: Prefixes)
     assert order.startswith(b'{"order":')
     assert rest == (
         b'"source":{"prompt":"You are a lawyer."},"replicas":null,"is_pinned":true,'
-        b'"expires_at_s":null,"extra_replicas":0,"tenant":"","namespace":"","is_shared":false,'
+        b'"expires_at_s":null,"tenant":"","namespace":"","is_shared":false,'
         b'"version":1}'
     )
     assert b'"is_in_host":true' in packed[b"host@1"]
@@ -114,7 +114,6 @@ async def test_every_change_is_another_revision(prefixes: Prefixes) -> None:
     for change in (
         declare(prefixes, "a"),
         declare(prefixes, "a", tokens=50),
-        prefixes.set_extra("a", 2, 1),
         prefixes.retire("a", 1),
         prefixes.drop("a"),
     ):
@@ -126,25 +125,15 @@ async def test_every_change_is_another_revision(prefixes: Prefixes) -> None:
 async def test_what_changes_nothing_is_no_revision(prefixes: Prefixes) -> None:
     await declare(prefixes, "a")
     revision = await prefixes.revision()
-    await prefixes.set_extra("a", 1, 0)
-    await prefixes.set_extra("a", 9, 5)
     await prefixes.retire("a", 9)
     await prefixes.drop("b")
     await prefixes.count({"a": (1, 2)})
     assert await prefixes.revision() == revision
 
 
-async def test_extra_replicas_stay_until_they_are_set_again(prefixes: Prefixes) -> None:
-    await declare(prefixes, "a", replicas=1)
-    await prefixes.set_extra("a", 1, 2)
-    assert (await declare(prefixes, "a", replicas=1)).extra_replicas == 2
-    assert [prefix.extra_replicas for prefix in await prefixes.all()] == [2]
-
-
 async def test_a_redis_that_lost_them_gets_them_back_once(prefixes: Prefixes) -> None:
     await declare(prefixes, "b")
     await declare(prefixes, "a", replicas=1)
-    await prefixes.set_extra("a", 1, 2)
     before, revision = await prefixes.all(), await prefixes.revision()
     await prefixes._redis.flushall()
     assert await prefixes.revision() == 0
@@ -186,7 +175,7 @@ async def test_a_record_says_what_its_replica_keeps_warm(prefixes: Prefixes) -> 
 
 def test_as_many_replicas_keep_a_prefix_as_it_asks_for() -> None:
     assert set(assigned(Prefix("a", 1, ids(1), TEXT), REPLICAS)) == set(REPLICAS)
-    assert len(assigned(Prefix("a", 1, ids(1), TEXT, 2, extra_replicas=1), REPLICAS)) == 3
+    assert len(assigned(Prefix("a", 1, ids(1), TEXT, 2), REPLICAS)) == 2
     assert assigned(Prefix("a", 1, ids(1), TEXT, 2), REPLICAS[:1]) == REPLICAS[:1]
 
 

@@ -177,10 +177,9 @@ def with_host(**changes: Any) -> SimulatedConfig:
     return dataclasses.replace(INSTANT, prefill_tokens_per_s=100_000.0, host=host, **changes)
 
 
-async def test_what_is_pinned_in_host_memory_comes_back_before_it_is_asked_for(
-    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+async def test_what_is_pinned_in_host_memory_comes_back_when_it_is_asked_for(
+    prefixes: Prefixes,
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.RELOAD_INTERVAL_S", 0.0)
     prefix = await declare(prefixes, "x", is_in_host=True)
     async with Replica(prefixes._redis, config=with_host()).running("x") as replica:
         await until_told(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
@@ -188,35 +187,11 @@ async def test_what_is_pinned_in_host_memory_comes_back_before_it_is_asked_for(
         table = replica.engine._pool.table(prefix.token_ids, Scope())
         while any(hash_ in replica.engine._pool._cache for hash_ in table.hashes):
             await replica.ask([*range(next(FLOOD), next(FLOOD))])
-        replica.warmer.has_evicted = True
-        await until(lambda: all(hash_ in replica.engine._pool._cache for hash_ in table.hashes))
+        assert await replica.cached_blocks(prefix) == 10
         assert replica.engine.host_pins == {"x@1": 10}
         await prefixes.drop("x")
         await until_told(replica, {})
         assert replica.engine.host_pins == {}
-
-
-async def test_who_brings_back_leaves_clients_the_engine(
-    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.RELOAD_INTERVAL_S", 0.0)
-    await declare(prefixes, "large", blocks=30, is_in_host=True)
-    prefix = await declare(prefixes, "x", is_in_host=True, expires_at_s=time.time() + 1000.0)
-    config = with_host(decode_step_s=0.005)  # the client's answer takes 7 s
-    async with Replica(prefixes._redis, config=config).running("large", "x") as replica:
-        pool = replica.engine._pool
-        table = pool.table(prefix.token_ids, Scope())
-        busy = asyncio.create_task(replica.ask([*range(500)], max_tokens=100_000))
-        await until(lambda: replica.engine.load().running > 0)
-        while any(hash_ in pool._cache for hash_ in table.hashes):
-            await replica.ask([*range(next(FLOOD), next(FLOOD))])
-        replica.warmer.has_evicted = True
-        await asyncio.sleep(0.2)
-        assert not any(hash_ in pool._cache for hash_ in table.hashes)
-        busy.cancel()
-        await until(lambda: all(hash_ in pool._cache for hash_ in table.hashes))  # large is not
-        assert not pool._cache.free.idle._promised
-        assert replica.engine.host_pins == {"large@1": 30, "x@1": 10}
 
 
 async def test_without_host_memory_a_pin_there_is_no_pin(prefixes: Prefixes) -> None:
@@ -356,11 +331,7 @@ async def test_a_replica_keeps_its_share_and_moves_it_without_a_gap(prefixes: Pr
         async with second.running():
             await until(lambda: not first.engine.pins)
             assert second.engine.pins == {"x@1": 10}
-            await prefixes.set_extra("x", 1, 1)
-            await until(lambda: first.engine.pins == {"x@1": 10})
-        await prefixes.set_extra("x", 1, 0)
-        await asyncio.sleep(0.1)
-        assert first.engine.pins == {"x@1": 10}  # alone again
+        await until(lambda: first.engine.pins == {"x@1": 10})  # alone again
 
 
 async def until_known(prefixes: Prefixes, replica_id: str) -> None:
@@ -410,23 +381,3 @@ def warming_tokens(engine: SimulatedEngine) -> list[int]:
         for choice in engine._running
         if choice.job.request.pin
     ]
-
-
-async def test_what_has_no_pin_is_kept_until_it_expires(prefixes: Prefixes) -> None:
-    expiring = await declare(prefixes, "x", is_pinned=False, expires_at_s=time.time() + 3600)
-    usual = await declare(prefixes, "y", is_pinned=False)
-    async with Replica(prefixes._redis).running() as replica:
-        await until_kept(replica, "x@1", "y@1")
-        for first in range(10**6, 10**6 + 10 * 10**4, 10**4):  # floods the 200 blocks
-            await replica.ask(list(range(first, first + 30 * SIZE)))
-        assert await replica.cached_blocks(expiring) == 10
-        assert await replica.cached_blocks(usual) == 0
-
-
-async def test_a_promise_is_renewed_with_its_prefix(prefixes: Prefixes) -> None:
-    await declare(prefixes, "x", is_pinned=False, expires_at_s=time.time() + 600)
-    async with Replica(prefixes._redis).running() as replica:
-        await until_kept(replica, "x@1")
-        later_s = time.time() + 3600
-        await declare(prefixes, "x", is_pinned=False, expires_at_s=later_s)
-        await until(lambda: replica.warmer._kept["x@1"].prefix.expires_at_s == later_s)

@@ -61,7 +61,6 @@ NOT_HERE = {
     ),
     "kvroute scale": "would take a replica from other tests: test_rollout.py runs it",
     "kvroute replay rollouts.jsonl": f"{MINUTES}: test_replay_at_once.py replays fewer sessions",
-    "kvroute calibrate": f"{MINUTES}: test_calibrate.py runs it",
     ".venv/bin/vllm bench serve": f"{MINUTES}: test_bench_serve.py runs it",
     "ray up": CLOUD,
     "ray exec": CLOUD,
@@ -79,7 +78,6 @@ NOT_HERE = {
     "export KVROUTE_DASHBOARDS": GRAFANA,
     "grafana": GRAFANA,
     "python -m tests.support.traces": "makes a trace of 10 MB: test_traces.py makes it",
-    "python -m tests.support.picture": "needs a Prometheus with data: screenshots.py runs it",
 }
 
 # What a step prints, by text in it, where its success alone would say too little.

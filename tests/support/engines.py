@@ -17,7 +17,7 @@ from kvroute.contract.audit_report import Comparison
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.block_table import BlockTable, Changes
-from kvroute.replica.engine.kv_events import Evictions, Transfers
+from kvroute.replica.engine.kv_events import Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import start_engines
 from kvroute.replica.ghosts import Ghosts, ghosts_of
@@ -50,7 +50,6 @@ class Running:
     rank: int = 0
     requests: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
-    evictions: list[Evictions] = field(default_factory=list)
     transfers: list[Transfers] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)  # of the table; whoever needs them takes them
 
@@ -80,7 +79,6 @@ class Running:
 
     async def pump(self) -> None:
         async for events in self.engine.events():
-            self.evictions += [event for event in events if isinstance(event, Evictions)]
             self.transfers += [event for event in events if isinstance(event, Transfers)]
             self.ghosts.happened(events)
             if comparison := self.table.apply(events, self.changes):

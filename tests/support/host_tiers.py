@@ -69,7 +69,7 @@ class Tiered:
 
         self.requests += 1
         name = f"r{self.requests}"
-        said = {"kvroute_keep": msgspec.to_builtins(keep), "kvroute_name": name} if keep else None
+        said = {"kvroute_keep": msgspec.to_builtins(keep)} if keep else None
         self.scheduler.add_request(
             request_of(name, tokens=tokens, first_id=first_id, max_tokens=answer, extra_args=said)
         )

@@ -8,7 +8,6 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.logs import DROPPED, FREE
@@ -23,17 +22,14 @@ from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.replicas import replicas
 from kvroute.router.dispatch.blamed import Blamed
-from kvroute.router.dispatch.handover import HandOver
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.tenant_metrics import TenantMetrics
-from kvroute.router.placement.attempts import NO_OBSERVER
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
-from kvroute.router.sessions.recent_prompts import RecentPrompts
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -71,7 +67,6 @@ def router() -> CollectorRegistry:
     metrics.export_links(Links(lambda: replicas("unused")))
     metrics.export_blamed(Blamed())
     metrics.export_seats(Seats[None](lambda: 0))
-    metrics.export_handover(_handover(fleet))
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
     metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
@@ -103,19 +98,6 @@ def replica() -> CollectorRegistry:
     )
     metrics.export([engine], [publisher], [ghosts_of(engine, BlockTable(engine.members))])
     return registry
-
-
-def _handover(fleet: Fleet) -> HandOver:
-    async def send(replica_id: str, request: GenerateRequest) -> None: ...
-
-    return HandOver(
-        *(fleet, RecentPrompts(), send),
-        running=list,
-        trusted=list,
-        is_free=lambda: True,
-        drain_s=0,
-        observer=NO_OBSERVER,
-    )
 
 
 def _catalogue(fleet: Fleet) -> Catalogue:

@@ -42,12 +42,12 @@ class Text:
         return Text(self.fresh, self.tokens, list(self.blocks))
 
     def request(
-        self, at_s: float, output_tokens: int, session: str, *, is_tool_call: bool = False
+        self, at_s: float, output_tokens: int, session: str, *, has_tools: bool = False
     ) -> Request:
         return Request(
             *(0, at_s, self.tokens, output_tokens, tuple(self.blocks)),
             session=session,
-            is_tool_call=is_tool_call,
+            has_tools=has_tools,
         )
 
 
@@ -66,9 +66,7 @@ def agents(seed: int, *, sessions: int = 900, span_s: float = SPAN_S) -> list[Re
                 break
             output_tokens = _size(rng, 150, most=4000)
             is_tool_call = turn + 1 < turns and rng.random() < 0.9
-            requests.append(
-                text.request(at_s, output_tokens, str(number), is_tool_call=is_tool_call)
-            )
+            requests.append(text.request(at_s, output_tokens, str(number), has_tools=True))
             text.add(output_tokens + _size(rng, 1200, most=30_000))
             at_s += 5 + rng.expovariate(1 / 10 if is_tool_call else 1 / 120)
     return _in_order(requests, span_s)
@@ -89,7 +87,7 @@ def rollouts(seed: int, *, sessions: int = 600) -> list[Request]:
         text, at_s = system.copy().add(_size(rng, 3000, most=20_000)), 0.001 * number
         for _ in range(min(99, max(5, round(29 * rng.lognormvariate(0, spread))))):
             output_tokens = _size(rng, 150, most=2000)
-            requests.append(text.request(at_s, output_tokens, str(number), is_tool_call=True))
+            requests.append(text.request(at_s, output_tokens, str(number), has_tools=True))
             text.add(output_tokens + _size(rng, 600, most=8000))
             at_s += 2 + rng.expovariate(1 / 3)
     return _in_order(requests, math.inf)
@@ -219,7 +217,7 @@ def lines(requests: list[Request]) -> Iterator[str]:
                 "output_length": request.output_tokens,
                 "hash_ids": [block - 1 for block in request.blocks],
                 "session": request.session,
-                "tool_call": request.is_tool_call,
+                "tools": request.has_tools,
             }
         )
 

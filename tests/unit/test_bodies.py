@@ -14,7 +14,6 @@ from kvroute.router.api import bodies as bodies_module
 from kvroute.router.api.bodies import INLINE_BYTES, WAITING_LIMITS, Bodies
 from kvroute.router.api.calls import COMPLETIONS, parse_call
 from kvroute.router.api.errors import ApiError, shown
-from kvroute.router.prefixes.similar import similar
 
 LARGE = "word " * INLINE_BYTES
 PARSE = partial(parse_call, COMPLETIONS)
@@ -159,11 +158,3 @@ async def test_bodies_that_wait_take_so_much_memory_and_no_more(bodies: Bodies) 
 )
 def test_a_message_quotes_the_beginning_of_a_value(value: object, text: str) -> None:
     assert shown(value) == text
-
-
-def test_a_mistyped_name_is_like_the_one_meant() -> None:
-    names = ["lawyer", "law", "poet", "法律", "a" * 128, "b" * 128]
-    assert similar("lawyr", names) == ["lawyer", "law"]
-    assert similar("lwayer", names) == ["lawyer"]
-    assert similar("法律y", names) == ["法律"]
-    assert similar("x", names) == []

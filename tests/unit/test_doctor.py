@@ -365,11 +365,11 @@ def test_a_url_without_a_cluster_is_wrong() -> None:
 
 
 def of_caches(
-    *gains: float, replicas: int = 2, is_busy: bool = False, promised: int = 0, **tokens: int
+    *gains: float, replicas: int = 2, is_busy: bool = False, **tokens: int
 ) -> list[Check]:
     """Return the checks for caches whose 1.25, 1.5 and 2 fold size adds `gains` of hit share."""
     ledger = dict.fromkeys(CAUSES, 0) | tokens
-    hits = {"requests": 100, "tokens": ledger, "evicted": {"promised": promised}}
+    hits = {"requests": 100, "tokens": ledger}
     ghosts = dict(zip((1.25, 1.5, 2.0), (1000 * gain for gain in gains), strict=True))
     return [
         *cache_size.judge("m", hits, [CacheReading(1000, 400, ghosts)] * replicas, is_busy=is_busy)
@@ -406,15 +406,8 @@ def test_no_remedy_is_named_if_larger_caches_would_not_help() -> None:
     assert worth.grade == "warning"
 
 
-def test_broken_promises_are_a_separate_warning() -> None:
-    kept, broken = (of_caches(0, 0, 0, hit=991 - n, evicted=n, promised=n) for n in (9, 10))
-    assert [check.grade for check in kept] == ["ok"]
-    assert [check.grade for check in broken] == ["warning", "ok"]
-    assert broken[0].finding.startswith("1% of prompt tokens were evicted before the time")
-
-
 def test_caches_are_not_judged_by_few_requests_or_idle_replicas() -> None:
-    hits = {"requests": 19, "tokens": {"evicted": 100}, "evicted": {"promised": 100}}
+    hits = {"requests": 19, "tokens": {"evicted": 100}}
     some, idle = (CacheReading(n, 0, {1.25: n, 1.5: n, 2.0: n}) for n in (1000, 0))
     assert list(cache_size.judge("m", hits, [some], is_busy=False)) == []
     assert list(cache_size.judge("m", hits | {"requests": 99}, [idle], is_busy=False)) == []

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.contract.keep import KEEP, Keep, SessionTurn
+from kvroute.contract.keep import Keep, Order, SessionTurn
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.router.api.errors import ApiError
@@ -28,7 +28,7 @@ from kvroute.router.middleware.access import Access
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.models import Models
-from kvroute.router.sessions.returns import ENDED, NOTHING_SAID, Returns, Said
+from kvroute.router.sessions.returns import ENDED, NOTHING_SAID, Retention, Returns, Said
 from tests.support.answers import completion
 from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of
@@ -97,16 +97,13 @@ async def test_ends_that_nobody_tells_of_are_bounded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ended_sessions, "WAITING", 3)
     ended = EndedSessions()
     for session in range(1, 9):
-        for is_over, chance in ((False, 0.0), (True, 0.5), (True, 0.0), (True, 0.0)):
-            attempt: Any = SimpleNamespace(
-                dispatch=SimpleNamespace(
-                    turn=SessionTurn(Fingerprint(session), session, 1, is_last=True),
-                    keep=Keep(chance, session=session),
-                ),
-                is_over=is_over,
-            )
+        turn = SessionTurn(Fingerprint(session), session, 1, is_last=True)
+        for is_over, order in ((False, 0), (True, 1), (True, 0), (True, 0)):
+            retention = Retention(turn, Keep(Order(order), session))
+            context = RequestContext(0.0, retention=retention)
+            attempt: Any = SimpleNamespace(context=context, is_over=is_over)
             ended.ended(attempt)
-            assert bool(ended._waiting) == (session > 1 or (is_over and chance == 0.0))
+            assert bool(ended._waiting) == (session > 1 or (is_over and order == Order.ENDED))
     assert [*ended._waiting] == [1, 2, 3]
 
 
@@ -117,15 +114,13 @@ def chain(*ends: int) -> list[Fingerprint]:
 def test_a_turn_after_the_end_has_lost_what_was_ended() -> None:
     returns = Returns()
     for session in (1, 2):
-        turn, keep, _ = returns.retention(chain(10 * session), 0, Said(session), 0.0)
-        returns.begin(turn, keep, 0.0)
-        returns.finish(turn, is_tool_call=False, now_s=1.0)
+        returns.begin(returns.retention(chain(10 * session), 0, Said(session)).turn)
     returns.end(1)
     returns.end(3)  # nobody's
-    ended = returns.retention(chain(10, 11), 1, Said(1), 2.0)
+    ended = returns.retention(chain(10, 11), 1, Said(1))
     assert (ended.lost, ended.turn.number) == ("ended", 2)
-    assert returns.retention(chain(20, 21), 1, Said(2), 2.0).lost == "usual"
-    returns.begin(ended.turn, KEEP, 2.0)
+    assert returns.retention(chain(20, 21), 1, Said(2)).lost == "usual"
+    returns.begin(ended.turn)
     assert sum(returns.counts.returned[:ENDED]) == 0
 
 

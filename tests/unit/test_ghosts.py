@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from kvroute.blocks.cache_groups import HOST_GROUPS, CacheGroup, Layout
 from kvroute.blocks.chain import Scope
@@ -20,14 +19,12 @@ from kvroute.replica.engine.kv_events import (
     BlockRemoved,
     BlockStored,
     EventsLost,
-    Evictions,
     KVEvent,
 )
-from kvroute.replica.engine_metrics import ReplicaMetrics, ghost_hit_tokens
+from kvroute.replica.engine_metrics import ghost_hit_tokens
 from kvroute.replica.ghosts import SIZES, Ghosts, ghosts_of
 from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
-from kvroute.router.sessions.returns import WHYS
 
 SIZE = 4  # tokens in a block
 CAPACITY = 16  # blocks
@@ -178,19 +175,11 @@ def test_one_group_is_followed_the_first_of_the_layouts_first_entry(
     assert without.hit_tokens == dict.fromkeys(SIZES, 0)
 
 
-def test_metrics_have_all_ranks_ghost_hits_and_evictions_by_reason() -> None:
-    registry = CollectorRegistry()
-    metrics, ranks = ReplicaMetrics(registry), [Ghosts(8, SIZE), Ghosts(8, 2 * SIZE)]
+def test_metrics_have_all_ranks_ghost_hits() -> None:
+    ranks = [Ghosts(8, SIZE), Ghosts(8, 2 * SIZE)]
     for ghosts in ranks:
         ghosts.happened([removed(1), BlockStored([1], [Fingerprint(1)])])
     assert ghost_hit_tokens(ranks) == dict.fromkeys(SIZES, 3 * SIZE)
-    metrics.happened([Evictions(ended=3, promised=1), Evictions(ended=2)])
-    told = {
-        why: registry.get_sample_value("kvroute_engine_evictions_total", {"why": why})
-        for why in ("ended", "unlikely", "usual", "promised")
-    }
-    assert told == {"ended": 5, "unlikely": 0, "usual": 0, "promised": 1}
-    assert tuple(told) == WHYS
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

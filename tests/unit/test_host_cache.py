@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import Keep, Order
 from kvroute.replica.sim_engine.host_cache import HostCache
 
 CAPACITY = 6
@@ -22,8 +22,7 @@ def chain(*numbers: int) -> list[Fingerprint]:
 
 
 def host(capacity: int = CAPACITY) -> HostCache:
-    times_s = iter(range(1_000_000))
-    return HostCache(capacity, lambda: float(next(times_s)))
+    return HostCache(capacity)
 
 
 def test_hits_end_at_the_first_gap() -> None:
@@ -60,7 +59,7 @@ def test_blocks_that_are_seldom_reused_are_evicted_first() -> None:
     cache.store(chain(1, 2))
     cache.use(chain(1, 2))
     cache.store(chain(3, 4))
-    cache.use(chain(3, 4), Keep(chance=0.01))
+    cache.use(chain(3, 4), Keep(Order.UNLIKELY))
     cache.store(chain(5, 6))
     assert [*cache] == chain(1, 2, 5, 6)
 

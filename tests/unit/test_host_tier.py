@@ -260,7 +260,7 @@ def test_caches_are_not_tight_while_host_memory_has_what_the_gpus_evict() -> Non
             hold(fleet, "a", gpu=200, host=200)
             fleet.mirror.remove("a", evicted)
             placement = place(fleet, float(number))
-            context = RequestContext(0.0, retention=fleet.retention(placement, float(number)))
+            context = RequestContext(0.0, retention=fleet.retention(placement))
             fleet.sent(placement, "a", str(number), float(number), context).end()
         return place(fleet).pressure
 

@@ -50,7 +50,7 @@ ORDER = (
     "kvroute.local",
     "kvroute.client",
     "kvroute.doctor",
-    "kvroute.replay.calibration",
+    "kvroute.replay.hardware",
     "kvroute.replay.workload",
     "kvroute.replay.policies",
     "kvroute.replay",

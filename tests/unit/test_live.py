@@ -59,13 +59,13 @@ def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
 def test_what_was_evicted_is_summed_by_why_and_leaves_the_window_with_its_request() -> None:
     clock = Clock()
     window = Window(clock)
-    whys: list[Why] = ["promised", "ended", "promised"]
+    whys: list[Why] = ["usual", "ended", "usual"]
     for tokens, why in zip((10, 20, 30), whys, strict=True):
         lost = account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=0, known=tokens)
         window.add("a", lost, why)
         clock.now_s += WINDOW_S / 2 + BUCKET_S
     found = summed(window.sums().values())
-    assert found["evicted"] == {"ended": 0, "unlikely": 0, "usual": 0, "promised": 30}
+    assert found["evicted"] == {"ended": 0, "unlikely": 0, "usual": 30}
     assert found["tokens"]["evicted"] == 30
 
 

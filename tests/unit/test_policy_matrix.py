@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from kvroute.replay.calibration.profiles import PROFILES
+from kvroute.replay.hardware.profiles import PROFILES
 from kvroute.replay.workload.trace import Request
 from tests.bench.matrix.__main__ import matches
 from tests.bench.matrix.cells import CACHES, CELLS, COVER, SLOW_SPEED, Cell

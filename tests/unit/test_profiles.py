@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
-from kvroute.replay.calibration.model import EngineModel
-from kvroute.replay.calibration.profiles import (
+from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.profiles import (
     A100,
     DEFAULT_ENGINE,
     H100,

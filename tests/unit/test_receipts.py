@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, TierBlocks
 from kvroute.command.explain import _summary
-from kvroute.contract.keep import KEEP, SessionTurn
+from kvroute.contract.keep import Keep, SessionTurn
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, rank
 from kvroute.router.placement.receipts import receipt
@@ -122,10 +122,10 @@ def test_what_replicas_held_in_spite_of_the_change_was_not_lost() -> None:
 
 
 def test_a_receipt_says_what_was_cached_once_and_why_it_is_gone() -> None:
-    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), KEEP, "promised")
+    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), Keep(), "unlikely")
     some = replace(placement(replica("a", hit_blocks=5)), known_blocks=20)
     found = receipt(some, policy="kvroute", retention=retention)["evicted"]
-    assert found == {"tokens": 15 * 16, "why": "promised"}
+    assert found == {"tokens": 15 * 16, "why": "unlikely"}
     whole = replace(some, known_blocks=5)
     assert receipt(whole, policy="kvroute", retention=retention)["evicted"] is None
     assert receipt(some, policy="kvroute")["evicted"] is None

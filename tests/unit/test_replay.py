@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.compare import compare, saturation_rps
+from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.modelled_engine import Replica
 from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.report import Summary, summarise

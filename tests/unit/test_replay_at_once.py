@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.replay.calibration.model import EngineModel
 from kvroute.replay.compare import Run, compare
-from kvroute.replay.page import page, plots
-from kvroute.replay.session_times import SessionTimes, done_over_time, session_times
+from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.session_times import SessionTimes, session_times
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.closed_loop import Loop, Session, starts_at_once, starts_at_speed
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
@@ -150,11 +149,6 @@ def test_the_figures_of_sessions_equal_those_computed_by_hand() -> None:
         }
     )
     assert session_times(Loop(), outcome) == SessionTimes()
-    assert done_over_time(Loop(sessions=sessions), outcome)[1:] == [
-        (20.0, pytest.approx(100 / 3)),
-        (40.0, pytest.approx(200 / 3)),
-        (50.0, 100.0),
-    ]
 
 
 def test_a_session_that_runs_alone_has_no_slowdown() -> None:
@@ -174,19 +168,6 @@ def runs(made: list[Request]) -> tuple[list[Request], Loop, list[Run]]:
     with Progress(disable=True) as progress:
         names = ["kvroute", "consistent-hash"]
         return requests, loop, compare(names, requests, ROOM, seed=0, progress=progress, loop=loop)
-
-
-def test_the_page_of_a_closed_loop_shows_when_sessions_are_done(
-    runs: tuple[list[Request], Loop, list[Run]],
-) -> None:
-    requests, loop, found = runs
-    document = page("agents", requests, found, {}, loop)
-    assert '<th scope="col">90% done, s</th>' in document
-    assert "its slowdown is" in document
-    done = list(plots(requests, found, loop))[-1]
-    assert [line.name for line in done.lines] == ["kvroute", "consistent-hash"]
-    assert all(line.points[-1][1] == 100.0 for line in done.lines)
-    assert len(list(plots(requests, found))) == 3
 
 
 @pytest.fixture

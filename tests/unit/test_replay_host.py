@@ -10,8 +10,8 @@ from kvroute.blocks.tiers import HOST
 from kvroute.cli import app
 from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.calibration.model import EngineModel
-from kvroute.replay.calibration.profiles import PROFILES
+from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.profiles import PROFILES
 from kvroute.replay.modelled_engine import Replica
 from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.report import summarise

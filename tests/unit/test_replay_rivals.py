@@ -10,7 +10,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
+from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
 from kvroute.replay.policies.protocol import Policy, Report, Setup
 from kvroute.replay.policies.rivals import Indexed, LlmD, LlmDSpeculative, LMetric
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
@@ -70,12 +70,6 @@ def test_dynamos_wspt_lets_the_fewest_uncached_tokens_go_first() -> None:
     assert sent(policy, prompt(2, 900), prompt(3, 10), cached) == []
     policy.first_token(first, 1.0)
     assert [index for index, _ in sent(policy, now_s=1.0)] == [4, 3, 2]
-
-
-def test_dynamo_without_a_threshold_never_waits() -> None:
-    policy = DynamoWithoutQueue(SETUP, random.Random(0))
-    both_busy(policy)
-    assert len(sent(policy, prompt(2, 10))) == 1
 
 
 def test_lmetric_multiplies_tokens_to_compute_with_requests() -> None:

@@ -17,8 +17,7 @@ import pytest
 
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.blocks.tiers import HOST
-from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
-from kvroute.contract.http_call import HttpPart
+from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.local.launch import check_request_log
 from kvroute.local.progress import StartError
@@ -188,19 +187,17 @@ async def test_a_line_tells_whose_turn_it_was_and_replay_reads_it(router: Router
     first, last, nobodys = await logged(router)
     assert first["session"] == last["session"] == int(float(first["session"]))
     assert (last["session_end"], "session_end" in first) == (True, False)
-    assert not {"session", "session_end", "tool_call"} & nobodys.keys()
+    assert not {"session", "session_end", "tools"} & nobodys.keys()
     read_back = read(router.log._file, limit=None, seed=0)
     assert [each.session for each in read_back] == 2 * [f"{first['session']}"] + [None]
 
 
-async def test_a_line_tells_that_an_answer_ended_with_a_tool_call(router: Router) -> None:
-    now_s = time.monotonic()
-    placement = router.fleet.place(np.arange(400, dtype=np.uint32), ["a"], now_s)
-    attempt = router.fleet.sent(placement, "a", "r", now_s, RequestContext(now_s))
-    attempt.receive(Chunk((1,), 0, is_last=True, http=HttpPart(b"", is_tool_call=True)), now_s)
-    attempt.end()
-    (line,) = await logged(router)
-    assert line["tool_call"] is True
+async def test_a_line_tells_that_a_request_had_tools(router: Router) -> None:
+    for said in (Said(has_tools=True), NOTHING_SAID):
+        await router.answer(400, said=said)
+    with_tools, without = await logged(router)
+    assert with_tools["tools"] is True
+    assert "tools" not in without
 
 
 async def test_a_line_says_why_what_was_cached_once_is_gone(router: Router) -> None:

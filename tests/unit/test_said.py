@@ -178,33 +178,45 @@ def test_promises_count_for_a_tenant_else_for_a_salt() -> None:
     ],
 )
 def test_a_prompt_is_marked_wherever_anthropic_allows_it(body: dict[str, Any]) -> None:
-    assert said(body).promise_s == 3600
-
-
-def test_the_longest_promise_holds_and_five_minutes_are_usual() -> None:
-    def kept_s(*controls: Any) -> float:
-        parts = [{"type": "text", "text": "", "cache_control": control} for control in controls]
-        return said({"messages": [{**USER, "content": parts}]}).promise_s
-
-    assert kept_s(EPHEMERAL) == kept_s({**EPHEMERAL, "ttl": "5m"}) == 300
-    assert kept_s(EPHEMERAL, HOUR, EPHEMERAL) == 3600
-    assert kept_s({**EPHEMERAL, "ttl": "9y"}, {"type": "lasting"}, None, "1h") == 0
+    assert said(body).is_promised
 
 
 @pytest.mark.parametrize(
-    ("body", "promise_s"),
+    ("control", "is_promised"),
     [
-        ({"prompt_cache_retention": "24h"}, 86_400),
-        ({"prompt_cache_retention": "in_memory"}, 0),
-        ({"prompt_cache_retention": "in-memory"}, 0),
-        ({"prompt_cache_retention": 24}, 0),
-        ({"prompt_cache_options": {"ttl": "30m"}}, 1800),
-        ({"prompt_cache_options": {"mode": "explicit"}}, 0),
-        ({"prompt_cache_key": ID}, 0),
+        (EPHEMERAL, True),
+        ({**EPHEMERAL, "ttl": "5m"}, True),
+        (HOUR, True),
+        ({**EPHEMERAL, "ttl": "9y"}, False),
+        ({"type": "lasting"}, False),
+        (None, False),
+        ("1h", False),
     ],
 )
-def test_openais_clients_promise_too(body: dict[str, Any], promise_s: float) -> None:
-    assert said(body) == Said(promise_s=promise_s)
+def test_a_mark_of_a_known_time_is_a_promise(control: Any, is_promised: bool) -> None:
+    parts = [{"type": "text", "text": "", "cache_control": control}]
+    assert said({"messages": [{**USER, "content": parts}]}).is_promised == is_promised
+
+
+@pytest.mark.parametrize(
+    ("body", "is_promised"),
+    [
+        ({"prompt_cache_retention": "24h"}, True),
+        ({"prompt_cache_retention": "in_memory"}, False),
+        ({"prompt_cache_retention": "in-memory"}, False),
+        ({"prompt_cache_retention": 24}, False),
+        ({"prompt_cache_options": {"ttl": "30m"}}, True),
+        ({"prompt_cache_options": {"mode": "explicit"}}, False),
+        ({"prompt_cache_key": ID}, False),
+    ],
+)
+def test_openais_clients_promise_too(body: dict[str, Any], is_promised: bool) -> None:
+    assert said(body) == Said(is_promised=is_promised)
+
+
+def test_a_call_with_tools_has_tools() -> None:
+    assert said({"tools": [{"name": "f"}]}).has_tools
+    assert not said({"tools": []}).has_tools
 
 
 JSON = st.recursive(
@@ -227,7 +239,7 @@ OTHERS = (  # fields of other APIs
 
 @given(st.dictionaries(st.sampled_from(OTHERS), JSON))
 def test_nothing_of_other_apis_is_refused(body: dict[str, Any]) -> None:
-    assert said(body).promise_s in (0.0, 300.0, 1800.0, 3600.0, 86_400.0)
+    assert said(body).is_promised in (False, True)
 
 
 @given(st.text() | JSON.map(json.dumps) | JSON.map(lambda id_: json.dumps({"session_id": id_})))
@@ -282,7 +294,7 @@ def test_anthropics_client_says_it_as_anthropic_does() -> None:
 
     body, headers = sent(ask)
     found = said_of(headers, parse_call(MESSAGES, json.dumps(body).encode()))
-    assert found == Said(session_number("", ID), promise_s=3600)
+    assert found == Said(session_number("", ID), is_promised=True)
 
 
 def test_openais_client_says_it_beside_its_own_fields() -> None:
@@ -296,4 +308,4 @@ def test_openais_client_says_it_beside_its_own_fields() -> None:
             extra_body={"session_end": True},
         )
 
-    assert said(*sent(ask)) == Said(session_number("", ID), is_end=True, promise_s=86_400)
+    assert said(*sent(ask)) == Said(session_number("", ID), is_end=True, is_promised=True)

@@ -62,7 +62,7 @@ class Line:
         tokens = BLOCK * len(chain) + 1
         placement = self.fleet.place_chain(chain, tokens, [REPLICA], self.now_s)
         said = more.pop("said", Said(session))
-        retention = self.fleet.retention(placement, self.now_s, said)
+        retention = self.fleet.retention(placement, said)
         context = RequestContext(self.now_s, said=said, retention=retention)
         context = replace(context, **more)
         waited_s = await self.seating.seat(placement, context)

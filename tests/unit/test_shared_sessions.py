@@ -16,18 +16,15 @@ class Agents:
         self.returns = Returns()
         self.chains: list[list[Fingerprint]] = [[] for _ in range(count)]
         self._next = 1
-        self._now_s = 0.0
 
     def turn(self, agent: int, said: Said) -> int:
         """Its number."""
-        self._now_s += 1.0
         self._next += 1
         chain = self.chains[agent]
         known = len(chain)
         chain.append(Fingerprint(self._next))
-        turn, keep, _ = self.returns.retention(chain, known, said, self._now_s)
-        self.returns.begin(turn, keep, self._now_s)
-        self.returns.finish(turn, is_tool_call=False, now_s=self._now_s)
+        turn = self.returns.retention(chain, known, said).turn
+        self.returns.begin(turn)
         return turn.number
 
 
@@ -44,5 +41,5 @@ def test_an_id_finds_the_turn_before_where_its_blocks_are_forgotten() -> None:
     agents = Agents(1)
     assert agents.turn(0, SESSION) == 1
     chain = [*agents.chains[0], Fingerprint(99)]
-    assert agents.returns.retention(chain, 0, SESSION, 9.0).turn.number == 2
-    assert agents.returns.retention(chain, 0, Said(), 9.0).turn.number == 1
+    assert agents.returns.retention(chain, 0, SESSION).turn.number == 2
+    assert agents.returns.retention(chain, 0, Said()).turn.number == 1

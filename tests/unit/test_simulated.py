@@ -2,8 +2,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from kvroute.replica.engine.kv_events import (
     BlockRemoved,
     BlockStored,
     EventsLost,
-    Evictions,
     KVEvent,
 )
 from kvroute.replica.sim_engine import simulated
@@ -145,8 +142,6 @@ async def test_events_alone_show_which_blocks_are_cached(make: MakeEngine) -> No
     await asyncio.gather(*(run(engine, each) for each in requests))
     copies: Counter[object] = Counter()
     for event in await heard(engine):
-        if isinstance(event, Evictions):
-            continue
         assert isinstance(event, BlockStored | BlockRemoved)
         change = copies.update if isinstance(event, BlockStored) else copies.subtract
         change(event.block_hashes)
@@ -159,31 +154,8 @@ async def test_blocks_of_an_ended_session_are_evicted_first(make: MakeEngine) ->
         prompt = request([session] * 4 * SIZE, max_tokens=1)
         await run(engine, replace(prompt, keep=Keep(session=session)))
     await engine.end_session(2)
-    await heard(engine)
     await run(engine, request([3] * 5 * SIZE, max_tokens=1))
-    evictions = [event for event in await heard(engine) if isinstance(event, Evictions)]
-    assert evictions == [Evictions(ended=3)]
     assert await cached_tokens(engine, request([1] * 4 * SIZE + [9])) == 4 * SIZE
-
-
-@pytest.mark.parametrize(("answered", "why"), [(True, "ended"), (False, "usual")])
-async def test_a_cancelled_request_sets_its_blocks_retention_only_after_its_first_token(
-    make: MakeEngine, answered: bool, why: str
-) -> None:
-    engine = make(capacity_blocks=10, max_batched_tokens=SIZE, decode_step_s=0.001)
-    asked = replace(request(8 * SIZE, max_tokens=SIZE), keep=Keep(chance=0.0, session=1))
-    async with aclosing(streamed(engine.generate, asked)) as chunks:
-        if answered:
-            await anext(chunks)
-        else:
-            reading = asyncio.ensure_future(anext(chunks))
-            while engine.load().used_blocks < 4:
-                await asyncio.sleep(0)
-            reading.cancel()
-            await asyncio.wait([reading])
-    await run(engine, request([7] * 9 * SIZE, max_tokens=1))
-    evictions = [event for event in await heard(engine) if isinstance(event, Evictions)]
-    assert {name for each in evictions for name, blocks in asdict(each).items() if blocks} == {why}
 
 
 async def test_closing_a_stream_frees_its_blocks_at_once(make: MakeEngine) -> None:

@@ -5,7 +5,6 @@ import pytest
 
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
-from kvroute.router.prefixes.auto_pin import AUTO
 from kvroute.router.prefixes.tenant_limits import check_limits
 from kvroute.store.prefixes import Prefix
 
@@ -50,11 +49,3 @@ def test_a_tenant_may_pin_so_many_blocks_and_keep_more_unpinned() -> None:
     assert (refused.value.status, refused.value.param) == (409, "pinned")
     unpinned = Prefix("new", 1, np.zeros(400, np.uint32), {}, is_pinned=False, tenant="acme")
     check(unpinned, ten)
-
-
-def test_what_routers_pin_by_themselves_takes_nothing_from_a_tenant() -> None:
-    automatic = [prefix(f"{AUTO}{number}", 50) for number in range(3)]
-    limits = TenantLimits(max_prefixes=1, max_pinned_blocks=5)
-    check_limits(prefix("law", 5), automatic, limits, block_size=BLOCK)
-    with pytest.raises(ApiError, match="number 4"):  # nor does a tenant get more by such names
-        check_limits(prefix(f"{AUTO}mine", 1), automatic, limits, block_size=BLOCK)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
-from kvroute.contract.keep import KEEP
+from kvroute.contract.keep import Keep
 from kvroute.contract.messages import Dispatch, Fingerprints, Message
 from kvroute.contract.messages import decode as decode_message
 from kvroute.contract.messages import encode as encode_message
@@ -175,7 +175,9 @@ def crossed(request: GenerateRequest) -> GenerateRequest:
 def test_the_bytes_of_a_request_are_those_of_version_2() -> None:
     """Routers and replicas of two releases work together, so these bytes never change."""
     call = HttpCall("/v1/completions", b"{}", 1.5)
-    told = request(2, namespace="n", trace={"traceparent": "x"}, call=call, keep=KEEP, pin="local")
+    told = request(
+        2, namespace="n", trace={"traceparent": "x"}, call=call, keep=Keep(), pin="local"
+    )
     assert encode_begin(7, told).hex() == BEGIN
 
 

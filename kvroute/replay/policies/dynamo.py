@@ -79,10 +79,3 @@ class DynamoShortestFirst(Dynamo):
 
     def turn(self, request: Request, now_s: float) -> float:
         return max(1, min(self.missing_tokens(request)))
-
-
-class DynamoWithoutQueue(Dynamo):
-    """Dynamo with router_queue_threshold unset."""
-
-    def has_room(self) -> bool:
-        return True

@@ -12,7 +12,7 @@ from kvroute.blocks.tiers import HOST
 from kvroute.contract.keep import SESSION_BITS, Keep, number_of
 from kvroute.contract.messages import Message
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
-from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst, DynamoWithoutQueue
+from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
 from kvroute.replay.policies.protocol import Policy, Report, Sending, Setup
 from kvroute.replay.policies.rivals import (
     Baseline,
@@ -20,7 +20,6 @@ from kvroute.replay.policies.rivals import (
     LlmD,
     LlmDSpeculative,
     LMetric,
-    RayPrefix,
     SGLang,
 )
 from kvroute.replay.workload.trace import Request
@@ -87,7 +86,7 @@ class Production:
     def arrived(self, request: Request, now_s: float) -> None:
         """Let the request wait for a seat if its session needs one, then for its turn."""
         placement = self._place(request, now_s)
-        retention = self._fleet.retention(placement, now_s, self._said(request))
+        retention = self._fleet.retention(placement, self._said(request))
         self._retentions[request.index] = retention
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
         is_busy = least_s >= self._queue.hold_s
@@ -99,8 +98,8 @@ class Production:
             self._seats.add(waiter)
 
     def _said(self, request: Request) -> Said:
-        name = request.session
-        return Said(number_of(name, bits=SESSION_BITS) if name else 0, is_end=request.is_end)
+        session = number_of(request.session, bits=SESSION_BITS) if request.session else 0
+        return Said(session, is_end=request.is_end, has_tools=request.has_tools)
 
     def _queue_up(self, request: Request, placement: Placement, now_s: float) -> None:
         there = placement.ranking[0]
@@ -149,15 +148,15 @@ class Production:
             int(best.replica_id),
             held.turn_s - now_s,
             attempt.dispatch.new_tokens,
-            self.kept(retention.keep, request),
+            self.kept(retention.keep),
         )
 
     def best(self, placement: Placement) -> Candidate:
         return placement.ranking[0]
 
-    def kept(self, keep: Keep, request: Request) -> Keep | None:
-        """Return the retention hint for its blocks at the end of the answer."""
-        return keep.after_tool_call if request.is_tool_call else keep
+    def kept(self, keep: Keep) -> Keep | None:
+        """Return the retention hint for a request's blocks at the end of the answer."""
+        return keep
 
     def first_token(self, request: Request, now_s: float) -> None:
         self._attempts[request.index].first_token(now_s)
@@ -165,7 +164,6 @@ class Production:
     def finished(self, request: Request, now_s: float) -> None:
         attempt = self._attempts.pop(request.index)
         attempt.last_chunk_s, attempt.is_complete = now_s, True
-        attempt.is_tool_call = request.is_tool_call
         attempt.end()
 
     def index_changed(
@@ -195,7 +193,7 @@ class Production:
 class LeastRecentlyUsed(Production):
     """kvroute without retention hints, so that engines evict the least recently used blocks."""
 
-    def kept(self, keep: Keep, request: Request) -> Keep | None:
+    def kept(self, keep: Keep) -> Keep | None:
         return None
 
 
@@ -215,11 +213,9 @@ POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
     "kvroute-lru": LeastRecentlyUsed,
     **{name: partial(Baseline, name) for name in RANKINGS if name != "kvroute"},
     "consistent-hash": ConsistentHash,
-    "ray-prefix": RayPrefix,
     "sglang": SGLang,
     "dynamo": Dynamo,
     "dynamo-wspt": DynamoShortestFirst,
-    "dynamo-noqueue": DynamoWithoutQueue,
     "llm-d": LlmD,
     "llm-d-spec": LlmDSpeculative,
     "lmetric": LMetric,

@@ -111,34 +111,6 @@ class ConsistentHash(Counting):
         return self.ring[bisect(self.ring, (key,)) % len(self.ring)][1]
 
 
-class RayPrefix(Counting):
-    """Ray Serve's PrefixCacheAffinityRouter, with its defaults: no load threshold, match >= 10%.
-
-    From ray 2.60, ray/llm/_internal/serve/routing_policies/prefix_aware. It stores to which
-    replicas it sent each block. It picks the shortest queue among the longest matches, or, without
-    a match, among the replicas that received the least text.
-    """
-
-    def __init__(self, setup: Setup, rng: random.Random) -> None:
-        super().__init__(setup, rng)
-        self.tree: dict[Fingerprint, int] = {}  # block -> bit set of replicas it was sent to
-        self.sizes = [0] * setup.replicas
-
-    def pick(self, request: Request) -> int:
-        known = list(takewhile(self.tree.__contains__, request.blocks))
-        if len(known) * request.block_tokens >= 0.1 * request.input_tokens and known:
-            holders = [r for r in self.replicas if self.tree[known[-1]] >> r & 1]
-            return self.least(self.active, holders)
-        smallest = min(self.sizes)
-        return self.least(self.active, [r for r in self.replicas if self.sizes[r] == smallest])
-
-    def sent(self, request: Request, replica: int) -> None:
-        for block in request.blocks:
-            bits = self.tree.get(block, 0)
-            self.sizes[replica] += not bits >> replica & 1
-            self.tree[block] = bits | 1 << replica
-
-
 class SGLang(Counting):
     """SGLang's cache_aware: least load if unbalanced, else the longest match above 30%.
 

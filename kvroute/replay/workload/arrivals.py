@@ -1,9 +1,9 @@
 """The requests of a trace, as they arrive at a given pace."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvroute.replay.calibration.model import EngineModel
+from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.workload.closed_loop import (
     OPEN_LOOP,
     Loop,
@@ -22,7 +22,6 @@ class Arrivals:
     requests: list[Request]
     loop: Loop
     summary: str  # the pace, for the terminal
-    parameters: Mapping[str, float]  # the pace as named figures
 
 
 def arrivals_at(
@@ -47,11 +46,10 @@ def arrivals_at(
         requests, loop = starts_at_once(recorded, pace.sessions, engine)
         count = len(loop.sessions)
         summary = f"{count} sessions, {min(count, pace.sessions)} of them at once"
-        return Arrivals(requests, loop, summary, {"sessions_at_once": pace.sessions})
+        return Arrivals(requests, loop, summary)
     rate = pace.load * saturation_rps() if pace.load else pace.rate or (pace.speed or 1.0) * native
     summary = f"{rate:.2f} {pace.unit}/s, {rate / native:.2f} x the trace's"
-    parameters = {f"{pace.unit}_per_s": rate}
     if not pace.is_closed_loop:
-        return Arrivals(at_speed(recorded, rate / native), OPEN_LOOP, summary, parameters)
+        return Arrivals(at_speed(recorded, rate / native), OPEN_LOOP, summary)
     requests, loop = starts_at_speed(recorded, rate / native, engine)
-    return Arrivals(requests, loop, summary, parameters)
+    return Arrivals(requests, loop, summary)

@@ -19,12 +19,3 @@ class Pace:
     @property
     def unit(self) -> str:
         return "sessions" if self.is_closed_loop else "requests"
-
-    def __str__(self) -> str:
-        if self.sessions:
-            return f"with {self.sessions} sessions at once"
-        if self.load:
-            return f"at {self.load:.0%} of saturation"
-        if self.rate:
-            return f"at {self.rate:g} {self.unit}/s"
-        return f"at {self.speed or 1:g} times its own speed"

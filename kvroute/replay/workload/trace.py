@@ -4,8 +4,9 @@ The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input
 `output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: equal
 ids mean equal prefixes up to that block. Blocks after the last id belong to this request only. A
 cluster's request log (request_log.py) also has the block size, the requested model, and the time
-and outcome of each request. Optional fields are the `session` of a request, `tool_call` (or `hint`
-1) if its answer ends with one, and `session_end` if the client sent that hint.
+and outcome of each request. Optional fields are the `session` of a request, `tools` if its model
+may call them (or a `tool_call`, or a `hint` of 1, if it does so), and `session_end` if the client
+sent that hint.
 """
 
 import json
@@ -42,7 +43,7 @@ class Request:
     model: str | None = None  # the same in all requests; None if the trace names no model
     session: str | None = None  # session of which the request is a turn
     answered_s: float | None = None  # recorded seconds from its arrival to the end of its answer
-    is_tool_call: bool = False  # whether its answer ends with a tool call
+    has_tools: bool = False  # whether the model may call tools in this session
     is_end: bool = False  # whether its client sent the hint that the session ends
     own_blocks: int = 0  # number of blocks at the end for which the trace has no ids
 
@@ -75,8 +76,14 @@ def read(path: Path, *, limit: int | None, seed: int, model: str | None = None) 
     if first_s == recorded[-1].arrival_s:
         raise TraceError(f"{path}: all timestamps are equal, so there is no rate of arrivals")
     times_s = _spread([r.arrival_s - first_s for r in recorded], random.Random(seed))
+    with_tools = {request.session for request in recorded if request.has_tools} - {None}
     return [
-        replace(request, index=i, arrival_s=time_s)
+        replace(
+            request,
+            index=i,
+            arrival_s=time_s,
+            has_tools=request.has_tools or request.session in with_tools,
+        )
         for i, (request, time_s) in enumerate(zip(recorded, times_s, strict=True))
     ]
 
@@ -170,7 +177,7 @@ def _request(where: str, line: str) -> Request | None:
             model=row.get("model"),
             session=None if row.get("session") is None else str(row["session"]),
             answered_s=_answered_s(row),
-            is_tool_call=bool(row.get("tool_call", row.get("hint") == 1)),
+            has_tools=bool(row.get("tools") or row.get("tool_call") or row.get("hint") == 1),
             is_end=bool(row.get("session_end")),
             own_blocks=max(0, least - len(ids)),
         )

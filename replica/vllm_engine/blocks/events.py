@@ -13,7 +13,6 @@ from kvroute.replica.engine.kv_events import (
     BlockRemoved,
     BlocksHeld,
     BlockStored,
-    Evictions,
     KVEvent,
     Transfers,
 )
@@ -38,15 +37,6 @@ class Held(kv_events.KVCacheEvent):
     copies: list[dict[ExternalBlockHash, int]]
 
 
-class Evicted(kv_events.KVCacheEvent):
-    """Numbers of evicted blocks by the reason, as in kv_events.Evictions."""
-
-    ended: int
-    unlikely: int
-    usual: int
-    promised: int
-
-
 class Moved(kv_events.KVCacheEvent):
     """Copies from and to host memory, as in kv_events.Transfers."""
 
@@ -64,7 +54,6 @@ class EventBatch(kv_events.EventBatch):
         Stored
         | Removed
         | Held
-        | Evicted
         | Moved
         | kv_events.AllBlocksCleared
         | kv_events.BlockStored
@@ -83,8 +72,6 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
             return AllBlocksCleared()
         case Held():
             return BlocksHeld(event.copies)
-        case Evicted():
-            return Evictions(event.ended, event.unlikely, event.usual, event.promised)
         case Moved():
             return Transfers(
                 event.reloaded_tokens, event.in_bytes, event.in_s, event.out_bytes, event.out_s

@@ -5,23 +5,20 @@ reference counts and hashes are not changed. This class has the methods of FreeK
 that vLLM 0.32 calls.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvroute.contract.keep import Keep
-from kvroute.replica.engine.kv_events import Evictions
 from kvroute.replica.engine.retention import IdleBlocks
 
 
 class FreeQueue:
     """Replaces the pool's queue of free blocks."""
 
-    def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self._blocks = pool.blocks
-        self._clock = clock
         # Ids of free blocks without a hash; the last one is used next.
         free = pool.free_block_queue.get_all_free_blocks()
         self._blank = {block.block_id: None for block in reversed(free)}
@@ -29,7 +26,7 @@ class FreeQueue:
         pool.free_block_queue = self
 
     def label(self, blocks: Sequence[KVCacheBlock], keep: Keep) -> None:
-        """Set the retention of a request's blocks, which may be free already, but not null."""
+        """Set the retention of a request's blocks, which it still holds; none is a null block."""
         self._idle.label([block.block_id for block in blocks], keep)
 
     def end(self, session: int) -> None:
@@ -38,13 +35,8 @@ class FreeQueue:
 
     def clear(self) -> None:
         """Treat all blocks as blocks without a hash; the pool has cleared its cache."""
-        idle = list(self._idle.in_order(self._clock()))
-        self._blank = dict.fromkeys([*reversed(idle), *self._blank])
+        self._blank = dict.fromkeys([*reversed([*self._idle]), *self._blank])
         self._idle.clear()
-
-    def evictions(self) -> Evictions | None:
-        """Return the evictions since the last call, or None if there were none."""
-        return self._idle.evictions()
 
     # Methods that vLLM calls.
 
@@ -59,7 +51,7 @@ class FreeQueue:
         blocks, blank = self._blocks, self._blank
         ids = [blank.popitem()[0] for _ in range(min(n, len(blank)))] if blank else []
         if len(ids) < n:
-            ids += self._idle.pop(n - len(ids), self._clock())
+            ids += self._idle.pop(n - len(ids))
         return [blocks[id_] for id_ in ids]
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -74,7 +66,7 @@ class FreeQueue:
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         if blocks:
-            self._idle.put([block.block_id for block in blocks], self._clock())
+            self._idle.put([block.block_id for block in blocks])
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         ids = [block.block_id for block in reversed(blocks)]
@@ -91,4 +83,4 @@ class FreeQueue:
         blocks that they have already.
         """
         yield from (self._blocks[id_] for id_ in reversed(self._blank))
-        yield from (self._blocks[id_] for id_ in self._idle.in_order(self._clock()))
+        yield from (self._blocks[id_] for id_ in self._idle)

@@ -16,7 +16,7 @@ version; tests/slow/engines/test_engine.py checks what they rely on.
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,10 +30,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvroute.blocks.chain import Space
-from kvroute.contract.keep import Keep
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
-from kvroute.replica.vllm_engine.blocks.early_frees import report_early_frees
-from kvroute.replica.vllm_engine.blocks.events import EventBatch, Evicted, Held
+from kvroute.replica.vllm_engine.blocks.events import EventBatch, Held
 from kvroute.replica.vllm_engine.blocks.keeping import Keeping
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
@@ -76,7 +74,6 @@ class _Kvroute:
         self.pins: dict[str, _Pin] = {}
         self.keeping = Keeping(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()
-        report_early_frees(self._managers, self._label_freed)
         die_with_parent()
 
     def begin(self, space: Space) -> Division:
@@ -111,16 +108,6 @@ class _Kvroute:
         if self.host:
             self.host.ended(request)
         super()._free_blocks(request)  # type: ignore[misc]
-
-    def _label_freed(self, name: str, pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
-        if request := self.requests.get(name):  # type: ignore[attr-defined]
-            self.keeping.label_freed(request, pool, blocks)
-
-    def label_again(self, name: str, keep: Keep) -> None:
-        """Change how long the blocks of a request that has ended are retained."""
-        self.keeping.label_again(name, keep)
-        if self.host:
-            self.host.label_again(name, keep)
 
     def end_session(self, session: int) -> None:
         self.keeping.end(session, self.requests.values())  # type: ignore[attr-defined]
@@ -202,14 +189,7 @@ class _Kvroute:
         """Add the evictions to the step's events, which vLLM's method publishes."""
         if self.host:
             self.host.meter.computed(scheduler_output)
-        if self.kv_cache_manager.block_pool.enable_kv_cache_events:  # type: ignore[attr-defined]
-            self._add_evictions()
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-
-    def _add_evictions(self) -> None:
-        queue = self.kv_cache_manager.block_pool.kv_event_queue  # type: ignore[attr-defined]
-        for evictions in self.keeping.evictions():
-            queue.append(Evicted(**asdict(evictions)))
 
     def emit_held(self) -> None:
         """Publish all cached blocks. This blocks the engine for about 0.5 ms per 1,000 blocks."""
@@ -258,11 +238,6 @@ def kvroute_pinned(core: EngineCore, name: str) -> int:
     return pin.tokens if pin else 0
 
 
-def kvroute_label(core: EngineCore, name: str, keep: list[Any]) -> None:
-    """Change the retention of an ended request's blocks; `keep` is a Keep as a list."""
-    core.scheduler.label_again(name, msgspec.convert(keep, Keep))
-
-
 def kvroute_end_session(core: EngineCore, session: int) -> None:
     core.scheduler.end_session(session)
 
@@ -278,7 +253,6 @@ for _method in (
     kvroute_begin,
     kvroute_emit_held,
     kvroute_end_session,
-    kvroute_label,
     kvroute_pinned,
     kvroute_unpin,
 ):

@@ -38,7 +38,7 @@ class Manager(CPUOffloadingManager):
     vLLM itself lists the blocks of a copy in no order.
     """
 
-    kvroute_stored: Callable[[Sequence[OffloadKey], Ended], None]
+    kvroute_stored: Callable[[Ended], None]
     # Maximum number of tokens of a prompt that are copied to host memory, from its start. More
     # tokens would evict the prompt's own first blocks, without which its other blocks are useless,
     # and the blocks of all other prompts.
@@ -53,10 +53,9 @@ class Manager(CPUOffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        last_first = _last_first(keys, req_context)
-        super().complete_store(last_first, req_context, success)
+        super().complete_store(_last_first(keys, req_context), req_context, success)
         if ended := req_context.get_state(Ended):
-            self.kvroute_stored(last_first[::-1], ended)
+            self.kvroute_stored(ended)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         super().complete_load(_last_first(keys, req_context), req_context)

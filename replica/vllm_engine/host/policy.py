@@ -5,8 +5,7 @@ index of the chunk's place is the block's number here. A block is idle while it 
 requests use the copies in the engine's memory.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
@@ -17,31 +16,23 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class RetentionPolicy(CachePolicy):
-    def __init__(self, cache_capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.chunks: dict[OffloadKey, ChunkStatus] = {}
         self._keys: dict[int, OffloadKey] = {}  # place -> key of the block there
         self._idle = IdleBlocks(cache_capacity)
         self._pins = PinnedKeys[OffloadKey]()
-        self._clock = clock
 
-    def label(self, keys: Iterable[OffloadKey], keep: Keep) -> None:
-        """Set the retention of a request's blocks, given in the prompt's order."""
-        self._idle.label([chunk.chunk_id for chunk in self._stored(keys)], keep)
+    def used(self, keys: Sequence[OffloadKey], keep: Keep) -> None:
+        """Record that a request used these blocks until now, and set their retention.
 
-    def used(self, keys: Sequence[OffloadKey], keep: Keep | None = None) -> None:
-        """Record that a request used these blocks until now, and set their retention if given.
-
-        The keys are in the prompt's order; the last of the blocks is evicted first. The retention
-        is set while the blocks are taken out of the idle blocks. This is faster than to move them
-        within the idle blocks, past all blocks that became idle later.
+        The keys are in the prompt's order; the last of the blocks is evicted first.
         """
         ids = self._not_copied(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:
             self._idle.take(id_)
-        if keep is not None:
-            self.label(keys, keep)
-        self._idle.put(ids, self._clock())
+        self._idle.label([each.chunk_id for each in self._there(keys)], keep)
+        self._idle.put(ids)
 
     def pin(self, name: str, keys: Sequence[OffloadKey]) -> None:
         """Never evict these blocks, which may also be stored later.
@@ -52,7 +43,7 @@ class RetentionPolicy(CachePolicy):
         added, removed = self._pins.change(name, keys)
         for id_ in self._not_copied(added):
             self._idle.take(id_)
-        self._idle.put(self._not_copied(reversed(removed)), self._clock())
+        self._idle.put(self._not_copied(reversed(removed)))
 
     def end(self, session: int) -> None:
         self._idle.end(session)
@@ -76,7 +67,7 @@ class RetentionPolicy(CachePolicy):
 
     def mark_evictable(self, key: OffloadKey) -> None:
         if key not in self._pins:
-            self._idle.put([self.chunks[key].chunk_id], self._clock())
+            self._idle.put([self.chunks[key].chunk_id])
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
         if key not in self._pins:
@@ -89,7 +80,7 @@ class RetentionPolicy(CachePolicy):
         kept = self._not_copied(key for key in protected if key not in self._pins)
         if len(self._idle) - len(kept) < n:
             return None
-        evicted = [self._keys.pop(id_) for id_ in self._idle.pop(n, self._clock(), set(kept))]
+        evicted = [self._keys.pop(id_) for id_ in self._idle.pop(n, set(kept))]
         return [(key, self.chunks.pop(key)) for key in evicted]
 
     def clear(self) -> None:

@@ -4,8 +4,6 @@ vLLM decides which blocks are copied to host memory and back, and when. This mod
 fingerprints, eviction in kvroute's order, and reloads only where they are faster than computing.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,15 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash
-from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
-from kvroute.contract.keep import KEEP, Keep, over
+from kvroute.contract.keep import Keep, Order
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.blocks.division import Division
-from kvroute.replica.vllm_engine.blocks.keeping import RECENT, keep_of, name_of
+from kvroute.replica.vllm_engine.blocks.keeping import keep_of
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.host.connector import Connector, Ended, Manager
 from kvroute.replica.vllm_engine.host.events import HostEvents
@@ -46,8 +43,6 @@ class HostTier:
         self.meter = Meter(connector.scheduler)
         self._connector = connector
         self._policy = policy
-        self._has_hints = False  # True once a request had another hint than the default
-        self._recent: OrderedDict[str, list[Ended]] = OrderedDict()
         connector.__class__ = Connector
         connector.kvroute_meter = self.meter
         connector.scheduler.manager.__class__ = Manager
@@ -94,8 +89,6 @@ class HostTier:
         scheduler._current_batch_jobs_to_flush |= stopped
         for _ in scheduler.manager.take_events():
             pass
-        self._recent.clear()
-        self._has_hints = False
 
     def pin(self, name: str, request: Request) -> None:
         """Pin the full blocks of the request's prompt; some may still have to be copied."""
@@ -114,23 +107,14 @@ class HostTier:
         status = self._connector.scheduler._req_status.get(request.request_id)
         if status is None:
             return
-        positions, keep = status.req_context._offload_key_positions, keep_of(request)
-        ended = Ended(sorted(positions, key=positions.__getitem__), keep)
+        positions = status.req_context._offload_key_positions
+        ended = Ended(sorted(positions, key=positions.__getitem__), keep_of(request))
         status.req_context.set_state(ended)
-        self._has_hints = self._has_hints or keep != KEEP
-        self._policy.used(ended.keys, keep if self._has_hints else None)
-        if (name := name_of(request, keep)) is not None:
-            self._remember(name, ended)
+        self._policy.used(ended.keys, ended.keep)
 
-    def stored(self, keys: Sequence[OffloadKey], ended: Ended) -> None:
+    def stored(self, ended: Ended) -> None:
         """Set the retention of blocks whose copies were made after their request's end."""
-        self._label(keys, ended.keep)
-        self._policy.used(ended.keys)
-
-    def label_again(self, name: str, keep: Keep) -> None:
-        for ended in self._recent.pop(name, ()):
-            ended.keep = keep
-            self._label(ended.keys, keep)
+        self._policy.used(ended.keys, ended.keep)
 
     def end(self, session: int) -> None:
         """End a session: its blocks are evicted first, also those that are still being copied."""
@@ -138,22 +122,7 @@ class HostTier:
         for status in self._connector.scheduler._req_status.values():
             ended = status.req_context.get_state(Ended)
             if ended and ended.keep.session == session:
-                ended.keep = over(session)
-
-    def _label(self, keys: Sequence[OffloadKey], keep: Keep) -> None:
-        if self._has_hints:  # otherwise all blocks have the default
-            self._policy.label(keys, keep)
-
-    def _remember(self, name: str, ended: Ended) -> None:
-        """Keep the blocks for `label_again`; all choices of a request have the same name."""
-        self._recent.setdefault(name, []).append(ended)
-        self._recent.move_to_end(name)
-        while len(self._recent) > RECENT or self._recent_blocks > self._policy.cache_capacity:
-            self._recent.popitem(last=False)
-
-    @property
-    def _recent_blocks(self) -> int:
-        return sum(len(ended.keys) for choices in self._recent.values() for ended in choices)
+                ended.keep = Keep(Order.ENDED, session)
 
 
 def _block_bytes(connector: OffloadingConnector) -> int:

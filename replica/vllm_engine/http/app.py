@@ -137,11 +137,8 @@ class HttpApp:
             grammars=grammars,
         )
 
-    async def respond(self, request: GenerateRequest, emit: Emit) -> bool:
+    async def respond(self, request: GenerateRequest, emit: Emit) -> None:
         """Emit the response to a request with a `call`.
-
-        Returns:
-            Whether the response ends with a tool call.
 
         Raises:
             ValueError: The LoRA adapter is unknown or cannot be loaded.
@@ -151,7 +148,6 @@ class HttpApp:
         lora = await self._adapters[request.rank].ready(request.lora)
         run = Run(request, request.call, emit, lora)
         await run.respond(self._app)
-        return run.is_tool_call
 
     def close(self) -> None:
         """End the process that compiles grammars."""

@@ -55,18 +55,7 @@ END_S = 5.0  # seconds for the application to end after the client has left; the
 OURS = "kvroute_"  # prefix of the keys of extra_args that clients may not set
 RESPONSES = "/v1/responses"
 ERROR_EVENT = b"event: error"
-# Path -> bytes in the last chunk of an answer that ends with a tool call. They cannot be a part of
-# the answer's text, because quotes in texts are escaped.
-TOOL_CALL = {
-    "/v1/chat/completions": b'"finish_reason":"tool_calls"',
-    "/v1/messages": b'"stop_reason":"tool_use"',
-    RESPONSES: b'"type":"function_call"',
-}
 STARTED = "response already started"  # part of the message of Starlette's RuntimeError
-NEVER = b"\0"  # a byte that JSON cannot contain
-# A chat whose request names the tool has the first bytes somewhere in the answer, and the second
-# bytes at the answer's end.
-CALLS, STOP = b'"tool_calls":[{', b'"finish_reason":"stop"'
 
 Message = Mapping[str, Any]  # a message of ASGI
 
@@ -78,7 +67,6 @@ class Run:
         self, request: GenerateRequest, call: HttpCall, emit: Emit, lora: Any = None
     ) -> None:
         self.call = call
-        self.is_tool_call = False  # True if the response ended with a tool call
         self.random = random.Random(request.request_id)  # the same numbers on every replica
         self.request = request
         self.priority = priority_of(request)  # replaces a priority in the body
@@ -89,7 +77,6 @@ class Run:
         self._failure: Exception | None = None
         self._token_ids: list[int] = []  # tokens that were generated since the last chunk
         self._data: list[bytes] = []  # bytes that were sent since the last chunk
-        self._has_calls = False  # True once bytes with CALLS were sent
         self._has_emitted = False  # True once a chunk was emitted
         self._status = 0  # status that the next chunk has to contain; 0: none
         self._content_type = ""
@@ -126,7 +113,6 @@ class Run:
             if body.startswith(ERROR_EVENT):  # an event of /v1/messages, with Anthropic's type
                 body = body.replace(b'"type":"internal_error"', b'"type":"api_error"')
             self._data.append(body)
-            self._has_calls = self._has_calls or CALLS in body
 
     async def _run(self, app: Any) -> None:
         CURRENT.set(self)
@@ -165,7 +151,6 @@ class Run:
             return
         tokens, data = tuple(self._token_ids), b"".join(self._data)
         cached_tokens, written_tokens = self._counts or (0, 0)
-        self.is_tool_call = is_last and self._ends_with_call(data)
         part = HttpPart(
             data,
             self._status,
@@ -173,14 +158,9 @@ class Run:
             (len(tokens),) if tokens else (),
             written_tokens,
             self._can_continue,
-            self.is_tool_call,
         )
         self._token_ids, self._data, self._status, self._has_emitted = [], [], 0, True
         self._emit(Chunk(tokens, cached_tokens, is_last, part))
-
-    def _ends_with_call(self, end: bytes) -> bool:
-        is_named = self._has_calls and STOP in end
-        return is_named or TOOL_CALL.get(self.call.path, NEVER) in end
 
     # The engine's side for vLLM's handlers.
 

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 
 from rich.progress import Progress
 
-from kvroute.replay.calibration.profiles import PROFILES
 from kvroute.replay.compare import saturation_rps
+from kvroute.replay.hardware.profiles import PROFILES
 from kvroute.replay.modelled_engine import blocks_needed
 from kvroute.replay.report import summarise
 from kvroute.replay.simulate import Cluster, simulate

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.keep import KEEP, Keep
-from kvroute.replica.engine.kv_events import Evictions
+from kvroute.contract.keep import Keep, Order
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -33,8 +32,7 @@ class Side:
         from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
         self.pool: Any = BlockPool(BLOCKS + 1, True, 16, enable_kv_cache_events=True)
-        self.now_s = 0.0
-        self.queue = FreeQueue(self.pool, lambda: self.now_s) if ours else None
+        self.queue = FreeQueue(self.pool) if ours else None
         self.requests: list[list[Any]] = []
         self.hashes = count()
 
@@ -81,13 +79,12 @@ class Side:
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps, st.sampled_from([None, KEEP, Keep(session=7)]))
+@given(steps, st.sampled_from([None, Keep(), Keep(session=7)]))
 def test_with_nothing_said_the_pool_uses_the_same_blocks_as_with_its_own_queue(
     steps: list[tuple[str, int]], keep: Keep | None
 ) -> None:
     ours, theirs = Side(ours=True), Side(ours=False)
     for what, number in steps:
-        ours.now_s += number / 10
         if what == "free":
             ours.free(number, keep)
             theirs.free(number)
@@ -99,23 +96,13 @@ def test_with_nothing_said_the_pool_uses_the_same_blocks_as_with_its_own_queue(
 @settings(max_examples=100, deadline=None)
 @given(
     steps,
-    st.lists(
-        st.builds(
-            Keep,
-            st.sampled_from([0.0, 0.2, 1.0]),
-            st.sampled_from([0.0, 60.0]),
-            st.integers(0, 3),
-            st.integers(0, 2),
-        ),
-        min_size=1,
-    ),
+    st.lists(st.builds(Keep, st.sampled_from(Order), st.integers(0, 3)), min_size=1),
 )
 def test_whatever_is_said_a_block_is_free_or_held(
     steps: list[tuple[str, int]], keeps: list[Keep]
 ) -> None:
     side = Side(ours=True)
     for number, (what, choice) in enumerate(steps):
-        side.now_s += choice
         if what == "free":
             side.free(choice, keeps[number % len(keeps)])
         else:
@@ -128,23 +115,18 @@ def test_blocks_that_are_likely_to_come_back_outlive_newer_ones() -> None:
     side = Side(ours=True)
     likely, unlikely = side.get(99), side.get(99)
     side.free(0, Keep(session=1))
-    side.now_s = 1.0
-    side.free(0, Keep(0.1, session=2))
-    side.now_s = 2.0
+    side.free(0, Keep(Order.UNLIKELY, session=2))
     side.get(3)  # four that are blank
     assert side.get(99) == unlikely[::-1]
     assert side.get(99) == likely[::-1]
-    assert side.queue
-    assert side.queue.evictions() == Evictions(unlikely=4, usual=4)
 
 
 def test_an_offloading_connector_hears_of_what_goes_next_wherever_its_cursor_was() -> None:
     side = Side(ours=True)
     first, second = side.get(99), side.get(99)
-    side.free(0, Keep(1.0))
-    side.free(0, Keep(0.3))
+    side.free(0, Keep())
+    side.free(0, Keep(Order.UNLIKELY))
     held = side.get(3)
-    side.now_s = 9.0
     assert side.queue
     for cursor in (None, first[0], held[0]):
         block = None if cursor is None else side.pool.blocks[cursor]
@@ -169,51 +151,22 @@ def request_of(name: str, keep: Keep) -> Any:
     return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=args))
 
 
-TOOLS = Keep(0.0, session=5, tool_chance=1.0, tool_s=60.0)
-
-
-def test_a_tool_call_keeps_what_the_request_has_left_in_all_pools() -> None:
+def test_the_end_of_a_session_reaches_all_pools_and_requests_that_run() -> None:
     sides = Side(ours=False), Side(ours=False)
     keeping = keeping_of(*sides)
+    left, stays, running = (request_of(name, Keep(session=n)) for n, name in enumerate("abc", 1))
+    held = []
     for side, manager in zip(sides, keeping._managers, strict=True):
-        side.get(99)
-        manager.req_to_blocks["a"] = side.requests[0]
-    keeping.label(request_of("a", TOOLS))
-    for side in sides:
-        side.free(0)
-    keeping.label_again("a", TOOLS.after_tool_call)
-    for side in sides:
-        for _ in range(BLOCKS // 4):
-            side.get(99)
-    assert [*keeping.evictions()] == [Evictions(usual=4)] * 2  # nobody has promised
-    assert [*keeping.evictions()] == []
-
-
-def test_a_tool_call_keeps_nothing_that_others_have_taken_since() -> None:
-    side = Side(ours=False)
-    keeping = keeping_of(side)
-    side.get(99)
-    keeping._managers[0].req_to_blocks["a"] = side.requests[0]
-    keeping.label(request_of("a", TOOLS))
-    side.free(0)
-    for _ in range(BLOCKS // 4):
-        side.get(99)  # the last one takes the blocks
-    side.free(BLOCKS // 4 - 1)
-    [*keeping.evictions()]
-    keeping.label_again("a", TOOLS.after_tool_call)
-    side.get(99)
-    assert [*keeping.evictions()] == [Evictions(usual=4)]
-
-
-def test_of_ended_requests_no_more_is_remembered_than_the_cache_has() -> None:
-    side = Side(ours=False)
-    keeping = keeping_of(side)
-    side.get(99)
-    for number in range(50):
-        keeping._managers[0].req_to_blocks[f"r{number}"] = side.requests[0]
-        keeping.label(request_of(f"r{number}", TOOLS))
-    assert [*keeping._recent] == ["r47", "r48", "r49"]
-    keeping.label_again("r48", TOOLS)
-    assert keeping._recent_blocks == 8
-    keeping.clear()
-    assert keeping._recent_blocks == len(keeping._recent) == 0
+        held.append([side.get(99) for _ in "abc"])
+        manager.req_to_blocks |= dict(zip("abc", side.requests, strict=True))
+    for request in (stays, left):
+        keeping.label(request)
+        for side, manager in zip(sides, keeping._managers, strict=True):
+            side.pool.free_blocks(reversed(manager.req_to_blocks[request.request_id]))
+    for session in (1, 3):
+        keeping.end(session, [running])
+    keeping.label(running)
+    for side, manager in zip(sides, keeping._managers, strict=True):
+        side.pool.free_blocks(reversed(manager.req_to_blocks["c"]))
+    for side, (of_left, of_stays, of_running) in zip(sides, held, strict=True):
+        assert [side.get(99) for _ in "abc"] == [of_left[::-1], of_running[::-1], of_stays[::-1]]

@@ -1,13 +1,10 @@
 """Which blocks host memory drops when there are some that it must not drop."""
 
-from unittest.mock import patch
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.keep import Keep
-from kvroute.replica.engine.idle_queue import IdleQueue
+from kvroute.contract.keep import Keep, Order
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -16,38 +13,37 @@ names = st.sets(st.integers(0, BLOCKS - 1))
 
 
 @given(
-    chances=st.lists(st.sampled_from([0.0, 0.2, 1.0]), min_size=BLOCKS, max_size=BLOCKS),
+    orders=st.lists(st.sampled_from(Order), min_size=BLOCKS, max_size=BLOCKS),
     protected=names,
     busy=names,
     pinned=names,
     count=st.integers(1, BLOCKS),
 )
 def test_what_remains_is_in_the_order_it_was(
-    chances: list[float], protected: set[int], busy: set[int], pinned: set[int], count: int
+    orders: list[Order], protected: set[int], busy: set[int], pinned: set[int], count: int
 ) -> None:
     from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
     from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 
-    policy = RetentionPolicy(BLOCKS, clock := Clock())
+    policy = RetentionPolicy(BLOCKS)
     keys = [OffloadKey(bytes([number])) for number in range(BLOCKS)]
     for number, key in enumerate(keys):
         policy.insert(key, ChunkStatus(number))
-        policy.label([key], Keep(chances[number], session=1 + number // 4))
-        clock.now_s += number % 3  # some at the same time
+        policy.used([key], Keep(orders[number], session=1 + number // 4))
         policy.chunks[key].ref_cnt = int(number in busy)
         if number not in busy:
             policy.mark_evictable(key)
     policy.pin("law", [keys[number] for number in sorted(pinned)])
-    before = list(policy._idle.in_order(clock.now_s))
+    before = list(policy._idle)
     evicted = policy.evict(count, {keys[number] for number in protected})
     gone = {chunk.chunk_id for _, chunk in evicted or ()}
     assert (evicted is None) == (count > BLOCKS - len(protected | busy | pinned))
     assert not gone & (protected | busy | pinned)
     assert gone == set([each for each in before if each not in protected][: len(gone)])
-    assert list(policy._idle.in_order(clock.now_s)) == [n for n in before if n not in gone]
-    policy.used(keys)
+    assert list(policy._idle) == [n for n in before if n not in gone]
+    policy.used(keys, Keep())
     policy.touch(keys, None)
     for number in busy:  # its copy is over
         policy.chunks[keys[number]].ref_cnt = 0
@@ -55,30 +51,3 @@ def test_what_remains_is_in_the_order_it_was(
     assert not pinned & {*policy._idle}
     policy.pin("law", ())
     assert len(policy._idle) == len(policy.chunks) == BLOCKS - len(gone)
-
-
-def test_what_is_said_of_blocks_that_were_used_moves_no_others() -> None:
-    from vllm.v1.kv_offload.base import OffloadKey
-    from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
-
-    from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
-
-    policy = RetentionPolicy(BLOCKS, clock := Clock())
-    keys = [OffloadKey(bytes([number])) for number in range(BLOCKS)]
-    for number, key in enumerate(keys):
-        policy.insert(key, chunk := ChunkStatus(number))
-        chunk.ref_cnt = 0
-        policy.mark_evictable(key)
-        policy.used([key], Keep(0.5 if number < 2 else 1.0, session=1 + number // 2))
-        clock.now_s += 1.0
-    with patch.object(IdleQueue, "insert") as insert:
-        policy.used(keys[:2], Keep(session=1))
-    assert not insert.called
-    assert list(policy._idle.in_order(clock.now_s)) == [*range(2, BLOCKS), 1, 0]
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvroute.blocks.cache_groups import HOST_GROUPS
 from kvroute.blocks.chain import Scope, Space
 from kvroute.blocks.tiers import HOST
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import Keep, Order
 from kvroute.replica.block_table import Changes
 from kvroute.router.placement.fleet import Fleet
 from tests.support.host_tiers import BLOCK_BYTES
@@ -108,8 +108,8 @@ def test_the_block_of_the_last_token_is_computed() -> None:
 def test_host_memory_drops_what_will_not_come_back() -> None:
     engine = tiered(host_blocks=40)
     engine.ask(0, PROMPT, Keep(session=1))
-    engine.ask(1000, PROMPT, Keep(0.1))
-    flood(engine, keep=Keep(0.1))
+    engine.ask(1000, PROMPT, Keep(Order.UNLIKELY))
+    flood(engine, keep=Keep(Order.UNLIKELY))
     assert engine.ask(1000, PROMPT) == 0
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert engine.compare().drift == 0
@@ -174,15 +174,6 @@ def test_host_memory_is_never_cleared_alone() -> None:
     assert engine.compare().drift == 0
 
 
-def test_a_tool_call_at_an_answers_end_keeps_its_blocks() -> None:
-    engine = tiered(host_blocks=40)
-    keep = Keep(0.0, session=1, tool_chance=1.0, tool_s=60.0)
-    engine.ask(0, PROMPT, keep)
-    engine.scheduler.label_again("r1", keep.after_tool_call)
-    flood(engine, keep=Keep(0.1))
-    assert engine.ask(0, PROMPT) == PROMPT - 1
-
-
 def test_a_session_that_ends_while_its_blocks_are_copied_is_over_for_them_too() -> None:
     engine = tiered(host_blocks=40)
     engine.ask(0, PROMPT, Keep(session=1))
@@ -197,19 +188,6 @@ def test_a_session_that_ends_while_its_blocks_are_copied_is_over_for_them_too() 
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert engine.ask(1000, PROMPT) == 0
     assert 2 not in host._policy._idle._owned
-
-
-def test_a_tool_call_that_comes_while_blocks_are_copied_keeps_them() -> None:
-    engine = tiered(host_blocks=40)
-    keep = Keep(0.0, session=1, tool_chance=1.0, tool_s=60.0)
-    name = engine.add(0, PROMPT, keep)
-    while name in engine.scheduler.requests:
-        engine.step()
-    assert not any(each.is_ready for each in chunks_of(engine, name))
-    engine.scheduler.label_again(name, keep.after_tool_call)
-    engine.run()
-    flood(engine, keep=Keep(0.1))
-    assert engine.ask(0, PROMPT) == PROMPT - 1
 
 
 def chunks_of(engine: "Tiered", name: str) -> list[Any]:
@@ -299,7 +277,7 @@ def test_the_table_is_what_both_tiers_hold(
     for do, number, blocks in steps:
         match do:
             case "add":
-                keep = Keep(1 / (1 + number % 3), session=number) if number % 2 else None
+                keep = Keep(Order(number % 3), session=number) if number % 2 else None
                 names.append(engine.add(300 * number, blocks * BLOCK + number, keep))
             case "step":
                 engine.step()

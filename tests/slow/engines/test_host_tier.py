@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import Keep, Order
 from kvroute.replica.engine.kv_events import Transfers
 from tests.support.answers import ids_of
 from tests.support.chunks import streamed
@@ -121,7 +121,7 @@ async def test_the_table_is_what_the_engine_holds(cache: Running, seed: int) -> 
 
     async def one(number: int) -> None:
         blocks, session = random_.randint(1, 25), random_.randint(1, 12)
-        keep = Keep(random_.choice((1.0, 0.2)), session=session)
+        keep = Keep(random_.choice((Order.USUAL, Order.UNLIKELY)), session)
         request = request_of(prompt_of(blocks * BLOCK, session), max_tokens=random_.randint(1, 40))
         request = replace(request, request_id=f"s{seed}-{number}", keep=keep)
         most = random_.choice((1, 100))

@@ -193,7 +193,7 @@ def test_the_commands_tell_the_models_apart(cluster: Cluster) -> None:
     assert all(model in shown for model in ("model", LARGE, SMALL))
     (replica,) = replicas(cluster, SMALL)
     assert replica in kvroute(cluster, "explain", "Hello", "--model", SMALL).stdout
-    for command in (("scale", "2"), ("calibrate",), ("explain", "Hello"), ("prefixes", "rm", "x")):
+    for command in (("scale", "2"), ("explain", "Hello"), ("prefixes", "rm", "x")):
         refused = kvroute(cluster, *command)
         assert (refused.returncode, LARGE in refused.stderr) == (1, True), command
 

@@ -11,16 +11,12 @@ from typing import Any
 import pytest
 import requests
 import yaml
-from matplotlib.patches import Rectangle
 from openai import OpenAI
 
 from dashboards.build import DASHBOARDS, FOLDER
-from dashboards.cache_hits import CACHE_HITS
 from dashboards.promql import filled_in
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import openai_client
-from tests.support.picture import Prometheus as Queried
-from tests.support.picture import picture
 from tests.support.prometheus_server import Prometheus, prometheus
 from tests.support.serving import start_cluster
 
@@ -93,26 +89,6 @@ def test_every_alert_of_a_cluster_at_work_is_judged_and_none_fires(
         rule["alert"]: "ok" for rule in RULES
     }
     assert "firing" not in {rule["state"] for rule in group["rules"]}
-
-
-@needs_prometheus
-def test_a_picture_has_all_panels_and_a_waterfall_from_all_tokens_to_none(
-    watched: tuple[Prometheus, OpenAI],
-) -> None:
-    server, client = watched
-    titles = [panel.title for row in CACHE_HITS.rows for panel in row.panels]
-    bars, deadline = list[Rectangle](), time.monotonic() + 120
-    while not bars:
-        assert time.monotonic() < deadline, "there is nothing to draw"
-        work(client)
-        time.sleep(1.1)  # Prometheus reads
-        figure = picture(CACHE_HITS, Queried(server.url, minutes=1))
-        assert [axes.get_title(loc="left") for axes in figure.axes] == titles
-        axes = figure.axes[titles.index("From all prompt tokens down to those from a cache")]
-        bars = [each for each in axes.patches if isinstance(each, Rectangle)]
-    tops = [bar.get_y() + bar.get_height() for bar in bars]
-    assert tops == pytest.approx([1, *(bar.get_y() for bar in bars[:-1])])
-    assert bars[-1].get_y() == 0
 
 
 def work(client: OpenAI) -> None:

@@ -1,8 +1,7 @@
 """Profiles of a replica's speed and cache: named ones, or a JSON file with the same numbers.
 
 The default `h200-8b` has rounded results of `derived`; the other profiles have its exact results.
-No named profile is measured: docs/measurements.md compares `h100-8b` with an H100, and `kvroute
-calibrate` measures a cluster of your own.
+No named profile is measured: docs/measurements.md compares `h100-8b` with an H100.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.calibration.model import HOST_GB_PER_S, KV_BYTES, EngineModel
+from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.settings.help import expectation
 
 DEFAULT_ENGINE = "h200-8b"
@@ -45,20 +44,6 @@ class Profile(BaseModel):
     kv_tokens: PositiveInt = 800_000  # tokens in the KV cache
     kv_bytes: PositiveInt = KV_BYTES  # bytes of a token's keys and values
     host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # copies from host memory, all GPUs together
-
-    @classmethod
-    def of(cls, engine: EngineModel, kv_tokens: int) -> "Profile":
-        """Return a profile of measured values, rounded to four significant digits."""
-        return cls(
-            prefill_tokens_per_s=_rounded(engine.prefill.tokens_per_s),
-            attention_tokens=_rounded(engine.prefill.attention_tokens),
-            step_s=_rounded(engine.step_s),
-            sequence_s=_rounded(engine.sequence_s),
-            context_token_s=_rounded(engine.context_token_s),
-            chunk_tokens=engine.chunk_tokens,
-            max_sequences=engine.max_sequences,
-            kv_tokens=kv_tokens,
-        )
 
     def engine(self) -> EngineModel:
         return EngineModel(
@@ -148,18 +133,14 @@ def load_profile(name_or_file: str) -> Profile:
     except OSError as error:
         raise ProfileError(
             f"--engine is {name_or_file!r}, which is no profile and cannot be read "
-            f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file "
-            "such as kvroute calibrate writes"
+            f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file such as "
+            f"{Profile().model_dump_json()}"
         ) from None
     try:
         return Profile.model_validate_json(content)
     except Invalid as invalid:
         lines = [f"{name_or_file}: {_explain(details)}" for details in invalid.errors()]
         raise ProfileError("\n".join(lines)) from None
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.4g}")
 
 
 def _explain(details: ErrorDetails) -> str:

@@ -1,1 +1,0 @@
-"""Speeds of modelled replicas: named profiles, and a fit to a running cluster."""
