@@ -172,7 +172,7 @@ def crossed(request: GenerateRequest) -> GenerateRequest:
     return decode_begin(encode_begin(0, request))[1]
 
 
-def test_the_bytes_of_a_request_are_those_of_version_2() -> None:
+def test_the_bytes_of_a_request_are_those_of_version_3() -> None:
     """Routers and replicas of two releases work together, so these bytes never change."""
     call = HttpCall("/v1/completions", b"{}", 1.5)
     told = request(
@@ -184,8 +184,7 @@ def test_the_bytes_of_a_request_are_those_of_version_2() -> None:
 BEGIN = (
     "9f07a172c4080000000001000000a16e0081ab7472616365706172656e74a178a0009caf2f76312f"
     "636f6d706c6574696f6e73c4027b7dcb3ff8000000000000c3c2900000a0a0a0c2050000cb000000"
-    "0000000000cb000000000000000097cb3ff0000000000000cb00000000000000000000cb3ff00000"
-    "00000000cb0000000000000000c3"
+    "0000000000cb0000000000000000920200"
 )
 
 
@@ -200,8 +199,8 @@ def test_the_bytes_of_a_dispatch_between_routers_are_those_of_its_version() -> N
 
 
 DISPATCH = (
-    "9ca173a171a172cb3fe00000000000000a14c4080100000000000000c410010000000000000005000000"
-    "00000080a16cc3c0c0"
+    "9ba173a171a172cb3fe00000000000000a14c4080100000000000000c41001000000000000000500"
+    "000000000080a16cc3c0"
 )
 
 
