@@ -28,7 +28,7 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.load_report import FORM, REPORTING, report_headers
+from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_headers
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import said_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
@@ -215,6 +215,6 @@ async def _answer(
     )
     response = await model.requests.answer(call, context)
     is_whole = response.status_code == 200 and not isinstance(response, StreamingResponse)
-    if is_whole and call.path in REPORTING and (form := request.headers.get(FORM)):
+    if is_whole and call.path in REPORTING and (form := request.headers.get(FORMAT_HEADER)):
         response.headers.update(report_headers(form, model.status.load()))
     return response
