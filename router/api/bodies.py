@@ -1,7 +1,7 @@
-"""Requests' bodies are read and parsed such that no body holds up another request.
+"""Reads and parses requests' bodies without delaying other requests.
 
-A small body is parsed on the event loop. A large one is parsed in a process of its own: its JSON
-may hold millions of values, and Python builds all of them without a pause.
+A small body is parsed on the event loop. A large body is parsed in a child process: its JSON may
+have millions of values, and the event loop would stand still until all of them were built.
 """
 
 import asyncio
@@ -18,35 +18,35 @@ from kvroute.router.api.parse_process import ParseProcess
 from kvroute.router.api.parsing import parse
 from kvroute.router.api.turns import Turns
 
-INLINE_BYTES = 128 << 10  # about 20 ms of parsing at worst, 1 ms as a rule
-SMALL_BYTES = 8 << 10  # parsed at once: most bodies, in less than 1 ms
-SILENCE_S = 30.0  # between two parts of a body
-WAITING_LIMITS = 16  # bodies of the largest size that may be in memory at once, not yet parsed
+INLINE_BYTES = 128 << 10  # largest body parsed on the event loop: usually 1 ms, at worst 20 ms
+SMALL_BYTES = 8 << 10  # bodies up to this size, which take less than 1 ms, are parsed at once
+SILENCE_S = 30.0  # longest time between two parts of a body
+WAITING_LIMITS = 16  # unparsed bodies of the largest size that fit in memory at the same time
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
 
 
 class Bodies:
-    """Reads and parses bodies of up to `limit_mb`. A method raises ApiError for a bad body."""
+    """Reads and parses bodies of up to `limit_mb` megabytes; a bad body raises ApiError."""
 
     def __init__(self, *, limit_mb: int) -> None:
         self._limit_mb = limit_mb
         self._limit = limit_mb << 20  # bytes
-        self._held = 0  # bytes of unparsed bodies
+        self._held = 0  # bytes of unparsed bodies in memory
         self._process = ParseProcess()
         self._turns = Turns()
 
     async def parsed(self, model: type[Model], request: Request) -> Model:
-        """The request's body as that model."""
+        """Return the request's body as an instance of the model."""
         return await self.read(partial(parse, model), request)
 
     async def close(self) -> None:
-        """Ends the process."""
+        """Kill the process that parses large bodies."""
         await self._process.close()
 
     async def read(self, parse: Callable[[bytes], Result], request: Request) -> Result:
-        """What that function, which must be importable, makes of the body."""
+        """Return the result of `parse`, which must be importable, for the request's body."""
         body = bytearray()
         try:
             await self._read(request, body)
@@ -60,8 +60,11 @@ class Bodies:
             self._held -= len(body)
 
     async def _read(self, request: Request, body: bytearray) -> None:
-        """Reads the whole body. One that is too large is also read to its end: the client reads the
-        error only after it has sent everything."""
+        """Read the whole body into `body`.
+
+        A body that is too large is also read to its end, because the client does not read the
+        error before it has sent everything.
+        """
         size, parts = 0, aiter(request.stream())
         while True:
             try:
@@ -70,7 +73,8 @@ class Bodies:
             except TimeoutError:
                 raise _silent(size) from None
             except ClientDisconnect:
-                raise ApiError(499, "the client left amid its body", code="client_left") from None
+                message = "the client disconnected before it had sent the whole body"
+                raise ApiError(499, message, code="client_left") from None
             if part is None:
                 break
             size += len(part)
@@ -87,7 +91,8 @@ class Bodies:
         if self._held + size > WAITING_LIMITS * self._limit:
             raise ApiError(
                 429,
-                f"the bodies of other requests take {self._held >> 20} MB now; try again later",
+                f"the router holds {self._held >> 20} MB of other requests' bodies, which is its "
+                "limit; try again later",
                 type="rate_limit_error",
                 code="overloaded",
             )
@@ -107,12 +112,13 @@ async def _bodies(request: Request) -> Bodies:
     return bodies
 
 
-BodyReader = Annotated[Bodies, Depends(_bodies)]  # a route's parameter
+BodyReader = Annotated[Bodies, Depends(_bodies)]  # the type of a route's parameter
 
 
 def _silent(size: int) -> ApiError:
     return ApiError(
         408,
-        f"{size} bytes of the body came, and then nothing for {SILENCE_S:g} s; send it again",
+        f"the body stopped after {size} bytes: nothing came for {SILENCE_S:g} s. Send the request "
+        "again",
         code="request_timeout",
     )

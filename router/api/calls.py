@@ -1,7 +1,7 @@
-"""A request that a replica's HTTP application answers, as far as a router has to read it.
+"""Parses the parts of a request's body that a router needs.
 
-The application checks the fields. A router takes what it needs to find the prompt and its replica,
-and refuses what would hold up others.
+The replica's HTTP application checks the fields. A router reads what it needs to find the prompt
+and a replica for it, and rejects bodies that would delay or harm other requests.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 TOKENIZE = "/tokenize"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-INVOCATIONS = "/invocations"  # SageMaker's: the body says what it asks for
-# Any replica answers them, without its engine's KV cache.
+INVOCATIONS = "/invocations"  # SageMaker's route: the fields of the body select the task
+# Routes that any replica can answer, since they do not use the engine's KV cache.
 PASSED_ON = (
     TOKENIZE,
     "/detokenize",
@@ -45,20 +45,21 @@ PASSED_ON = (
     INVOCATIONS,
 )
 
-MAX_N = 128
-MAX_CHOICES = 1024  # prompts times n in one request
-MAX_VALUES = 100_000  # JSON values of a body, next to token ids; a replica parses them on its loop
-MAX_NAME = 256  # characters
-MAX_COPIED = 16 << 20  # bytes of the fields next to the prompts, of which each prompt gets a copy
-# Fields of a message's part that have an image, a video or a sound; vLLM takes a uuid beside them.
+MAX_N = 128  # choices for one prompt
+MAX_CHOICES = 1024  # number of prompts times n, in one request
+MAX_VALUES = 100_000  # JSON values of a body without token ids; a replica's event loop parses them
+MAX_NAME = 256  # characters of a name, a salt or a session id
+MAX_COPIED = 16 << 20  # bytes of the other fields times the prompts, since each prompt gets a copy
+# Fields of a message's part that hold an image, a video or a sound. The part may also have a uuid.
 MEDIA = (
     *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
     *("audio_url", "audio_embeds", "input_audio"),
 )
-# Lists of which each item takes a replica's loop 100 us; of the scoring routes, it is a prompt.
+# Lists of the scoring routes. Each item is a prompt and takes a replica's event loop 100 us.
 SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
-# Each token of an answer is compared with every stop string, and every bad word is tokenised, on
-# the replica's loop. vLLM's engines on GPUs have places for so many ids, and die of more.
+# Largest number of items of a field. The replica's event loop compares every output token with
+# every stop string, and tokenizes every bad word. vLLM's GPU engines have room for 128 stop ids and
+# 1024 ids in the last two fields, and crash if there are more.
 MOST_ITEMS = {
     "messages": MAX_MESSAGES,
     **dict.fromkeys(("input", *SCORED), 4096),
@@ -67,29 +68,29 @@ MOST_ITEMS = {
     **dict.fromkeys(("bad_words", "stop_token_ids"), 128),
     **dict.fromkeys(("allowed_token_ids", "logit_bias"), 1024),
 }
-MOST_NAMES = 4096  # in an object such as metadata; a bad value takes 20 us there
+MAX_KEYS = 4096  # members of an object such as metadata; the replica needs 20 us for a bad one
 LISTED_TEXTS = ("stop", "stop_sequences", "bad_words")
-MOST_TEXT = 16_384  # characters of all texts in one of these lists
-# vLLM makes a grammar of these fields, which takes a replica's loop 6 us for each JSON value, and
+MAX_TEXT = 16_384  # characters of all texts in one of LISTED_TEXTS
+# Fields that vLLM compiles to a grammar. A replica's event loop needs 6 us for each JSON value, and
 # 0.6 us for each character of a structural tag that is a text.
 GRAMMARS = ("response_format", "structured_outputs", "text", "output_config", "output_format")
-MOST_GRAMMAR_VALUES = 16_384  # in these fields and the tools together
-MOST_GRAMMAR_BYTES = 131_072  # of one of these fields, as JSON
-PROMPT_FIELDS = ("prompt", "prompt_embeds")  # of a completion
-# Fields with which a response has the prompt's text.
+MAX_GRAMMAR_VALUES = 16_384  # JSON values in all of GRAMMARS and the tools together
+MAX_GRAMMAR_BYTES = 131_072  # bytes of one of GRAMMARS, as JSON
+PROMPT_FIELDS = ("prompt", "prompt_embeds")  # fields of a completion that hold its prompts
+# Fields that make vLLM put the prompt's text into the response.
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
-# Fields that would let a client replace the prompt that was routed, or run on after its request.
-REFUSED = ("kv_transfer_params", "ec_transfer_params", "background")
+# Fields that would let a client replace the prompt after routing, or use the GPU after its request.
+REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "background")
 # Arguments of transformers' apply_chat_template, which vLLM also takes from chat_template_kwargs.
-# They are no variables of templates. With `padding` and `max_length`, a prompt has any length.
-TOKENIZERS = (
+# They are not variables of templates. `padding` with `max_length` could make a prompt very long.
+TOKENIZER_ARGUMENTS = (
     *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 
-# Fields and parts that bodies of /v1/messages have, and chats do not.
-ANTHROPICS = frozenset({"system", "stop_sequences"})
-ANTHROPICS_PARTS = frozenset({"tool_use", "tool_result"})
+# Fields, and types of parts, that bodies of /v1/messages can have and chats cannot.
+MESSAGES_FIELDS = frozenset({"system", "stop_sequences"})
+MESSAGES_PARTS = frozenset({"tool_use", "tool_result"})
 
 PREFIX = "x-kvroute-prefix"  # header with the name of a declared prefix
 PREFIX_NAME = "the name of a declared prefix: a number, or up to 128 characters without ␟"
@@ -97,16 +98,16 @@ _PREFIX_ID = TypeAdapter[str](PrefixId)
 
 
 class Call(Struct, frozen=True):
-    """raw: as the client sent it."""
+    """A request to one of the routes above, with its parsed body."""
 
     path: str
-    raw: bytes
+    raw: bytes  # the body's bytes as the client sent them
     body: Mapping[str, Any]
     input_values: int = 0  # JSON values in the items of a list `input`
-    caller: Caller | None = None  # None where no keys are needed
-    is_stored: bool = False  # its response will be stored
-    prefix_name: str = ""  # of the header PREFIX; empty: there is none
-    wants_receipts: bool = False  # in the response
+    caller: Caller | None = None  # None if the cluster has no API keys
+    is_stored: bool = False  # the response will be stored
+    prefix_name: str = ""  # value of the header PREFIX; empty if there is none
+    wants_receipts: bool = False  # the response includes the receipts of the routing decisions
 
     @property
     def model(self) -> str | None:
@@ -115,29 +116,33 @@ class Call(Struct, frozen=True):
 
     @property
     def cache_salt(self) -> str:
-        """Of what the request leaves in caches: its tenant's, with the body's own."""
+        """Return the salt of the request's cached blocks: the tenant's, with that of the body."""
         return salted(self.caller, self.body.get("cache_salt") or "")
 
     @property
     def owner(self) -> str:
-        """Whose stored responses it finds."""
+        """Return the owner whose stored responses this call may read."""
         return owner(self.caller, self.body.get("cache_salt") or "")
 
     def as_generating(self) -> "Call | None":
-        """Return the generating call whose prompt this call counts; None if it counts none."""
+        """Return the generating call whose tokens this call counts; None if it does not count."""
         if self.path == COUNT_TOKENS:
             thinking = self.body.get("thinking")
             budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
-            most = budget + 1 if type(budget) is int else 1  # vLLM wants more than the budget
-            raw = msgspec.json.encode({**self.body, "max_tokens": most})
+            max_tokens = budget + 1 if type(budget) is int else 1  # must be above the budget
+            raw = msgspec.json.encode({**self.body, "max_tokens": max_tokens})
             return replace(self, path=MESSAGES, raw=raw)
         if self.path == TOKENIZE:
             return replace(self, path=CHATS if "messages" in self.body else COMPLETIONS)
         return None
 
     def asked_by(self, caller: Caller | None) -> "Call":
-        """With its caller. ApiError for names of images, which vLLM would share between tenants:
-        who knows a name would see the image, or put another one in its place."""
+        """Return the call with its caller.
+
+        Raises:
+            ApiError: an image has a uuid. vLLM would share it between tenants: a tenant that knows
+                the uuid could use the image of another tenant, or replace it.
+        """
         if caller is not None and next(_named_parts(self.raw, self.body), None):
             raise unsupported(
                 "uuid",
@@ -152,28 +157,34 @@ class Call(Struct, frozen=True):
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the engine takes what is cached of the prompt. It computes all of a prompt of
-        which log-probabilities are wanted."""
+        """Return whether the engine can reuse cached blocks for the prompt.
+
+        It computes the whole prompt if the client wants log-probabilities of the prompt's tokens.
+        """
         if self.body.get("prompt_logprobs") is not None:
             return False
-        echoed = {CHATS: "top_logprobs", COMPLETIONS: "logprobs"}.get(self.path, "")
-        return not self.body.get("echo") or self.body.get(echoed) is None
+        logprobs = {CHATS: "top_logprobs", COMPLETIONS: "logprobs"}.get(self.path, "")
+        return not self.body.get("echo") or self.body.get(logprobs) is None
 
     def prompts(self) -> list[str] | list[TokenIds] | None:
-        """A completion's prompts; None if they are not what they should be."""
+        """Return a completion's prompts; None if they are not valid."""
         prompt = self.body.get("prompt")
         if isinstance(prompt, str | np.ndarray):
             return [prompt]  # type: ignore[return-value]
-        return prompt if isinstance(prompt, list) and prompt and _of_one_kind(prompt) else None
+        return prompt if isinstance(prompt, list) and prompt and _has_one_type(prompt) else None
 
     @property
     def prompt_count(self) -> int:
-        """How many prompts a completion has, embeds included."""
+        """Return how many prompts a completion has, including embeddings."""
         embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
         return len(embeds) + len(prompts)
 
     def prefix(self) -> tuple[str, str] | None:
-        """Return the field or header that names a prefix, and the prefix's name. ApiError."""
+        """Return the field or header that names a prefix, and the prefix's name.
+
+        Raises:
+            ApiError: the body has both fields, or the name is not valid.
+        """
         given = {
             name: self.body[name]
             for name in ("task_id", "prefix_id")
@@ -183,7 +194,7 @@ class Call(Struct, frozen=True):
             raise invalid(
                 "prefix_id",
                 f"prefix_id is {shown(given['prefix_id'])} and task_id is "
-                f"{shown(given['task_id'])}; they mean the same thing, keep one of them",
+                f"{shown(given['task_id'])}; both name the prefix, so send only one of them",
             )
         for field, value in given.items():
             return field, _prefix_id(field, value)
@@ -191,13 +202,16 @@ class Call(Struct, frozen=True):
 
     @property
     def needs_prompt_text(self) -> bool:
-        """Whether the response has the prompt's text: vLLM has it only if it renders the body."""
+        """Return whether the response has the prompt's text, so that vLLM must render the body."""
         return any(self.body.get(name) is True for name in WITH_PROMPT_TEXT)
 
     def with_prompt(self, number: int) -> bytes:
-        """Return the body with only this one of its prompts. vLLM counts prompt_embeds first.
+        """Return the body with only one of its prompts.
 
         All other fields keep the bytes that the client sent.
+
+        Args:
+            number: index of the prompt; as in vLLM, prompt_embeds come first.
         """
         fields = msgspec.json.decode(self.raw, type=dict[str, msgspec.Raw])
         embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
@@ -205,16 +219,20 @@ class Call(Struct, frozen=True):
         if number < len(embeds):
             return msgspec.json.encode({**others, "prompt_embeds": embeds[number]})
         prompt = prompts[number - len(embeds)]
-        alone = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
-        return msgspec.json.encode({**others, "prompt": alone})
+        encodable = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        return msgspec.json.encode({**others, "prompt": encodable})
 
 
 def parse_call(path: str, raw: bytes) -> Call:
-    """ApiError for a body that is no JSON object, or that no replica should get."""
+    """Parse the body of a request to the route `path`.
+
+    Raises:
+        ApiError: the body is not a JSON object, or it could harm a replica.
+    """
     raw = raw.removeprefix(BOM)
     body = json_object(raw)
     read_as_vllm_does(body)
-    for name in REFUSED:
+    for name in REFUSED_FIELDS:
         if body.get(name):
             raise unsupported(
                 name, f"{name} is {shown(body[name])}, which is not supported; leave {name} out"
@@ -233,18 +251,19 @@ def parse_call(path: str, raw: bytes) -> Call:
     call = Call(path, raw, body, _input_values(body.get("input")))
     choices = call.n * (max(1, call.prompt_count) if path == COMPLETIONS else 1)
     if choices > MAX_CHOICES:
-        raise invalid("prompt", f"these are {choices} choices; ask for at most {MAX_CHOICES}")
+        message = f"the prompts and n make {choices} choices; the limit is {MAX_CHOICES}"
+        raise invalid("prompt", message)
     _check_copies(call)
     return call
 
 
 def parse_any(raw: bytes) -> Call:
-    """The same for a body of any generating route."""
+    """Parse the body of a generating route that is found by the fields of the body."""
     return parse_call(_route_of(json_object(raw)), raw)
 
 
 def parse_invocation(raw: bytes) -> Call:
-    """Return a chat, a completion, or a call of a pooling model, which a replica tells apart."""
+    """Parse the body of /invocations: a chat, a completion, or a call of a pooling model."""
     body = json_object(raw.removeprefix(BOM))
     if "messages" in body:
         return parse_call(CHATS, raw)
@@ -253,34 +272,32 @@ def parse_invocation(raw: bytes) -> Call:
 
 
 def _route_of(body: Mapping[str, Any]) -> str:
-    """By the fields that only bodies of this route have."""
     if "messages" not in body:
         return RESPONSES if "input" in body else COMPLETIONS
     tools, contents = objects(body.get("tools")), message_parts(body)
     is_message = (
-        not ANTHROPICS.isdisjoint(body)
+        not MESSAGES_FIELDS.isdisjoint(body)
         or any("input_schema" in tool for tool in tools)
-        or any(str(part.get("type")) in ANTHROPICS_PARTS for part in contents)
+        or any(str(part.get("type")) in MESSAGES_PARTS for part in contents)
     )
     return MESSAGES if is_message else CHATS
 
 
 def message_parts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The parts of a body's messages, in order. Content that is no list has none."""
+    """Yield the parts of a body's messages in order; only content that is a list has parts."""
     for field in ("messages", "input"):
         for message in objects(body.get(field)):
             yield from objects(message.get("content"))
 
 
 def objects(value: object) -> Iterator[Mapping[str, Any]]:
-    """Those of a list; none of anything else."""
+    """Yield the objects in a list; nothing if the value is not a list."""
     if isinstance(value, list):
-        yield from (each for each in value if isinstance(each, dict))
+        yield from (item for item in value if isinstance(item, dict))
 
 
 def _named_parts(raw: bytes, body: Mapping[str, Any]) -> Iterator[tuple[str, Any, object]]:
-    """Of each part of a message that names its image, or the like: the field that has it, the
-    field's value, and the name."""
+    """Yield the field, its value and the uuid of each image, video or sound that has a uuid."""
     if b"uuid" not in raw and b"\\u" not in raw:
         return
     for part in message_parts(body):
@@ -289,13 +306,16 @@ def _named_parts(raw: bytes, body: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def _check_images(raw: bytes, body: Mapping[str, Any]) -> None:
-    """A uuid is hashed with each block of its image, and without the image it stands for one that
-    only some replica has."""
+    """Check the uuids of images.
+
+    A uuid must be short because it is hashed with each block of its image. A part that has only a
+    uuid means an image that other replicas do not have.
+    """
     for field, value, uuid in _named_parts(raw, body):
         _check_name("uuid", uuid)
         if value is None or value == {"url": None}:
             raise invalid(
-                field, f"{field} is null beside the uuid {shown(uuid)}; send the image each time"
+                field, f"{field} is null, with the uuid {shown(uuid)}; send the image each time"
             )
 
 
@@ -307,7 +327,7 @@ def _prefix_id(field: str, value: object) -> str:
 
 
 def _check_template_kwargs(given: object) -> None:
-    for name in TOKENIZERS:
+    for name in TOKENIZER_ARGUMENTS:
         if isinstance(given, dict) and name in given:
             raise unsupported(
                 "chat_template_kwargs",
@@ -323,117 +343,115 @@ def _check_name(name: str, value: object) -> None:
         )
 
 
-def _check_count(name: str, value: object, most: int) -> None:
-    if isinstance(value, int) and value > most:
-        raise invalid(name, f"{name} is {value}; expected a whole number from 1 to {most}")
+def _check_count(name: str, value: object, limit: int) -> None:
+    if isinstance(value, int) and value > limit:
+        raise invalid(name, f"{name} is {value}; expected a whole number from 1 to {limit}")
 
 
 def _check_lengths(path: str, body: Mapping[str, Any]) -> None:
-    """Of lists and objects in the body's fields."""
     for name, items in body.items():
         if isinstance(items, dict):
-            most = MOST_ITEMS.get(name, MOST_NAMES)
+            limit = MOST_ITEMS.get(name, MAX_KEYS)
         elif isinstance(items, list) and name in MOST_ITEMS and not _is_prompt(path, name, items):
-            most = MOST_ITEMS[name]
+            limit = MOST_ITEMS[name]
         else:
             continue
-        if len(items) > most:
-            raise invalid(name, f"{name} has {len(items)} items; send {most} at most")
+        if len(items) > limit:
+            raise invalid(name, f"{name} has {len(items)} items; send {limit} at most")
     for name in LISTED_TEXTS:
         _check_text(name, body.get(name))
 
 
 def _check_grammars(body: Mapping[str, Any]) -> None:
-    """ApiError for a schema, a grammar or tools of more parts than a replica's loop can take."""
+    """Raise an ApiError if grammars or tools would take a replica's event loop too long."""
     given = {name: body[name] for name in GRAMMARS if isinstance(body.get(name), dict)}
     values = values_in([*given.values(), body.get("tools")])
-    if values > MOST_GRAMMAR_VALUES:
+    if values > MAX_GRAMMAR_VALUES:
         names = " and ".join([*given, *(["tools"] if body.get("tools") else [])])
         raise invalid(
             names,
-            f"{names} has more than {MOST_GRAMMAR_VALUES} JSON values; send a smaller schema, or "
+            f"{names} has more than {MAX_GRAMMAR_VALUES} JSON values; send a smaller schema, or "
             "fewer tools",
         )
     for name, value in given.items():
         size = len(msgspec.json.encode(value))
-        if size > MOST_GRAMMAR_BYTES:
+        if size > MAX_GRAMMAR_BYTES:
             raise invalid(
-                name, f"{name} has {size} bytes; send a schema of {MOST_GRAMMAR_BYTES} at most"
+                name, f"{name} has {size} bytes; send a schema of {MAX_GRAMMAR_BYTES} at most"
             )
 
 
 def _check_text(name: str, texts: object) -> None:
-    """ApiError for a text, or a list of texts, that is too long."""
     listed = texts if isinstance(texts, list) else [texts]
     size = sum(len(text) for text in listed if isinstance(text, str))
-    if size > MOST_TEXT:
-        raise invalid(name, f"{name} has {size} characters; send {MOST_TEXT} at most")
+    if size > MAX_TEXT:
+        raise invalid(name, f"{name} has {size} characters; send {MAX_TEXT} at most")
 
 
 def _is_prompt(path: str, name: str, items: Sequence[Any]) -> bool:
-    """Whether these are the token ids of one text to embed."""
+    """Return whether the items are the token ids of one text to embed."""
     return path in PASSED_ON and name == "input" and bool(_token_ids(items))
 
 
 def _compact(prompt: Sequence[Any]) -> Any:
-    """Lists of token ids as arrays, which take a tenth of the memory; anything else unchanged."""
+    """Return lists of token ids as arrays, which take a tenth of the memory; others unchanged."""
     if ids := _token_ids(prompt):
         return ids[0]
-    lists = [each for each in prompt if isinstance(each, list)]
+    lists = [item for item in prompt if isinstance(item, list)]
     if len(lists) == len(prompt) <= MAX_CHOICES:
-        arrays = [array for each in lists for array in _token_ids(each)]
+        arrays = [array for ids in lists for array in _token_ids(ids)]
         if len(arrays) == len(prompt):
             return arrays
     return prompt
 
 
 def _token_ids(given: Sequence[Any]) -> list[TokenIds]:
-    """The ids as one array; none if they are no token ids."""
-    if not given or not all(type(each) is int and 0 <= each < 2**32 for each in given):
+    """Return the token ids as one array in a list; an empty list if they are not token ids."""
+    if not given or not all(type(item) is int and 0 <= item < 2**32 for item in given):
         return []
     return [np.array(given, np.uint32)]
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    """Return one prompt or several as a list; nothing for null."""
+    """Return one prompt or several as a list; an empty list for null."""
     if given is None:
         return []
-    is_one = not isinstance(given, list) or _token_ids(given)
-    return [given] if is_one else given
+    is_single = not isinstance(given, list) or _token_ids(given)
+    return [given] if is_single else given
 
 
-def _of_one_kind(prompts: Sequence[Any]) -> bool:
-    kinds = {type(each) for each in prompts}
-    return kinds <= {str} or kinds <= {np.ndarray}
+def _has_one_type(prompts: Sequence[Any]) -> bool:
+    types = {type(prompt) for prompt in prompts}
+    return types <= {str} or types <= {np.ndarray}
 
 
 def _check_copies(call: Call) -> None:
-    """ApiError 413 for many prompts with large fields next to them."""
+    """Raise an ApiError if the copies of the other fields, one for each prompt, are too large."""
     prompts = call.prompt_count if call.path == COMPLETIONS else 1
     if prompts < 2 or prompts * len(call.raw) <= MAX_COPIED:
         return
-    each = len(msgspec.json.encode({**call.body, "prompt": None, "prompt_embeds": None}))
-    if prompts * each > MAX_COPIED:
+    size = len(msgspec.json.encode({**call.body, "prompt": None, "prompt_embeds": None}))
+    if prompts * size > MAX_COPIED:
         raise ApiError(
             413,
-            f"the fields next to prompt take {each} bytes, and each of the {prompts} prompts needs "
+            f"the fields next to prompt take {size} bytes, and each of the {prompts} prompts needs "
             f"a copy; the limit is {MAX_COPIED} together. Send fewer prompts at once",
             code="request_too_large",
         )
 
 
 def values_in(values: Iterable[Any]) -> int:
-    """How many JSON values these are, at any depth; beyond MAX_VALUES they are not counted."""
-    found = 0
-    waiting = [values]
-    while waiting and found <= MAX_VALUES:
-        for value in waiting.pop():
-            found += 1
+    """Return the number of JSON values at any depth; the count stops soon after MAX_VALUES."""
+    count = 0
+    pending = [values]
+    while pending and count <= MAX_VALUES:
+        for value in pending.pop():
+            count += 1
             if isinstance(value, dict):
-                waiting.append(value.values())
+                pending.append(value.values())
             elif isinstance(value, list):
-                waiting.append(value)
-    return found
+                pending.append(value)
+    return count
 
 
 def _input_values(given: object) -> int:
@@ -441,7 +459,6 @@ def _input_values(given: object) -> int:
 
 
 def _check_values(body: Mapping[str, Any]) -> None:
-    """ApiError 413 for a body of too many values."""
     if values_in(body.values()) > MAX_VALUES:
         raise ApiError(
             413,

@@ -1,4 +1,4 @@
-"""Several chats in one body, as vLLM's route for batches of chats takes them."""
+"""Parses a body with several chats, the format of vLLM's route for batches of chats."""
 
 from msgspec import Raw
 from msgspec.json import decode, encode
@@ -10,14 +10,14 @@ from kvroute.router.api.response_object import members
 from kvroute.router.api.typed_fields import read_as_vllm_does
 
 CHAT_BATCH = f"{CHATS}/batch"
-SINGLE_CHATS = ("stream", "tools", "use_beam_search")  # fields that vLLM's batches do not have
+SINGLE_CHATS = ("stream", "tools", "use_beam_search")  # fields that vLLM's batches do not support
 
 
 def parse_chat_batch(raw: bytes) -> list[Call]:
     """Return one call for each conversation, with all other fields of the body.
 
     Raises:
-        ApiError: the body is not a batch, or one of its chats is not one.
+        ApiError: the body is not a batch, or one of its chats is not valid.
     """
     raw = raw.removeprefix(BOM)
     body = json_object(raw)
@@ -33,23 +33,25 @@ def parse_chat_batch(raw: bytes) -> list[Call]:
             f"conversations needs a copy; the limit is {MAX_COPIED} together. Send fewer at once",
             code="request_too_large",
         )
-    return [parse_call(CHATS, encode({**fields, "messages": each})) for each in conversations]
+    return [parse_call(CHATS, encode({**fields, "messages": chat})) for chat in conversations]
 
 
 def _check(body: dict[str, object]) -> None:
     conversations = body.get("messages")
     if not isinstance(conversations, list) or not conversations:
         raise _no_conversations(conversations)
-    for each in conversations:
-        if not isinstance(each, list) or not each:
+    for conversation in conversations:
+        if not isinstance(conversation, list) or not conversation:
             raise _no_conversations(conversations)
     if len(conversations) > MAX_CHOICES:
         raise invalid(
             "messages",
-            f"these are {len(conversations)} conversations; send {MAX_CHOICES} at most",
+            f"messages has {len(conversations)} conversations; send {MAX_CHOICES} at most",
         )
     if body.get("n") not in (None, 1):
-        raise invalid("n", f"n is {shown(body['n'])}; a batch of chats has one choice for each")
+        raise invalid(
+            "n", f"n is {shown(body['n'])}; in a batch, each chat has one choice, so leave n out"
+        )
     for name in SINGLE_CHATS:
         if body.get(name):
             raise unsupported(

@@ -18,21 +18,21 @@ from pydantic_core import PydanticCustomError, ValidationError
 from kvroute.contract.prefix_id import PrefixId
 from kvroute.router.api.errors import invalid, shown
 
-MAX_MESSAGES = 8192  # of a chat
-MAX_PARTS = 1024  # of a message
+MAX_MESSAGES = 8192  # messages of a chat
+MAX_PARTS = 1024  # parts of a message's content
 
 Name = Annotated[str, Field(max_length=256)]
 Replicas = Literal["all"] | Annotated[int, Field(strict=True, ge=1)]
-Pinned = StrictBool | Literal["host"]  # in host memory instead of in the engines' own
+Pinned = StrictBool | Literal["host"]  # "host" pins in host memory instead of GPU memory
 
 
 def _problem(message: str) -> PydanticCustomError:
-    """The error that a validator raises, with the message unchanged, including braces."""
+    """Return the error that a validator raises; braces in the message stay as they are."""
     return PydanticCustomError("kvroute", "{message}", {"message": message})
 
 
 def _as_one(value: object, validate: ValidatorFunctionWrapHandler) -> object:
-    """Makes a union fail as one field, not once for each member."""
+    """Make a union fail as one field, not once for each member."""
     try:
         return validate(value)
     except ValidationError:
@@ -44,15 +44,15 @@ def _part_text(index: int, part: object) -> str:
         raise _problem(f'part {index} is not an object such as {{"type": "text", "text": "hi"}}')
     if part.get("type") != "text":
         raise _problem(
-            f"part {index} has type {shown(part.get('type'))}, and a prefix is text only"
+            f"part {index} has type {shown(part.get('type'))}; a prefix can have text parts only"
         )
     if not isinstance(part.get("text"), str):
-        raise _problem(f"part {index} needs a string as its text")
+        raise _problem(f"the text of part {index} is not a string")
     return str(part["text"])
 
 
 def _plain_text(content: object, info: ValidationInfo) -> str:
-    """The text of a message: text parts are joined by newlines, as vLLM does."""
+    """Return the text of a message; as in vLLM, text parts are joined by newlines."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and 0 < len(content) <= MAX_PARTS:
@@ -75,12 +75,12 @@ class ChatMessage(BaseModel):
     @classmethod
     def _no_tools(cls, value: object) -> object:
         if value:
-            raise _problem("a prefix cannot call tools; send the text alone")
+            raise _problem("a prefix cannot contain tool calls; send only the text")
         return value
 
 
 class PrefixDeclaration(BaseModel):
-    """A named prefix to keep warm."""
+    """A named prefix that stays in replicas' caches."""
 
     model: Name | None = Field(None, description="the name of a served model")
     id: PrefixId = Field(description="a number, or up to 128 characters without ␟")
@@ -107,14 +107,12 @@ class PrefixDeclaration(BaseModel):
     @model_validator(mode="after")
     def _one_text(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise invalid(
-                "prompt", "expected either a prompt or messages, which other text can follow"
-            )
+            raise invalid("prompt", "expected exactly one of prompt and messages")
         return self
 
     def source(self) -> dict[str, Any]:
-        """The declared text, in the form that a stored prefix keeps."""
+        """Return the declared text in the form in which a prefix is stored."""
         if self.messages is None:
             return {"prompt": self.prompt}
-        pairs = [{"role": each.role, "content": each.content} for each in self.messages]
-        return {"messages": pairs}
+        messages = [{"role": chat.role, "content": chat.content} for chat in self.messages]
+        return {"messages": messages}

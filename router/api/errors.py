@@ -1,4 +1,4 @@
-"""Errors that a client gets have the shape of the API that it uses: OpenAI's or Anthropic's."""
+"""Error responses, in the format of the API that the client uses: OpenAI's or Anthropic's."""
 
 import json
 import re
@@ -10,8 +10,8 @@ import msgspec
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-ANTHROPIC = "/v1/messages"  # its errors have Anthropic's shape
-ANTHROPIC_TYPES = {  # by status
+ANTHROPIC = "/v1/messages"  # the route whose errors have Anthropic's format
+ANTHROPIC_TYPES = {  # Anthropic's type of error for each HTTP status
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -22,32 +22,29 @@ ANTHROPIC_TYPES = {  # by status
     503: "overloaded_error",
 }
 EVENTS = "text/event-stream"  # the content type of streams
-RESPONSES = "/v1/responses"  # errors in its streams are events with a name and a number
+RESPONSES = "/v1/responses"  # the route in whose streams an error is a named and numbered event
 DONE = b"data: [DONE]\n\n"  # the end of streams of chats and completions
-MOST_MESSAGE = 1500  # characters of a replica's message; vLLM's quote the client's whole value
+MAX_MESSAGE = 1500  # characters of a replica's message, since vLLM quotes whole values in messages
 _NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
-FINAL = frozenset(
-    {"replicas_died", "request_blamed"}
-)  # codes of errors that a retry would only repeat
+FINAL = frozenset({"replicas_died", "request_blamed"})  # error codes that a retry would repeat
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """Ends a request with `status`. `param` is the field to change; `code` is for programs.
-    headers: of the response, besides the usual ones."""
+    """Ends a request with an error response."""
 
     status: int
     message: str
     type: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    param: str | None = None  # the field to change
+    code: str | None = None  # identifies the error for programs
+    headers: Mapping[str, str] = field(default_factory=dict)  # added to the response's headers
 
     def __str__(self) -> str:
         return self.message
 
     def body(self) -> bytes:
-        """The JSON body of an error response."""
+        """Return the JSON body of an error response."""
         error = {
             "message": self.message,
             "type": self.type,
@@ -58,10 +55,10 @@ class ApiError(Exception):
 
 
 def event(error: ApiError, before: bytes, *, path: str = "") -> bytes:
-    """Return the end of a stream that fails after its first byte, as the route's API has it.
+    """Return the end of a stream that fails after its first byte, in the format of its route's API.
 
-    Args:
-        before: what the client got last, of which a Responses stream's numbers go on.
+    `before` are the last bytes that the client received. In a stream of the Responses API, the
+    event's sequence number follows the last one in them.
     """
     if path == ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(error) + b"\n\n"
@@ -85,8 +82,11 @@ def _of_responses(error: ApiError, before: bytes) -> bytes:
 
 
 def response(error: ApiError, *, path: str = "") -> Response:
-    """What the client of a route gets. It may come again in a second where the error passes by
-    itself; its library is told not to retry where that would do harm."""
+    """Return the error response for a route.
+
+    Its headers ask the client to retry after a second if the error is likely to pass, and not to
+    retry if that would do harm.
+    """
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
     if error.code in FINAL:
         headers["x-should-retry"] = "false"
@@ -103,53 +103,53 @@ def _anthropic(error: ApiError) -> bytes:
 
 
 def event_of_refusal(body: bytes, status: int, *, path: str) -> bytes:
-    """Return the end of a stream that has only its head, from the body of an error response."""
+    """Return the end of a stream without any event yet, from the body of an error response."""
     try:
-        found = msgspec.json.decode(body)["error"]
-        message, kind = str(found["message"]), str(found["type"])
-        error = ApiError(status, message, kind, found.get("param"), found.get("code"))
+        members = msgspec.json.decode(body)["error"]
+        message, kind = str(members["message"]), str(members["type"])
+        error = ApiError(status, message, kind, members.get("param"), members.get("code"))
     except (msgspec.DecodeError, LookupError, TypeError):
         error = ApiError(status, body.decode(errors="replace"))
     return event(error, b"", path=path)
 
 
 def refusal_of_replica(data: bytes, status: int, *, path: str) -> bytes:
-    """Return the body of an error that a replica found, as the route's API has it.
+    """Return the body of a replica's error response in the format of the route's API.
 
-    vLLM's application gives errors of /v1/messages types of its own, such as BadRequestError. A
-    path that it does not have for this model is `{"detail": "Not Found"}` there.
+    vLLM's errors of /v1/messages have types that Anthropic does not know, such as BadRequestError.
+    For a route that the model does not have, vLLM's body is `{"detail": "Not Found"}`.
     """
     try:
-        found = msgspec.json.decode(data)
+        body = msgspec.json.decode(data)
     except msgspec.DecodeError:
         return data
-    match found:
+    match body:
         case {"detail": detail}:
-            error = ApiError(status, f"this model does not answer {path}: {detail}")
+            error = ApiError(status, f"this model does not support {path}: {detail}")
             return _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
         case {"error": {"message": message}} if path.startswith(ANTHROPIC):
             return _anthropic(ApiError(status, _shortened(str(message))))
-        case {"error": {"message": str(message)}} if len(message) > MOST_MESSAGE:
-            found["error"]["message"] = _shortened(message)
-            return msgspec.json.encode(found)
+        case {"error": {"message": str(message)}} if len(message) > MAX_MESSAGE:
+            body["error"]["message"] = _shortened(message)
+            return msgspec.json.encode(body)
     return data
 
 
 def _shortened(message: str) -> str:
-    """Return a message without the middle of a long value that it quotes."""
-    if len(message) <= MOST_MESSAGE:
+    """Return a message; a long one loses its middle."""
+    if len(message) <= MAX_MESSAGE:
         return message
-    half = MOST_MESSAGE // 2
+    half = MAX_MESSAGE // 2
     return f"{message[:half]} … {message[-half:]}"
 
 
 def invalid(param: str | None, message: str) -> ApiError:
-    """A 400 for an invalid value of one field."""
+    """Return an error 400 for an invalid value of a field."""
     return ApiError(400, message, param=param, code="invalid_value")
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A 400 for a known field that is not supported: ignoring it would change the response."""
+    """Return an error 400 for an unsupported field that must not be ignored."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
@@ -158,14 +158,14 @@ def context_length_exceeded(param: str, message: str) -> ApiError:
 
 
 def redis_away(error: Exception, param: str | None = None) -> ApiError:
-    """A 503 for a request that needs Redis."""
+    """Return an error 503 for a request that needs Redis."""
     message = f"Redis is away ({error}); try again"
     return ApiError(503, message, type="server_error", param=param)
 
 
 @contextmanager
 def needing_redis() -> Iterator[None]:
-    """Makes the block raise ApiError when Redis is away."""
+    """Raise ApiError if the block fails because Redis cannot be reached."""
     try:
         yield
     except (RedisError, OSError) as error:
@@ -173,7 +173,7 @@ def needing_redis() -> Iterator[None]:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A JSON value as a message quotes it; a long one is cut, and only the quoted part is read."""
+    """Return the first `limit` characters of a value's JSON, to quote it in a message."""
     text = ""
     for piece in _pieces(value, limit):
         text += piece
@@ -183,7 +183,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def _pieces(value: object, limit: int) -> Iterator[str]:
-    """The value's JSON in pieces; of a string, only what may be shown."""
+    """Yield the value's JSON in pieces; a string is cut at `limit` characters."""
     if isinstance(value, str):
         yield json.dumps(value[:limit], ensure_ascii=False)
     elif isinstance(value, list):

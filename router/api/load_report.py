@@ -1,6 +1,6 @@
-"""The load of a model's replicas in a response header, for load balancers that read ORCA's reports.
+"""A response header with the load of a model's replicas, for load balancers that read ORCA reports.
 
-vLLM's server has the same header, with the load of its one engine.
+vLLM's server sends the same header with the load of its one engine.
 """
 
 import json
@@ -9,15 +9,17 @@ from collections.abc import Mapping, Sequence
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.api.calls import CHATS, COMPLETIONS
 
-FORM = "endpoint-load-metrics-format"  # header of a request that wants a report: TEXT or JSON
-REPORT = "endpoint-load-metrics"
-REPORTING = (CHATS, COMPLETIONS)  # routes
+FORMAT_HEADER = "endpoint-load-metrics-format"  # a request header that asks for TEXT or JSON
+REPORT_HEADER = "endpoint-load-metrics"
+REPORTING = (CHATS, COMPLETIONS)  # routes whose responses can have the report
 
 
 def load_of(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, float]:
     """Return the load under vLLM's names.
 
-    records: of all replicas. queued: requests that wait in this router.
+    Args:
+        records: the records of all replicas of the model.
+        queued: requests that wait in this router.
     """
     blocks = sum(record.facts.capacity_blocks for record in records)
     used = sum(record.load.used_blocks for record in records)
@@ -29,10 +31,10 @@ def load_of(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, float
 
 
 def report_headers(form: str, load: Mapping[str, float]) -> dict[str, str]:
-    """Return the header with the report; none for a form that vLLM does not know."""
+    """Return the header with the report; empty if vLLM does not know the format."""
     if form.lower() == "text":
         values = (f"named_metrics.{name}={value}" for name, value in load.items())
-        return {REPORT: f"TEXT {', '.join(values)}"}
+        return {REPORT_HEADER: f"TEXT {', '.join(values)}"}
     if form.lower() == "json":
-        return {REPORT: f"JSON {json.dumps({'named_metrics': load})}"}
+        return {REPORT_HEADER: f"JSON {json.dumps({'named_metrics': load})}"}
     return {}

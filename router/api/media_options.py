@@ -1,7 +1,7 @@
-"""Limits on what a client may tell the processors of images, sound and video.
+"""Limits on a client's options for the model's processor of images, sound and video.
 
-vLLM passes these options on to the model's processor, which obeys: an image of 10 MB could become
-one of 10 GB, and the replica would die of it.
+vLLM passes these options to the processor without a check. With a large value, an image of 10 MB
+would become one of 10 GB, and the replica would run out of memory.
 """
 
 import math
@@ -11,33 +11,33 @@ from typing import Any
 from kvroute.router.api.errors import invalid, shown
 
 FIELDS = ("mm_processor_kwargs", "media_io_kwargs")
-MOST_PIXELS = 1 << 24  # of one image; Qwen's processors take 12.8 million at most by default
+MAX_PIXELS = 1 << 24  # pixels of an image; the default limit of Qwen's processors is 12.8 million
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")  # options that count pixels
-MOST_EDGE = 4096  # pixels of an edge, frames of a video
-EDGES = (
+MAX_EDGE = 4096  # pixels along an edge, or frames of a video
+EDGES = (  # options that are limited by MAX_EDGE
     *("height", "width", "shortest_edge", "longest_edge", "max_length", "sampling_rate"),
     *("num_frames", "max_frames", "min_frames", "max_image_size"),
 )
-MOST = 256.0  # any other number: crops, frames a second, factors
-DEEPEST = 4  # objects and lists within each other
+MAX_OTHER = 256.0  # largest value of any other option, such as crops, frames per second and factors
+MAX_DEPTH = 4  # levels of nested objects and lists
 
-Found = tuple[str, float, float]  # name of an option, its value, the limit
+Option = tuple[str, float, float]  # name of an option, its value, the limit
 
 
 def check_media_options(body: Mapping[str, Any]) -> None:
-    """Raise an ApiError if a number in these fields is larger than any processor needs."""
+    """Raise an ApiError if a number in FIELDS is larger than any processor needs."""
     for field in FIELDS:
         if isinstance(body.get(field), dict):
-            for name, value, most in _numbers(field, body[field], DEEPEST):
-                if not abs(value) <= most:
-                    message = f"{field}: {name} is {shown(value)}; the limit is {most:,.0f}"
+            for name, value, limit in _numbers(field, body[field], MAX_DEPTH):
+                if not abs(value) <= limit:
+                    message = f"{field}: {name} is {shown(value)}; the limit is {limit:,.0f}"
                     raise invalid(field, message)
 
 
-def _numbers(name: str, value: object, depth: int) -> Iterator[Found]:
+def _numbers(name: str, value: object, depth: int) -> Iterator[Option]:
     """Yield each number in the value, with the option that it belongs to."""
     if depth < 0:
-        yield f"the nesting of {name}", math.inf, DEEPEST
+        yield f"the nesting of {name}", math.inf, MAX_DEPTH
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers(key, item, depth - 1)
@@ -45,10 +45,10 @@ def _numbers(name: str, value: object, depth: int) -> Iterator[Found]:
         for item in value:
             yield from _numbers(name, item, depth - 1)
     elif isinstance(value, int | float):
-        yield name, value, _most(name)
+        yield name, value, _limit(name)
 
 
-def _most(name: str) -> float:
+def _limit(name: str) -> float:
     if name in PIXELS:
-        return MOST_PIXELS
-    return MOST_EDGE if name in EDGES else MOST
+        return MAX_PIXELS
+    return MAX_EDGE if name in EDGES else MAX_OTHER

@@ -1,8 +1,8 @@
-"""Large bodies are parsed in a process of their own, one after another.
+"""A child process that parses large bodies, one after another.
 
-`python -m kvroute.router.api.parse_process` is that process. Both sides send a length of 8 bytes
-and then so many bytes: a pickled function and a body; a pickled result. The process has a memory
-limit, and ends when its standard input does.
+`python -m kvroute.router.api.parse_process` is that process. Every message starts with its length
+in 8 bytes. The router sends two messages for each job, a pickled function and a body, and gets one
+back, the pickled result. The process has a memory limit and exits when its standard input closes.
 """
 
 import asyncio
@@ -15,32 +15,35 @@ from typing import Any, BinaryIO, TypeVar
 
 from kvroute.router.api.errors import ApiError
 
-MEMORY_BYTES = 2 << 30  # address space of the process; a body of 16 MB can take most of 1 GB
-JOBS = 100  # of one process; then a new one starts, so that memory goes back to the system
-LENGTH_BYTES = 8
-PIECE_BYTES = 1 << 18  # that wait for the process; the body itself is not copied
+MEMORY_BYTES = 2 << 30  # address space of the process; parsing a body of 16 MB can take almost 1 GB
+JOBS = 100  # bodies that one process parses before a new one starts, which frees its memory
+LENGTH_BYTES = 8  # size of the length in front of each message
+PIECE_BYTES = 1 << 18  # bytes written to the pipe at once, so that the body is not copied whole
 
 Result = TypeVar("Result")
 
 
 class ParseProcess:
-    """Starts with the first job. Use it from one event loop."""
+    """A process that starts with the first job. It must be used from one event loop."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
-        self._jobs = 0  # of this process
-        self._turn = asyncio.Lock()
+        self._jobs = 0  # bodies that the present process has got
+        self._lock = asyncio.Lock()  # held during one job
 
     async def run(self, parse: Callable[[bytes], Result], raw: bytearray) -> Result:
-        """What the function returns for the body; it must be importable. ApiError if it raises
-        that, or if the body ends the process."""
-        async with self._turn:
+        """Return the result of the function, which must be importable, for the body.
+
+        Raises:
+            ApiError: the function raised it, or parsing the body killed the process.
+        """
+        async with self._lock:
             try:
                 result: Result | ApiError = await self._exchange(pickle.dumps(parse), raw)
             except (OSError, asyncio.IncompleteReadError):
                 await self._end()
                 raise _too_complex() from None
-            except BaseException:  # the client has left; what it sent is still being parsed
+            except BaseException:  # the client has left, and the process still parses its body
                 await self._end()
                 raise
             if self._jobs >= JOBS:
@@ -50,20 +53,19 @@ class ParseProcess:
         return result
 
     async def close(self) -> None:
-        """Ends the process."""
-        async with self._turn:
+        """Kill the process."""
+        async with self._lock:
             await self._end()
 
     async def _exchange(self, *job: bytes | bytearray) -> Any:
-        """What the job returns, or ApiError."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         self._jobs += 1
         for part in job:
             process.stdin.write(len(part).to_bytes(LENGTH_BYTES))
-            for begin in range(0, len(part), PIECE_BYTES):
-                process.stdin.write(memoryview(part)[begin : begin + PIECE_BYTES])
+            for start in range(0, len(part), PIECE_BYTES):
+                process.stdin.write(memoryview(part)[start : start + PIECE_BYTES])
                 await process.stdin.drain()
         size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES))
         return pickle.loads(await process.stdout.readexactly(size))
@@ -86,23 +88,23 @@ class ParseProcess:
 def _too_complex() -> ApiError:
     return ApiError(
         413,
-        "the body takes too much memory to parse; send less, or fewer values",
+        "the body takes too much memory to parse; send a smaller body, or fewer values in it",
         code="request_too_large",
     )
 
 
 def main(jobs: BinaryIO, results: BinaryIO) -> None:
-    """Parses bodies until the input ends."""
+    """Parse bodies until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    while job := _part(jobs):
-        result = pickle.dumps(_outcome(pickle.loads(job), _part(jobs)))
+    while job := _read_message(jobs):
+        result = pickle.dumps(_outcome(pickle.loads(job), _read_message(jobs)))
         results.write(len(result).to_bytes(LENGTH_BYTES))
         results.write(result)
         results.flush()
 
 
-def _part(jobs: BinaryIO) -> bytes:
-    """Empty at the end of the input."""
+def _read_message(jobs: BinaryIO) -> bytes:
+    """Return the next message; empty at the end of the input."""
     return jobs.read(int.from_bytes(jobs.read(LENGTH_BYTES)))
 
 

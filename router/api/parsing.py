@@ -1,6 +1,6 @@
-"""A request's body becomes a model, or an ApiError with the field and the expected value.
+"""Validates a request's body. An ApiError names the wrong field and the expected value.
 
-Router processes call this through bodies.py, which does not let a large body hold up others.
+Routers call these functions through bodies.py, so that a large body does not delay other requests.
 """
 
 from typing import TypeVar
@@ -16,7 +16,7 @@ BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark
 
 
 def parse(model: type[Model], raw: bytes) -> Model:
-    """The validated request; unknown fields are dropped, and null means the default."""
+    """Return the validated body; unknown fields are dropped, and null means the default."""
     given = {name: value for name, value in json_object(raw).items() if value is not None}
     try:
         return model.model_validate(given)
@@ -25,16 +25,16 @@ def parse(model: type[Model], raw: bytes) -> Model:
 
 
 def json_object(raw: bytes) -> dict[str, object]:
-    """Return a body that is a JSON object, with or without a byte order mark.
+    """Return the body as a JSON object; a byte order mark before it is allowed.
 
     Raises:
-        ApiError: 400, the body is something else.
+        ApiError: 400, the body is not a JSON object.
     """
     try:
         body: object = pydantic_core.from_json(raw.removeprefix(BOM), allow_inf_nan=False)
     except ValueError as error:
         if "recursion limit" in str(error):
-            message = "the body is nested too deep: about 200 levels are the limit"
+            message = "the body is nested too deep; the limit is about 200 levels"
         else:
             message = f"the body is not valid JSON: {error}"
         raise ApiError(400, message, code="invalid_json") from None
@@ -55,7 +55,7 @@ def _first_error(model: type[BaseModel], error: ValidationError) -> ApiError:
 
 
 def _expected(model: type[BaseModel], error: ErrorDetails) -> str:
-    """The expected value: the field's description, or the validator's message if it is nested."""
+    """Return the field's description, or the validator's message for a nested field."""
     *parents, name = error["loc"]
     field = model.model_fields.get(str(name)) if not parents else None
     if field is not None and field.description is not None:

@@ -1,6 +1,6 @@
-"""A response object of the Responses API, in a body or in the events of a stream.
+"""Reads and changes response objects of the Responses API, in bodies and in events of streams.
 
-Only what has to change is written anew; all else stays byte for byte as the replica wrote it.
+Only the changed members are encoded again. All other bytes stay as the replica wrote them.
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 PREVIOUS = "previous_response_id"
-NO_PREVIOUS = b'"previous_response_id":null'  # as a replica writes it
+NO_PREVIOUS = b'"previous_response_id":null'  # the bytes that a replica writes
 OBJECT = "response"  # the member of an event that holds the response object
 DATA = b"data: "
-# A line that begins so is in no JSON, which has no line ends within strings.
+# JSON cannot contain these lines, since a line end within a string is escaped.
 LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
 
 Members = dict[str, msgspec.Raw]
@@ -22,25 +22,27 @@ _members = msgspec.json.Decoder(Members)
 
 
 def members(raw: bytes | msgspec.Raw) -> Members:
-    """A JSON object's members as they are written. Raises one of DECODE_ERRORS."""
+    """Return a JSON object's members as raw bytes. May raise any of DECODE_ERRORS."""
     return _members.decode(raw)
 
 
 def with_previous(response: Members, previous_id: str) -> Members:
-    """The response object, which names the response before it."""
+    """Return the response object with the id of the previous response."""
     return {**response, PREVIOUS: msgspec.Raw(encode(previous_id))}
 
 
 def events_with_previous(data: bytes, previous_id: str) -> bytes:
-    """Whole events of a stream, of which each response object names the response before it."""
+    """Return whole events of a stream, with the previous response's id in each response object."""
     if NO_PREVIOUS not in data:
         return data
-    return b"\n\n".join(_event_with_previous(each, previous_id) for each in data.split(b"\n\n"))
+    return b"\n\n".join(_event_with_previous(event, previous_id) for event in data.split(b"\n\n"))
 
 
 def last_response(data: bytes) -> Members | None:
-    """The response object in the event that ends a stream, if that is among these events. Raises
-    one of DECODE_ERRORS."""
+    """Return the response object of a stream's final event; None if `data` has no such event.
+
+    It may raise any of DECODE_ERRORS.
+    """
     if not any(line in data for line in LAST_EVENTS):
         return None
     for event in data.split(b"\n\n"):
@@ -50,8 +52,10 @@ def last_response(data: bytes) -> Members | None:
 
 
 def as_input(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Output items as input of the next response: without empty messages, which vLLM cannot read,
-    and without log-probabilities."""
+    """Return output items as input items of the next response.
+
+    Empty messages, which vLLM cannot read, and log-probabilities are left out.
+    """
     return [_input_item(item) for item in output if not _is_empty_message(item)]
 
 
@@ -84,7 +88,7 @@ def _without_logprobs(part: Any) -> Any:
 
 
 def listed(items: list[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """Input items as a list of them shows them: each has an id and a type, and content in parts."""
+    """Return input items as the API lists them: with an id, a type, and the content in parts."""
     return [_listed(item, f"msg_{response_id}_{number}") for number, item in enumerate(items)]
 
 

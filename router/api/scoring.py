@@ -1,7 +1,7 @@
-"""The likelihood of some next tokens behind a query and each of several items.
+"""Generative scoring: the likelihood of given next tokens after a query and each of several items.
 
-vLLM's server has the route. Here each item is a prompt of a completion, so prompts go where the
-query is cached.
+vLLM's server has this route. Here each item becomes a prompt of a completion, so that the prompts
+are routed to replicas that have the query in their caches.
 """
 
 import math
@@ -21,12 +21,12 @@ from kvroute.router.api.response_object import members
 from kvroute.router.placement.receipts import RECEIPTS
 
 SCORING = "/generative_scoring"
-MOST_TOKENS = 1 << 20  # of all prompts together; to write them takes a router's loop some 50 ms
-KEPT = (  # fields of the body that the completion has too
+MAX_TOKENS = 1 << 20  # tokens of all prompts together; writing them takes the router about 50 ms
+COPIED_FIELDS = (  # fields of the body that are copied to the completion
     *("model", "cache_salt", "priority", "timeout", "user", "prefix_id", "task_id"),
     *("session_id", "session_end", "prompt_cache_retention", "prompt_cache_options"),
 )
-ASKED = {
+OWN_FIELDS = {  # fields of the completion that make it return the log-probabilities
     "max_tokens": 1,
     "temperature": 0,
     "logprobs": 1,
@@ -38,7 +38,7 @@ Text = str | list[TokenId]
 
 
 class Scoring(BaseModel):
-    """The fields of a body that the completion does not have."""
+    """The fields of a body that are not copied to the completion."""
 
     query: Text = Field(description="a text, or its token ids")
     items: list[str] | list[list[TokenId]] = Field(
@@ -47,7 +47,7 @@ class Scoring(BaseModel):
         description=f"1 to {MAX_CHOICES} texts, or as many lists of token ids",
     )
     label_token_ids: list[TokenId] = Field(
-        min_length=1, description="the token ids of which the likelihood is wanted"
+        min_length=1, description="a list of the token ids whose likelihood is returned"
     )
     apply_softmax: bool = Field(True, description="true or false")
     item_first: bool = Field(False, description="true or false")
@@ -55,10 +55,10 @@ class Scoring(BaseModel):
 
 
 def parse_scoring(raw: bytes) -> tuple[Scoring, bytes, str | None]:
-    """Return the request, the body without a byte order mark, and the model's name in it.
+    """Return the request, the body without a byte order mark, and the model's name in the body.
 
     Raises:
-        ApiError: 400, the body is no such request.
+        ApiError: 400, the body is not a scoring request.
     """
     raw = raw.removeprefix(BOM)
     model = json_object(raw).get("model")
@@ -66,29 +66,31 @@ def parse_scoring(raw: bytes) -> tuple[Scoring, bytes, str | None]:
 
 
 def completion(scoring: Scoring, raw: bytes, prompts: Sequence[TokenIds]) -> Call:
-    """Return the completion whose log-probabilities are the scores; raw: the body.
+    """Return the completion whose log-probabilities are the scores.
+
+    `raw` is the scoring request's body; `prompts` are the token ids of the query with each item.
 
     Raises:
-        ApiError: one of the other fields is not what it should be, or these are too many tokens.
+        ApiError: a copied field is not valid, or the prompts have too many tokens.
     """
     tokens = sum(map(len, prompts))
-    if tokens > MOST_TOKENS:
+    if tokens > MAX_TOKENS:
         raise ApiError(
             413,
-            f"the query before each item makes {tokens} tokens; the limit is {MOST_TOKENS}. Send "
-            "fewer items at once",
+            f"the query, repeated for each item, and the items have {tokens} tokens together; the "
+            f"limit is {MAX_TOKENS}. Send fewer items at once",
             code="request_too_large",
         )
     given = members(raw)
-    kept = {name: given[name] for name in KEPT if name in given}
-    asked = {**ASKED, "logprob_token_ids": scoring.label_token_ids, "prompt": ""}
-    call = parse_call(COMPLETIONS, encode({**kept, **asked}))
+    copied = {name: given[name] for name in COPIED_FIELDS if name in given}
+    own = {**OWN_FIELDS, "logprob_token_ids": scoring.label_token_ids, "prompt": ""}
+    call = parse_call(COMPLETIONS, encode({**copied, **own}))
     call = replace(call, body={**call.body, "prompt": prompts})
     return call if len(prompts) > 1 else replace(call, raw=call.with_prompt(0))
 
 
 def scores(scoring: Scoring, completed: Mapping[str, Any], *, id_: str) -> dict[str, Any]:
-    """Return vLLM's response object for this completion; id_: of the request."""
+    """Return vLLM's response object for the completion; `id_` is the request's id."""
     receipts = {RECEIPTS: completed[RECEIPTS]} if RECEIPTS in completed else {}
     return {
         "id": f"generative-scoring-{id_}",
@@ -105,12 +107,12 @@ def scores(scoring: Scoring, completed: Mapping[str, Any], *, id_: str) -> dict[
 
 
 def _score(scoring: Scoring, choice: Mapping[str, Any]) -> float:
-    """Return the likelihood of the first label: of all tokens, or of the labels alone."""
-    (found,) = choice["logprobs"]["top_logprobs"]
+    """Return the first label's likelihood among all tokens or, with a softmax, among the labels."""
+    (top_logprobs,) = choice["logprobs"]["top_logprobs"]
     labels = dict.fromkeys(scoring.label_token_ids)
-    logprobs = [found[f"token_id:{label}"] for label in labels]
+    logprobs = [top_logprobs[f"token_id:{label}"] for label in labels]
     if not scoring.apply_softmax:
         return math.exp(logprobs[0])
     largest = max(logprobs)
-    weights = [math.exp(each - largest) for each in logprobs]
+    weights = [math.exp(logprob - largest) for logprob in logprobs]
     return weights[0] / sum(weights)

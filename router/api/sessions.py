@@ -1,7 +1,7 @@
-"""What a client says of its conversation, by its body and its headers.
+"""Reads a client's session id, its end and its cache hints from the body and the headers.
 
-Our own fields are checked. Those of other APIs and of agents are read as far as they can be, and
-never refused: their next versions may have other values.
+kvroute's own fields are checked. Unknown values in fields of other APIs and of coding agents are
+ignored and never rejected, since new versions of these APIs may have new values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,36 +16,40 @@ from kvroute.router.api.errors import invalid, shown
 from kvroute.router.sessions.returns import Said
 
 SESSION = "x-session-id"
-FINAL = "x-dynamo-session-final"  # true: no further request of the session comes
-CODEX, CODEX_THREAD = "session-id", "thread-id"  # a session may have several threads
-AGENTS = (  # headers of coding agents, in place of ours
+FINAL = "x-dynamo-session-final"  # header; true: this is the session's last request
+CODEX, CODEX_THREAD = "session-id", "thread-id"  # a session of Codex may have several threads
+AGENTS = (  # headers of coding agents that hold a session id, in order of precedence
     "x-dynamo-session-id",
     "x-claude-code-session-id",
     CODEX,
-    "session_id",  # older versions of it
-    "x-opencode-session",  # where the provider's name begins with opencode
-    "x-session-affinity",  # OpenCode elsewhere, and others
+    "session_id",  # older versions of Codex
+    "x-opencode-session",  # OpenCode, for providers whose name begins with "opencode"
+    "x-session-affinity",  # OpenCode with other providers, and other agents
 )
-# Headers in which a sub-agent with a session id of its own names the session that has started it.
-# Both are one family then, with one seat. Claude Code's sub-agents have no session of their own.
+# Headers in which a sub-agent with its own session id sends the id of the session that started it.
+# Parent and sub-agent then count as one session. Claude Code's sub-agents have no own session id.
 PARENTS = (
     "x-dynamo-parent-session-id",
     "x-parent-session-id",  # OpenCode
 )
 CODEX_PARENT = ("x-codex-parent-thread-id",)
-SUFFIX = "_session_"  # of the `user_id` of Claude Code before 2.1.78; then comes the id
-MOST_USER = 1024  # characters of a `user_id` that may have a session's id in it
-TTLS = ("5m", "30m", "1h", "24h")  # of promises; OpenAI's `in_memory` promises nothing
-CACHED = ("system", "tools", "messages", "input")  # lists that may have marks of what to keep
+USER_ID_MARK = "_session_"  # stands before the session id in `user_id` of Claude Code < 2.1.78
+MAX_USER = 1024  # characters of a `user_id`; a session id is not searched in a longer one
+TTLS = ("5m", "30m", "1h", "24h")  # times to live that ask to keep a prompt; `in_memory` does not
+CACHEABLE_FIELDS = ("system", "tools", "messages", "input")  # their items can have `cache_control`
 
 
 def said_of(headers: Mapping[str, str], call: Call) -> Said:
-    """ApiError for a session id that is none, or a `session_end` that is no boolean."""
+    """Return the session, its end and the cache hints that a request sends.
+
+    Raises:
+        ApiError: the session id is not valid, or `session_end` is not a boolean.
+    """
     id_, parent = _session_id(headers, call.body), _parent(headers)
     is_end = _is_end(call.body.get("session_end")) or headers.get(FINAL, "").lower() == "true"
     return Said(
         session_number(call.cache_salt, parent or id_) if parent or id_ else 0,
-        is_end and not parent,  # the family goes on
+        is_end and not parent,  # the end of a sub-agent is not the end of the session
         _is_marked(call) or _is_retained(call.body),
         bool(call.body.get("tools")),
         tenant_number(tenant_of(call.caller) or call.cache_salt),
@@ -53,12 +57,12 @@ def said_of(headers: Mapping[str, str], call: Call) -> Said:
 
 
 def session_number(namespace: str, id_: str) -> int:
-    """Of SESSION_BITS, not 0. Equal ids of two namespaces have different ones."""
+    """Return a session's number: SESSION_BITS bits, not 0, different in each namespace."""
     return number_of(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
 
 
 def checked_id(name: str, value: object) -> str:
-    """A session's id; empty if there is none. ApiError."""
+    """Return a session id; empty if the value is None. It raises ApiError if it is not valid."""
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > MAX_NAME:
@@ -68,35 +72,38 @@ def checked_id(name: str, value: object) -> str:
 
 
 def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
-    """The most explicit one; empty if there is none. ApiError."""
-    own = checked_id("session_id", body.get("session_id"))
-    if own := own or checked_id(SESSION, _header(headers, SESSION)):
-        return own
+    """Return the session id of the most specific field or header; empty if there is none."""
+    own_id = checked_id("session_id", body.get("session_id"))
+    if own_id := own_id or checked_id(SESSION, _header(headers, SESSION)):
+        return own_id
     if any(headers.get(name) for name in AGENTS):
         return _first(headers, AGENTS)
     return _session_of_user(body.get("metadata"))
 
 
 def _parent(headers: Mapping[str, str]) -> str:
-    """Return the session that has started this one, which is a sub-agent's; empty: it is none.
+    """Return the id of the session that started this sub-agent; empty if it is not a sub-agent.
 
-    A sub-agent of Codex is a thread. It is of the session of the thread that has started it, or has
-    a session of its own, with the thread's id.
+    A sub-agent of Codex is a thread. Its session is either the session of the thread that started
+    it, or its own one, whose id is the thread's id.
     """
-    is_own = headers.get(CODEX) == headers.get(CODEX_THREAD)
-    return _first(headers, (*PARENTS, *(CODEX_PARENT if is_own else ())))
+    has_own_session = headers.get(CODEX) == headers.get(CODEX_THREAD)
+    return _first(headers, (*PARENTS, *(CODEX_PARENT if has_own_session else ())))
 
 
 def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
-    """Return the first of these headers that is there; empty if it is none, or too long."""
+    """Return the value of the first header that is set; empty if none is, or it is too long."""
     for name in names:
-        if given := _header(headers, name):
-            return given if len(given) <= MAX_NAME else ""
+        if value := _header(headers, name):
+            return value if len(value) <= MAX_NAME else ""
     return ""
 
 
 def _header(headers: Mapping[str, str], name: str) -> str | None:
-    """As in a body or a path: its bytes, which are read as Latin-1, are mostly UTF-8."""
+    """Return a header as UTF-8 text, like the text of bodies and paths.
+
+    The server decodes headers as Latin-1. A value that is not UTF-8 stays as it is.
+    """
     value = headers.get(name)
     if value is None or value.isascii():
         return value
@@ -107,18 +114,18 @@ def _header(headers: Mapping[str, str], name: str) -> str | None:
 
 
 def _session_of_user(metadata: object) -> str:
-    """Of Claude Code: its `user_id` is JSON with the session's id, or ends with it."""
+    """Return the session id in Claude Code's `user_id`, which is JSON or ends with the id."""
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    if not isinstance(user, str) or len(user) > MOST_USER:
+    if not isinstance(user, str) or len(user) > MAX_USER:
         return ""
     if not user.startswith("{"):
-        found: object = user.partition(SUFFIX)[2]
+        session_id: object = user.partition(USER_ID_MARK)[2]
     else:
         try:
-            found = msgspec.json.decode(user).get("session_id")
+            session_id = msgspec.json.decode(user).get("session_id")
         except (ValueError, RecursionError):
             return ""
-    return found if isinstance(found, str) and len(found) <= MAX_NAME else ""
+    return session_id if isinstance(session_id, str) and len(session_id) <= MAX_NAME else ""
 
 
 def _is_end(value: object) -> bool:
@@ -141,12 +148,12 @@ def _is_marked(call: Call) -> bool:
 
 
 def _cacheable(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """All that can have a `cache_control`; some send it in chats, too."""
+    """Yield every object that can have a `cache_control`, which some clients send in chats too."""
     yield body
-    for name in CACHED:
-        for each in objects(body.get(name)):
-            yield each
-            yield from objects(each.get("content"))
+    for name in CACHEABLE_FIELDS:
+        for item in objects(body.get(name)):
+            yield item
+            yield from objects(item.get("content"))
 
 
 def _is_retained(body: Mapping[str, Any]) -> bool:

@@ -1,27 +1,32 @@
-"""Work that comes together begins one by one."""
+"""Requests that arrive together start one by one, with other work of the event loop between."""
 
 import asyncio
 import time
 
-CROWD_ROUNDS, CROWD_S = 16, 0.002  # between two of a crowd, whichever is over first
+# In a crowd, the event loop runs this many rounds, or for this long, between two requests.
+CROWD_ROUNDS, CROWD_S = 16, 0.002
 
 
 class Turns:
-    """One turn for each who waits, in order; between two, the event loop does what else is due."""
+    """Waiting requests start in order; the event loop runs other callbacks between two of them."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def next(self, *, is_crowd: bool = False) -> None:
-        """Returns when it is the caller's turn. A crowd leaves the loop more rounds between two: it
-        accepts one connection in each, and who asks for health may be behind all of the crowd."""
-        async with self._turn:
+        """Return when the requests before this one have started.
+
+        Args:
+            is_crowd: True gives the event loop more rounds between two requests. The loop accepts
+                one connection in each round, and a health check may be the last to connect.
+        """
+        async with self._lock:
             await asyncio.sleep(0)
             if is_crowd:
-                await _rounds()
+                await _let_others_run()
 
 
-async def _rounds() -> None:
+async def _let_others_run() -> None:
     end_s = time.monotonic() + CROWD_S
     for _ in range(CROWD_ROUNDS):
         if time.monotonic() > end_s:

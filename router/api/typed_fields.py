@@ -1,7 +1,7 @@
-"""Body fields that a router acts on, with the values that vLLM reads.
+"""Body fields that a router acts on, converted to the values that vLLM reads.
 
-vLLM's models take `"2"` and `2.0` for the whole number 2, and `"no"` for false. A router that read
-them in another way would count choices or store responses that the replica does not.
+vLLM reads `"2"` and `2.0` as the whole number 2, and `"no"` as false. If the router did not do the
+same, it could count other choices than the replica, or store a response that the replica does not.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ _TYPES: Mapping[str, TypeAdapter[Any]] = {
 
 
 def read_as_vllm_does(body: dict[str, Any]) -> None:
-    """Replace these fields of a body by the values that vLLM reads.
+    """Replace the fields of a body that the router acts on by the values that vLLM reads.
 
-    A value that vLLM refuses stays as it is: the replica answers with vLLM's error.
+    A value that vLLM rejects stays unchanged, and the replica answers with vLLM's error.
     """
     for name in _TYPES.keys() & body.keys():
         if body[name] is not None:

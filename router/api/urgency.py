@@ -1,4 +1,4 @@
-"""How long a request says that it can wait, by its headers, its body and its key."""
+"""Reads from a request's headers, body and API key how long it can wait."""
 
 import math
 from collections.abc import Mapping
@@ -11,36 +11,41 @@ from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError, invalid, shown
 
 PRIORITY = "x-kvroute-priority"  # header: one of PRIORITIES
-DEADLINE = "x-kvroute-deadline-s"  # header: seconds until a replica begins with the request
-EARLIEST_S, LATEST_S = -60.0, 3600.0  # bounds of a body's `priority`
-MOST_S = 1e6  # of a deadline; more is cut
-MOST_USER = 64  # characters of a user's name; longer ones are hashed
+DEADLINE = "x-kvroute-deadline-s"  # header: seconds within which a replica must start the request
+EARLIEST_S, LATEST_S = -60.0, 3600.0  # smallest and largest `priority` of a body, in seconds
+MAX_DEADLINE_S = 1e6  # longest deadline; a longer one is cut to this
+MAX_USER = 64  # characters of a user's name; longer names are hashed
 
 
 def urgency_of(
     headers: Mapping[str, str], body: Mapping[str, Any], caller: Caller | None, *, most_s: float
 ) -> Urgency:
-    """most_s: --max-wait-s; 0: none. A request can ask for less urgency than its key has, and not
-    for more. ApiError for what is no priority or no time."""
-    asked = _priority(headers.get(PRIORITY))
+    """Return the request's urgency, which is never higher than that of its API key.
+
+    `most_s` is the limit of --max-wait-s; 0 means no limit.
+
+    Raises:
+        ApiError: the priority or the deadline is not valid.
+    """
+    requested = _priority(headers.get(PRIORITY))
     own_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
     later_s = _later_s(body.get("priority"))
     if caller is not None:
-        asked = later(caller.priority, asked or caller.priority)
+        requested = later(caller.priority, requested or caller.priority)
         later_s = max(0.0, later_s)
-    priority = asked or "default"
+    priority = requested or "default"
     bound_s = math.inf if priority == "batch" or not most_s else most_s
     deadline_s = own_s or math.inf
     if own_s is not None and own_s >= bound_s:
-        own_s = None  # it changes nothing in the queue
+        own_s = None  # the limit of the queue is shorter
     return Urgency(priority, later_s, own_s or bound_s, own_s, deadline_s)
 
 
 def sharer_of(caller: Caller | None, user: object) -> str:
-    """With whom others share the fleet fairly; empty: it shares with nobody. user: the body's."""
+    """Return the tenant that gets a fair share of the fleet, else the body's user, else ""."""
     if caller is not None:
         return caller.tenant
-    if not isinstance(user, str) or len(user) <= MOST_USER:
+    if not isinstance(user, str) or len(user) <= MAX_USER:
         return user if isinstance(user, str) else ""
     return blake2b(user.encode(errors="replace"), digest_size=16).hexdigest()
 
@@ -55,7 +60,6 @@ def _priority(given: str | None) -> Priority | None:
 
 
 def _deadline_s(header: str | None, timeout: object) -> float | None:
-    """The header's, else the body's."""
     if header is not None:
         return _seconds(DEADLINE, header, _number(header))
     if timeout is None:
@@ -74,13 +78,12 @@ def _number(text: str) -> float:
 
 def _seconds(name: str, given: object, seconds: float) -> float:
     if 0 < seconds < math.inf:
-        return float(min(MOST_S, seconds))
+        return float(min(MAX_DEADLINE_S, seconds))
     raise _invalid(name, given, "a number of seconds above 0")
 
 
 def _later_s(priority: object) -> float:
-    """vLLM refuses what is no whole number."""
-    if not isinstance(priority, int):
+    if not isinstance(priority, int):  # vLLM rejects the request
         return 0.0
     return float(max(EARLIEST_S, min(LATEST_S, priority)))
 

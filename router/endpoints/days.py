@@ -1,23 +1,25 @@
-"""The days that a client asks about, in UTC."""
+"""Parses the first and the last day of a client's query, in UTC."""
 
 from datetime import date, timedelta
 
 from kvroute.router.api.errors import invalid, shown
 
-USUAL_DAYS = 30  # of which the client gets the sum unless it says since when
+DEFAULT_DAYS = 30  # number of days if the client does not send the first day
 
 
 def days_between(since: str | None, until: str | None, *, today: date, most: int) -> list[date]:
-    """From the one to the other, both included. ApiError for what is no date, and for none or more
-    than `most` days.
+    """Return the days from `since` to `until`, both included.
 
-    until: today without it. since: USUAL_DAYS before without it.
+    `until` defaults to today. The default of `since` makes a period of DEFAULT_DAYS.
+
+    Raises:
+        ApiError: a date is not valid, or the period has no day or more than `most` days.
     """
     last = _date("until", until) if until is not None else today
     if since is not None:
         first = _date("since", since)
     else:
-        first = date.fromordinal(max(1, last.toordinal() - USUAL_DAYS + 1))
+        first = date.fromordinal(max(1, last.toordinal() - DEFAULT_DAYS + 1))
     count = (last - first).days + 1
     if not 0 < count <= most:
         raise invalid(
@@ -29,9 +31,9 @@ def days_between(since: str | None, until: str | None, *, today: date, most: int
 
 def _date(name: str, given: str) -> date:
     try:
-        found = date.fromisoformat(given)
+        day = date.fromisoformat(given)
     except ValueError:
-        found = None
-    if found is None or found.isoformat() != given:
+        day = None
+    if day is None or day.isoformat() != given:
         raise invalid(name, f"{name} is {shown(given)}; expected a date such as 2026-11-23")
-    return found
+    return day

@@ -1,4 +1,4 @@
-"""Tenants' limits as clients see them: OpenAI's headers, and why a request is refused."""
+"""A tenant's limits in responses: OpenAI's headers, and the error of a request over a limit."""
 
 import math
 
@@ -14,7 +14,7 @@ KINDS: dict[Limit, str] = {
 
 
 def rate_headers(room: Headroom) -> dict[str, str]:
-    """Of each response to a tenant with limits."""
+    """Return the headers of each response to a tenant with limits."""
     headers = dict[str, str]()
     if room.requests is not None:
         headers |= _three("requests", room.requests, room.requests_left, room.requests_reset_s)
@@ -24,19 +24,19 @@ def rate_headers(room: Headroom) -> dict[str, str]:
 
 
 def over_limit(error: OverLimitError, room: Headroom) -> ApiError:
-    """A 429 that says which limit it is, and when to come again."""
+    """Return an error 429 that names the limit and the time until a retry."""
     headers = rate_headers(room)
     if math.isinf(error.wait_s):
         headers["x-should-retry"] = "false"
-        then = f"this request alone has {error.asked}; send fewer tokens at a time"
+        remedy = f"this request alone has {error.asked}; send fewer tokens at a time"
     else:
         wait_s = max(1, math.ceil(error.wait_s))
         headers["retry-after"] = str(wait_s)
-        then = f"come again in {wait_s} s"
+        remedy = f"try again in {wait_s} s"
     return ApiError(
         429,
         f"tenant {error.tenant} has reached its limit of {error.most} {KINDS[error.limit]}"
-        f"{_shared(error)}{_counted(error)}; {then}",
+        f"{_shared(error)}{_counted(error)}; {remedy}",
         type="rate_limit_error",
         code=CODE,
         headers=headers,
@@ -44,7 +44,7 @@ def over_limit(error: OverLimitError, room: Headroom) -> ApiError:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 1s, 6m0s."""
+    """Return a duration in OpenAI's format: 120ms, 1s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms" if seconds > 0 else "0s"
     whole = math.ceil(seconds)
@@ -66,7 +66,7 @@ def _three(name: str, limit: int, left: int, reset_s: float) -> dict[str, str]:
 def _shared(error: OverLimitError) -> str:
     if error.shared_by == 1:
         return ""
-    return f" (Redis is away: each of {error.shared_by} routers lets in its share)"
+    return f" (Redis is away: each of {error.shared_by} routers admits its share of the limit)"
 
 
 def _counted(error: OverLimitError) -> str:

@@ -1,4 +1,4 @@
-"""A request enters its tenant's limits, and leaves them however it ends."""
+"""Counts each request against its tenant's limits from its start to its end, however it ends."""
 
 import time
 from collections.abc import Iterator
@@ -14,18 +14,22 @@ from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.models import Models
 
 NOTHING = nullcontext()
-UNDONE = (429, 503)  # statuses of what was not computed
+UNDONE = (429, 503)  # statuses of requests for which nothing was computed
 
 
 def limits_of(request: Request) -> TenantLimits | None:
-    """What the request's tenant may take; None: all."""
+    """Return the limits of the request's tenant; None if it has no limits."""
     caller = caller_of(request)
     keys = request.app.state.keys
     return keys.limits(caller.tenant) if caller and keys else None
 
 
 def entered(request: Request) -> Entry | None:
-    """The request is under way until `leave`; None where nothing is counted. ApiError."""
+    """Count the request as under way until `leave`; return None if it needs no counting.
+
+    Raises:
+        ApiError: the tenant has reached its limit of requests.
+    """
     limits: Limits | None = request.app.state.limits
     caller = caller_of(request) if limits else None
     if limits is None or caller is None:
@@ -35,15 +39,18 @@ def entered(request: Request) -> Entry | None:
 
 
 def add_headers(request: Request, entry: Entry | None, response: Response) -> None:
-    """The response says what is left of the limits."""
+    """Add headers with the rest of the tenant's limits."""
     if entry is not None:
         limits: Limits = request.app.state.limits
         response.headers.update(rate_headers(limits.room(entry.tenant, time.monotonic())))
 
 
 def leaving(entry: Entry | None) -> AbstractContextManager[None]:
-    """The request has left at the end of the block. What was refused unanswered costs nothing; who
-    goes away does not get back what may have been computed for him."""
+    """Return a context at whose end the request is no longer under way.
+
+    A rejected request gives back its tokens. A client that disconnects does not get them back,
+    since a replica may have computed them.
+    """
     return _leaving(entry) if entry else NOTHING
 
 
@@ -61,8 +68,10 @@ def _leaving(entry: Entry) -> Iterator[None]:
 
 @contextmanager
 def counting_refusals(request: Request, models: Models) -> Iterator[None]:
-    """Counts an error that leaves the block, since the client gets it. An error that is raised
-    before the model is known counts for the first model."""
+    """Count an error that leaves the block as a rejection that the client gets.
+
+    An error that is raised before the model is known counts for the first model.
+    """
     try:
         yield
     except OverLimitError as over:

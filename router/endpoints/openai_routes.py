@@ -1,4 +1,4 @@
-"""OpenAI's HTTP routes, and one that explains where a prompt would go."""
+"""OpenAI's HTTP routes, and /v1/route, which explains where a prompt would go."""
 
 from contextlib import suppress
 from functools import partial
@@ -28,7 +28,7 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.load_report import FORM, REPORTING, report_headers
+from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_headers
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import said_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
@@ -48,19 +48,19 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models, Served
 from kvroute.router.serving.rendering import RefusedCallError
 
-RECEIPT = "x-kvroute-receipt"  # header of a request that wants one
+RECEIPT = "x-kvroute-receipt"  # header that asks for the receipt of the routing decision
 
 routes = APIRouter()
 
 
 class Answers:
-    """A route as plain ASGI: FastAPI's layers would cost each request, and each event, more CPU."""
+    """A route in plain ASGI, since FastAPI's layers take CPU time for each request and event."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = self  # as FastAPI's routes do, for the span's name
+        scope["route"] = self  # as FastAPI's routes do: it gives the span its name
         request, notices = Request(scope, receive), SeatNotices(send)
         entry = entered(request)
         try:
@@ -89,7 +89,7 @@ routes.routes += [
 
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
-    """Where the prompts of this body would go now, and why; nothing runs."""
+    """Return where the prompts of this body would go now, and why; nothing runs."""
     entry = entered(request)
     with leaving(entry):
         call = _with_headers(await bodies.read(parse_any, request), request)
@@ -102,8 +102,8 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
             receipts = await model.requests.explain(call, context)
         except RefusedCallError as error:
             return whole_response(error.refusal, path=call.path)
-    found = {"object": "route", "router": models.router_id, "receipts": receipts}
-    response = JSONResponse(found)
+    body = {"object": "route", "router": models.router_id, "receipts": receipts}
+    response = JSONResponse(body)
     add_headers(request, entry, response)
     return response
 
@@ -120,12 +120,12 @@ async def list_models(request: Request, models: Served) -> Response:
 async def get_model(name: str, request: Request, models: Served) -> Response:
     model = models.named(name, limits_of(request))
     id_ = model.adapter(name) or model.name
-    (card,) = (each for each in models.cards(model) if each["id"] == id_)
+    (card,) = (card for card in models.cards(model) if card["id"] == id_)
     return JSONResponse(card)
 
 
 def _with_headers(call: Call, request: Request) -> Call:
-    """Return the call with its caller, and with what its headers say of it. ApiError."""
+    """Return the call with its caller and the values of its headers."""
     return replace(
         call.asked_by(caller_of(request)),
         prefix_name=_prefix_name(request),
@@ -134,8 +134,8 @@ def _with_headers(call: Call, request: Request) -> Call:
 
 
 def _prefix_name(request: Request) -> str:
-    """Return the prefix that the header names, in UTF-8 as clients send it; empty: none."""
-    name = request.headers.get(PREFIX, "")  # decoded as Latin-1
+    """Return the prefix name in the header PREFIX, read as UTF-8; empty if there is none."""
+    name = request.headers.get(PREFIX, "")  # the server decodes headers as Latin-1
     if name.isascii():
         return name
     with suppress(UnicodeDecodeError):
@@ -153,11 +153,11 @@ async def _respond(
             response = await _score(request, entry)
         elif path == CHAT_BATCH:
             calls, id_ = await bodies.read(parse_chat_batch, request), request_id(request)
-            each = (
+            answers = (
                 _answer(call, request, entry, id_=f"{id_}-{number}", is_first=not number)
                 for number, call in enumerate(calls)
             )
-            response = await answered_together(each, id_=id_)
+            response = await answered_together(answers, id_=id_)
         else:
             parse = parse_invocation if path == INVOCATIONS else partial(parse_call, path)
             call = await bodies.read(parse, request)
@@ -167,7 +167,7 @@ async def _respond(
 
 
 async def _score(request: Request, entry: Entry | None) -> Response:
-    """Return the response to a request for scores."""
+    """Return the response to a scoring request."""
     models: Models = request.app.state.models
     scoring, raw, name = await request.app.state.bodies.read(parse_scoring, request)
     request.state.model = model = models.named(name, limits_of(request))
@@ -191,10 +191,8 @@ async def _answer(
 ) -> Response:
     """Return the response to one call.
 
-    Args:
-        id_: of the request.
-        is_first: of the calls in its body. The first one decides whether all wait too long.
-        notices: tell the client of a stream that it waits for a seat; None: it is not told.
+    `id_` is the request's id. Only the first call of a body (`is_first`) has a limit of its time in
+    the queue. `notices` are sent to the client of a stream while it waits for a seat.
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
@@ -215,6 +213,6 @@ async def _answer(
     )
     response = await model.requests.answer(call, context)
     is_whole = response.status_code == 200 and not isinstance(response, StreamingResponse)
-    if is_whole and call.path in REPORTING and (form := request.headers.get(FORM)):
+    if is_whole and call.path in REPORTING and (form := request.headers.get(FORMAT_HEADER)):
         response.headers.update(report_headers(form, model.status.load()))
     return response

@@ -30,10 +30,10 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
 @routes.get("/v1/prefixes")
 async def list_prefixes(request: Request, models: Served, model: str | None = None) -> Response:
     selected = models.all if model is None else [models.named(model)]
-    found = await asyncio.gather(
-        *(each.prefixes.declarations.list(caller_of(request)) for each in selected)
+    prefixes = await asyncio.gather(
+        *(served.prefixes.declarations.list(caller_of(request)) for served in selected)
     )
-    return JSONResponse({"object": "list", "data": together(selected, found)})
+    return JSONResponse({"object": "list", "data": together(selected, prefixes)})
 
 
 @routes.get("/v1/prefixes/{name:path}")

@@ -1,4 +1,4 @@
-"""HTTP routes of stored responses. An owner's salt is the query's `cache_salt`."""
+"""HTTP routes of stored responses; the parameter `cache_salt` selects the owner's responses."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, TypeVar
@@ -15,7 +15,7 @@ from kvroute.router.serving.conversations import OPTION, Conversations
 from kvroute.router.serving.models import Models, Served
 
 ONE = RESPONSES + "/{response_id}"
-MOST_LISTED = 100  # items in one page, as OpenAI has it
+MAX_LISTED = 100  # items in one page; the same as OpenAI's limit
 
 T = TypeVar("T")
 
@@ -31,13 +31,13 @@ routes = APIRouter()
 
 @routes.get(ONE)
 async def get_response(response_id: str, models: Served, salt: Salt) -> Response:
-    body = await _found(models, response_id, lambda each: each.get(response_id, salt))
+    body = await _first(models, response_id, lambda store: store.get(response_id, salt))
     return Response(body, media_type="application/json")
 
 
 @routes.delete(ONE)
 async def delete_response(response_id: str, models: Served, salt: Salt) -> Response:
-    await _found(models, response_id, lambda each: each.delete(response_id, salt))
+    await _first(models, response_id, lambda store: store.delete(response_id, salt))
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -45,8 +45,8 @@ async def delete_response(response_id: str, models: Served, salt: Salt) -> Respo
 async def list_input_items(
     response_id: str, request: Request, models: Served, salt: Salt
 ) -> Response:
-    """What the response answers: the whole conversation before it, too."""
-    items = await _found(models, response_id, lambda each: each.input_items(response_id, salt))
+    """Return the input of the response, with the whole conversation before it."""
+    items = await _first(models, response_id, lambda store: store.input_items(response_id, salt))
     return JSONResponse(_page(listed(items, response_id), request.query_params))
 
 
@@ -54,35 +54,34 @@ async def list_input_items(
 async def cancel_response(response_id: str) -> Response:
     raise unsupported(
         "background",
-        f"response {shown(response_id)} cannot be cancelled: `background` is not supported; close "
-        "the connection to end a response",
+        f"response {shown(response_id)} cannot be cancelled, since `background` is not supported; "
+        "close the connection to end a response",
     )
 
 
-async def _found(
+async def _first(
     models: Models, id_: str, find: Callable[[Conversations], Awaitable[T | None]]
 ) -> T:
-    """What one of the models' stores has. ApiError 404."""
-    stores = [each.conversations for each in models.all if each.conversations is not None]
+    """Return the first result of `find` among the models' stores, or raise an ApiError."""
+    stores = [model.conversations for model in models.all if model.conversations is not None]
     for store in stores:
-        if found := await find(store):
-            return found
-    why = (
-        "it was not stored, has expired, was deleted or made room for others, or has another "
-        "cache_salt"
+        if result := await find(store):
+            return result
+    reason = (
+        "it was not stored, has expired, was deleted or evicted, or has another cache_salt"
         if stores
         else f"this server stores no responses; start it with {OPTION}"
     )
-    raise ApiError(404, f"Response with id {shown(id_)} not found: {why}", code="not_found")
+    raise ApiError(404, f"Response with id {shown(id_)} not found: {reason}", code="not_found")
 
 
 def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """OpenAI's list. query: `order`, `after` and `limit`, all optional. ApiError."""
+    """Return a page in OpenAI's format for the query's optional `order`, `after` and `limit`."""
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise invalid("order", f"order is {shown(order)}; expected asc or desc")
-    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_LISTED):
-        raise invalid("limit", f"limit is {shown(limit)}; expected a number up to {MOST_LISTED}")
+    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_LISTED):
+        raise invalid("limit", f"limit is {shown(limit)}; expected a number up to {MAX_LISTED}")
     if order == "desc":
         items.reverse()
     if after is not None:

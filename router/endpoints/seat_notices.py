@@ -1,7 +1,7 @@
-"""Signs of life for the client of a stream that waits for a seat, which may take minutes.
+"""Notices to the client of a stream while it waits for a seat, which may take minutes.
 
-Without them, proxies close the connection and people take the wait for a hang. The response's head
-goes out before it is known which replica answers, so it lacks the headers that say so.
+Without notices, proxies would close the connection, and users would think that it hangs. The
+response's headers are sent before a replica is chosen, so they do not name the replica.
 """
 
 from collections.abc import Awaitable, Callable
@@ -14,11 +14,11 @@ from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.api.errors import EVENTS, ApiError, event, event_of_refusal
 
 COMMENT = b": waiting for a seat\n\n"  # clients skip comments
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # the same as Anthropic's API has it
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # the event that Anthropic's API sends meanwhile
 
 
 class SeatNotices:
-    """The notices to one client. The first one begins its response, which a real one continues."""
+    """The notices to one client; the first starts the response that the answer then continues."""
 
     def __init__(self, send: Send) -> None:
         self.has_begun = False
@@ -26,7 +26,7 @@ class SeatNotices:
         self._path = ""
 
     def of(self, call: Call) -> Callable[[], Awaitable[None]] | None:
-        """Return what sends a notice; None: the client gets a whole response, and waits for it."""
+        """Return a function that sends a notice; None if the response is not a stream."""
         return partial(self._notice, call.path) if call.body.get("stream") is True else None
 
     async def _notice(self, path: str) -> None:
@@ -37,7 +37,7 @@ class SeatNotices:
         await self._body(PING if path == MESSAGES else COMMENT, is_last=False)
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response, but not another head."""
+        """Send a part of the response, but not its headers, which the first notice has sent."""
         if message["type"] != "http.response.start":
             await self._send(message)
 
@@ -46,7 +46,7 @@ class SeatNotices:
         await self._body(event(error, b"", path=self._path), is_last=True)
 
     async def refused(self, response: Response) -> None:
-        """End the response with the error that another one has."""
+        """End the response with the error in the body of an error response."""
         body, status = bytes(response.body), response.status_code
         await self._body(event_of_refusal(body, status, path=self._path), is_last=True)
 

@@ -1,4 +1,4 @@
-"""The HTTP route that ends a conversation. Its salt is the query's `cache_salt`."""
+"""The HTTP route that ends a session; the parameter `cache_salt` is the session's namespace."""
 
 import asyncio
 from typing import Annotated
@@ -21,12 +21,15 @@ Salt = Annotated[str, Query(alias="cache_salt")]
 async def end_session(
     session_id: str, request: Request, models: Served, model: str | None = None, salt: Salt = ""
 ) -> Response:
-    """No further turn will come, of any model if none is named. It may be unknown."""
+    """Record that the session sends no more requests, to all models or to the one named.
+
+    An unknown session is no error.
+    """
     checked_id("session_id", session_id)
     selected = models.all if model is None else [models.named(model)]
     number = session_number(salted(caller_of(request), salt), session_id)
     with leaving(entered(request)):
-        found = await asyncio.gather(*(each.requests.end_session(number) for each in selected))
-    unanswered = {replica_id: why for each in found for replica_id, why in each.items()}
+        errors = await asyncio.gather(*(served.requests.end_session(number) for served in selected))
+    unanswered = {replica_id: why for of_model in errors for replica_id, why in of_model.items()}
     ended = {"id": session_id, "object": "session", "deleted": True, "unanswered": unanswered}
     return JSONResponse(ended)

@@ -1,4 +1,4 @@
-"""HTTP routes of the live page: its files, from `ui/`, and its stream of events."""
+"""HTTP routes of the live page: its files in `ui/`, and its stream of events."""
 
 from functools import cache
 from importlib.resources import files
@@ -18,7 +18,7 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 HEADERS = {
-    # The page shows text from clients: none of it may run as code, or be sent elsewhere.
+    # The page shows text from clients. None of it may run as code or be sent to another server.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -39,13 +39,13 @@ async def page(models: Served) -> Response:
 async def file(name: str, models: Served) -> Response:
     _live(models, None)
     if name not in _files():
-        raise ApiError(404, f"There is no file '{name}' of the live page; it begins at /ui.")
+        raise ApiError(404, f"the live page has no file {name!r}; open it at /ui")
     return Response(_files()[name], headers=HEADERS, media_type=TYPES[name.rpartition(".")[2]])
 
 
 @routes.get("/v1/cluster/live")
 async def live(models: Served, model: str | None = None) -> Response:
-    """The live page's events for a model, by default the first one, as server-sent events."""
+    """Return the live page's events for a model, or the first model, as server-sent events."""
     events = await _live(models, model).listen()
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
@@ -54,13 +54,13 @@ async def live(models: Served, model: str | None = None) -> Response:
 def _live(models: Models, model: str | None) -> Live:
     live = (models.named(model) if model else models.first).live
     if live is None:
-        raise ApiError(404, "the live page is off (--no-ui); start with --ui, or KVROUTE_UI=1")
+        raise ApiError(404, "the live page is off (--no-ui); start with --ui or KVROUTE_UI=1")
     return live
 
 
 @cache
 def _files() -> dict[str, bytes]:
-    """The contents of the page's files by name."""
+    """Return the contents of the page's files by name."""
     return {
         file.name: file.read_bytes()
         for file in files("kvroute.router").joinpath("ui").iterdir()

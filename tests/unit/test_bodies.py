@@ -1,4 +1,4 @@
-"""Bodies are read and parsed so that nobody waits for another's."""
+"""Bodies are read and parsed without delaying other requests."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ async def bodies() -> AsyncIterator[Bodies]:
 
 
 def request(*parts: bytes, ends: bool = True) -> Request:
-    """One whose body comes in these parts; `ends`: and then its client leaves."""
+    """Return a request whose body comes in these parts; without `ends`, its client then leaves."""
     messages: list[dict[str, Any]]
     messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     if ends:
@@ -45,7 +45,7 @@ def body(**fields: object) -> bytes:
 
 
 def children() -> set[int]:
-    return {each.pid for each in psutil.Process().children()}
+    return {process.pid for process in psutil.Process().children()}
 
 
 async def refusal(bodies: Bodies, request: Request) -> ApiError:
@@ -55,14 +55,16 @@ async def refusal(bodies: Bodies, request: Request) -> ApiError:
 
 
 @pytest.mark.parametrize("prompt", ["hi", LARGE, [1, 2], [*range(100_000)]], ids=len)
-async def test_a_body_is_parsed_alike_whatever_its_size(bodies: Bodies, prompt: Any) -> None:
+async def test_small_and_large_bodies_are_parsed_to_the_same_call(
+    bodies: Bodies, prompt: Any
+) -> None:
     raw = body(prompt=prompt, n=2)
     parsed = await bodies.read(PARSE, request(raw[:50], raw[50:]))
     (found,) = parsed.prompts() or []
     assert (found if isinstance(found, str) else found.tolist(), parsed.n) == (prompt, 2)
 
 
-async def test_only_large_bodies_take_a_process_and_all_of_them_the_same(bodies: Bodies) -> None:
+async def test_only_large_bodies_are_parsed_in_a_process_and_they_share_it(bodies: Bodies) -> None:
     before = children()
     await bodies.read(PARSE, request(body(prompt="hi")))
     assert children() == before
@@ -76,14 +78,16 @@ async def test_only_large_bodies_take_a_process_and_all_of_them_the_same(bodies:
 
 
 @pytest.mark.parametrize("filling", ["", LARGE], ids=["small", "large"])
-async def test_a_bad_body_is_refused_alike_whatever_its_size(bodies: Bodies, filling: str) -> None:
+async def test_small_and_large_bad_bodies_get_the_same_error(bodies: Bodies, filling: str) -> None:
     bad = await refusal(bodies, request(body(cache_salt="x" * 300, prompt=f"a{filling}")))
     assert (bad.status, bad.param, len(bad.message) < 200) == (400, "cache_salt", True)
     cut = await refusal(bodies, request(body(prompt=f"a{filling}")[:-2]))
     assert (cut.status, cut.code) == (400, "invalid_json")
 
 
-async def test_a_body_that_ends_the_process_is_refused_and_the_next_is_not(bodies: Bodies) -> None:
+async def test_a_body_that_kills_the_process_is_refused_and_the_next_one_is_parsed(
+    bodies: Bodies,
+) -> None:
     with pytest.raises(ApiError, match="takes too much memory"):
         await bodies._process.run(exec, bytearray(b"import os; os._exit(1)"))
     assert (await bodies.read(PARSE, request(body(prompt=LARGE)))).n == 1
@@ -104,13 +108,15 @@ async def test_a_body_above_the_limit_is_read_to_its_end_and_refused(bodies: Bod
     assert not bodies._held
 
 
-async def test_a_client_that_leaves_amid_its_body_is_an_error_of_its_own(bodies: Bodies) -> None:
+async def test_a_client_that_leaves_before_the_end_of_its_body_gets_status_499(
+    bodies: Bodies,
+) -> None:
     left = await refusal(bodies, request(b'{"prompt"', ends=False))
     assert (left.status, left.code) == (499, "client_left")
     assert not bodies._held
 
 
-async def test_a_body_of_which_nothing_more_comes_is_given_up(
+async def test_a_body_that_stops_is_refused_after_a_time(
     bodies: Bodies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies_module, "SILENCE_S", 0.01)
@@ -123,7 +129,7 @@ async def test_a_body_of_which_nothing_more_comes_is_given_up(
     assert (refused.status, refused.code) == (408, "request_timeout")
 
 
-async def test_bodies_that_wait_take_so_much_memory_and_no_more(bodies: Bodies) -> None:
+async def test_the_memory_of_unparsed_bodies_is_limited(bodies: Bodies) -> None:
     go_on = asyncio.Event()
 
     def waiting() -> Request:
@@ -140,7 +146,7 @@ async def test_bodies_that_wait_take_so_much_memory_and_no_more(bodies: Bodies) 
     reading = [asyncio.create_task(refusal(bodies, waiting())) for _ in range(25)]
     await asyncio.sleep(0.1)
     assert bodies._held <= WAITING_LIMITS * (4 << 20)
-    refused = {(each.result().status, each.result().code) for each in reading if each.done()}
+    refused = {(task.result().status, task.result().code) for task in reading if task.done()}
     assert refused == {(429, "overloaded")}
     go_on.set()
     await asyncio.gather(*reading)

@@ -1,4 +1,4 @@
-"""What a router reads of a call, and what it refuses for everybody's sake."""
+"""The fields that a router reads from a call, and the bodies that it rejects to protect others."""
 
 import inspect
 import json
@@ -17,14 +17,14 @@ from kvroute.router.api.calls import (
     COMPLETIONS,
     MAX_CHOICES,
     MAX_COPIED,
+    MAX_GRAMMAR_BYTES,
+    MAX_GRAMMAR_VALUES,
     MAX_N,
+    MAX_TEXT,
     MAX_VALUES,
     MESSAGES,
-    MOST_GRAMMAR_BYTES,
-    MOST_GRAMMAR_VALUES,
-    MOST_TEXT,
     RESPONSES,
-    TOKENIZERS,
+    TOKENIZER_ARGUMENTS,
     Call,
     parse_any,
     parse_call,
@@ -89,7 +89,7 @@ def test_each_prompt_gets_a_body_of_its_own(prompt: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("prompt", [5, {"a": 1}, ["a", [1]], [[]], [-1], [2**32], [True], [1.5]])
-def test_what_is_no_prompt_is_left_to_the_replica(prompt: Any) -> None:
+def test_an_invalid_prompt_is_left_to_the_replica(prompt: Any) -> None:
     assert called(prompt=prompt).prompts() is None
 
 
@@ -117,14 +117,14 @@ def test_a_text_to_embed_may_have_many_token_ids() -> None:
         ("allowed_token_ids", {"allowed_token_ids": [0] * 1025}),
         ("stop_token_ids", {"stop_token_ids": [0] * 129}),
         ("stop", {"stop": ["a"] * 257}),
-        ("stop", {"stop": "a" * (MOST_TEXT + 1)}),
-        ("stop_sequences", {"stop_sequences": ["a" * MOST_TEXT, "b"]}),
+        ("stop", {"stop": "a" * (MAX_TEXT + 1)}),
+        ("stop_sequences", {"stop_sequences": ["a" * MAX_TEXT, "b"]}),
         ("bad_words", {"bad_words": ["a"] * 129}),
-        ("bad_words", {"bad_words": ["a" * (MOST_TEXT + 1)]}),
-        ("tools", {"tools": [{"a": [0] * MOST_GRAMMAR_VALUES}]}),
-        ("response_format", {"response_format": {"enum": [0] * MOST_GRAMMAR_VALUES}}),
-        ("text", {"text": {"format": {"enum": [0] * MOST_GRAMMAR_VALUES}}}),
-        ("structured_outputs", {"structured_outputs": {"regex": "a" * MOST_GRAMMAR_BYTES}}),
+        ("bad_words", {"bad_words": ["a" * (MAX_TEXT + 1)]}),
+        ("tools", {"tools": [{"a": [0] * MAX_GRAMMAR_VALUES}]}),
+        ("response_format", {"response_format": {"enum": [0] * MAX_GRAMMAR_VALUES}}),
+        ("text", {"text": {"format": {"enum": [0] * MAX_GRAMMAR_VALUES}}}),
+        ("structured_outputs", {"structured_outputs": {"regex": "a" * MAX_GRAMMAR_BYTES}}),
         ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
         ("background", {"background": True}),
         (
@@ -133,32 +133,32 @@ def test_a_text_to_embed_may_have_many_token_ids() -> None:
         ),
     ],
 )
-def test_what_no_replica_should_get_is_refused(param: str, body: dict[str, Any]) -> None:
+def test_a_body_that_could_harm_a_replica_is_refused(param: str, body: dict[str, Any]) -> None:
     assert (refusal(**body).status, refusal(**body).param) == (400, param)
 
 
-def test_every_argument_of_the_tokenizer_is_known_that_a_template_could_not_have() -> None:
+def test_every_tokenizer_argument_that_is_not_a_template_variable_is_refused() -> None:
     from transformers import PythonBackend
 
     ours = {"add_generation_prompt", "continue_final_message", "documents", "tools"}
     refused_elsewhere, no_names = {"chat_template"}, {"self", "kwargs"}
-    known = {*TOKENIZERS, *ours, *refused_elsewhere, *no_names}
+    known = {*TOKENIZER_ARGUMENTS, *ours, *refused_elsewhere, *no_names}
     assert {*inspect.signature(PythonBackend.apply_chat_template).parameters} == known
 
 
-def test_as_many_tokens_have_a_bias_as_a_replica_checks_at_once() -> None:
+def test_1024_tokens_can_have_a_bias() -> None:
     bias = dict.fromkeys(map(str, range(1024)), 1.0)
     assert called(logit_bias=bias).body["logit_bias"] == bias
 
 
-def test_a_body_of_too_many_values_is_refused_but_not_for_its_token_ids() -> None:
+def test_a_body_with_too_many_values_is_refused_and_token_ids_do_not_count() -> None:
     many = [0] * (MAX_VALUES + 1)
     assert refusal(CHATS, metadata=many).status == 413
     assert refusal(CHATS, tools=[{"a": [many]}]).status == 413
     assert len((called(prompt=many).prompts() or [[]])[0]) == len(many)
 
 
-def test_many_prompts_take_no_large_fields_with_them() -> None:
+def test_many_prompts_with_large_other_fields_are_refused() -> None:
     suffix, most = "x" * 40_000, MAX_COPIED // 40_100
     assert len(called(prompt=["a"] * most, suffix=suffix).prompts() or ()) == most
     assert called(prompt=["a" * 4000] * 1000).prompts()
@@ -167,28 +167,28 @@ def test_many_prompts_take_no_large_fields_with_them() -> None:
 
 
 def seen(**part: Any) -> dict[str, Any]:
-    """A body with an image."""
+    """Return a body with an image."""
     content = [{"type": "text", "text": "What is it?"}, part]
     return {"messages": [{"role": "user", "content": content}]}
 
 
 @pytest.mark.parametrize("value", [None, {"url": None}])
 @pytest.mark.parametrize("field", ["image_url", "video_url", "input_audio"])
-def test_a_name_without_its_image_is_refused(field: str, value: object) -> None:
-    """Only some replica has it."""
+def test_a_uuid_without_its_image_is_refused(field: str, value: object) -> None:
+    """Other replicas do not have the image."""
     error = refusal(CHATS, **seen(uuid="logo", **{field: value}))
     assert (error.status, error.param) == (400, field)
     assert not isinstance(called(CHATS, **seen(uuid="logo", **{field: "data:,"})), ApiError)
 
 
 @pytest.mark.parametrize("uuid", ["x" * 257, 7, ["x"]])
-def test_an_images_name_is_a_short_string(uuid: object) -> None:
-    """It is hashed with each of the image's blocks."""
+def test_an_images_uuid_is_a_short_string(uuid: object) -> None:
+    """The uuid is hashed with each of the image's blocks."""
     assert refusal(CHATS, **seen(uuid=uuid, image_url="data:,")).param == "uuid"
 
 
 @pytest.mark.parametrize("spelt", ["uuid", r"\u0075uid"])
-def test_tenants_name_no_images(spelt: str) -> None:
+def test_tenants_cannot_send_uuids_of_images(spelt: str) -> None:
     raw = json.dumps(seen(uuid="logo", image_url="data:,")).replace("uuid", spelt).encode()
     call = parse_call(CHATS, raw)
     assert call.asked_by(None).caller is None
@@ -224,7 +224,7 @@ def test_a_prefix_has_one_name() -> None:
         ({"prompt": "hi"}, COMPLETIONS),
     ],
 )
-def test_a_body_tells_its_route(body: dict[str, Any], path: str) -> None:
+def test_the_route_of_a_body_is_found_by_its_fields(body: dict[str, Any], path: str) -> None:
     assert parse_any(json.dumps(body).encode()).path == path
 
 
@@ -240,10 +240,10 @@ def test_a_body_tells_its_route(body: dict[str, Any], path: str) -> None:
         (MESSAGES, {"echo": True}, True),
     ],
 )
-def test_an_engine_that_reads_no_cache_is_expected_to_find_nothing(
+def test_a_request_that_cannot_use_the_cache_is_placed_without_cache_hits(
     path: str, body: dict[str, Any], reads_cache: bool
 ) -> None:
-    """Two such requests do not even expect each other's blocks."""
+    """Two such requests do not expect each other's blocks either."""
     rendered = RenderedCall(called(path, **body), [np.arange(64, dtype=np.uint32)])
     assert rendered.call.reads_cache == reads_cache
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))

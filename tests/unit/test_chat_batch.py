@@ -1,4 +1,4 @@
-"""A body with several chats becomes a call for each, and their answers one response."""
+"""A body with several chats becomes one call for each chat, and the answers become one response."""
 
 import asyncio
 import json
@@ -37,7 +37,9 @@ def test_each_conversation_is_a_chat_with_all_other_fields() -> None:
         (None, {"messages": [HELLO] * 100, "metadata": {"a": "b" * 200_000}}),
     ],
 )
-def test_what_is_no_batch_is_refused_by_its_field(field: str | None, body: dict[str, Any]) -> None:
+def test_an_invalid_batch_is_refused_with_the_name_of_its_field(
+    field: str | None, body: dict[str, Any]
+) -> None:
     with pytest.raises(ApiError) as refused:
         parse_chat_batch(json.dumps(body).encode())
     assert refused.value.param == field

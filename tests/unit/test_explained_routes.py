@@ -1,4 +1,4 @@
-"""What /v1/route reads of a request is what the generating routes read."""
+"""/v1/route reads the same fields and headers of a request as the generating routes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from kvroute.router.serving.models import Models
 
 
 class Model:
-    """Tells what it was asked to explain."""
+    """Records the call that it explains."""
 
     def __init__(self) -> None:
         self.name = "m"

@@ -1,4 +1,4 @@
-"""What a client sees of its tenant's limits, however its request ends."""
+"""A client sees its tenant's limits in headers and errors, however its request ends."""
 
 import asyncio
 import re
@@ -32,8 +32,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 class Model:
-    """A model whose prompts have `tokens` tokens, of which `new` are uncached. `then`: what becomes
-    of a request that was let in."""
+    """A model whose prompts have `tokens` tokens, `new` of them uncached; `then` answers them."""
 
     def __init__(self) -> None:
         self.name = "m"
@@ -84,7 +83,7 @@ class Model:
 
 
 class Served:
-    """A router for one tenant with these limits; `limits` None: without keys."""
+    """A router for one tenant with these limits, or without API keys if `limits` is None."""
 
     def __init__(self, limits: TenantLimits | None) -> None:
         self.model = Model()
@@ -125,7 +124,7 @@ class Served:
         return self.limits.under_way("acme")
 
 
-async def test_a_response_says_what_is_left() -> None:
+async def test_a_response_has_the_rest_of_the_limits() -> None:
     served = Served(TenantLimits(max_requests=4, uncached_tokens_per_minute=6000))
     answer = await served.chat()
     assert answer.status_code == 200
@@ -142,7 +141,7 @@ async def test_a_response_says_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("limits", [None, TenantLimits(max_prefixes=3)])
-async def test_a_tenant_without_such_limits_sees_none(limits: TenantLimits | None) -> None:
+async def test_a_tenant_without_such_limits_gets_no_headers(limits: TenantLimits | None) -> None:
     answer = await Served(limits).chat()
     assert answer.status_code == 200
     assert not any("ratelimit" in name for name in answer.headers)
@@ -158,15 +157,15 @@ async def test_one_request_too_many_is_refused_until_another_has_ended() -> None
     assert second.headers["x-ratelimit-remaining-requests"] == "0"
     error = second.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-    assert "its limit of 1 requests under way; come again in 1 s" in error["message"]
+    assert "its limit of 1 requests under way; try again in 1 s" in error["message"]
     assert served.model.refusals == [("acme", "requests")]
-    assert [type(each) for each in served.model.errors] == [ApiError]
+    assert [type(error) for error in served.model.errors] == [ApiError]
     served.model.held.set()
     assert (await first).status_code == 200
     assert (await served.chat()).status_code == 200
 
 
-async def test_a_minute_without_room_says_when_to_come_and_that_cached_tokens_are_free() -> None:
+async def test_the_error_at_the_limit_of_a_minute_has_a_time_and_cached_tokens_are_free() -> None:
     served = Served(TenantLimits(uncached_tokens_per_minute=120))
     assert (await served.chat()).status_code == 200
     refused = await served.chat()
@@ -179,7 +178,7 @@ async def test_a_minute_without_room_says_when_to_come_and_that_cached_tokens_ar
     assert (await served.chat()).status_code == 200
 
 
-async def test_a_prompt_above_the_limit_is_not_to_be_sent_again() -> None:
+async def test_the_error_of_a_prompt_above_the_limit_forbids_a_retry() -> None:
     refused = await Served(TenantLimits(max_prompt_tokens=99)).chat()
     assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
     assert "retry-after" not in refused.headers
@@ -187,7 +186,7 @@ async def test_a_prompt_above_the_limit_is_not_to_be_sent_again() -> None:
 
 
 @pytest.mark.parametrize("then", ["fail", "break_", "done", "stream"])
-async def test_a_request_leaves_however_it_ends(then: str) -> None:
+async def test_a_request_is_no_longer_under_way_however_it_ends(then: str) -> None:
     served = Served(TenantLimits(max_requests=1, max_prompt_tokens=100))
     served.model.then = getattr(served.model, then)
     served.model.held.set()
@@ -196,7 +195,7 @@ async def test_a_request_leaves_however_it_ends(then: str) -> None:
         assert served.under_way == (0, 0)
 
 
-async def test_what_was_not_computed_is_given_back_and_what_the_client_left_is_not() -> None:
+async def test_tokens_of_a_failed_request_are_given_back_but_not_when_the_client_left() -> None:
     served = Served(TenantLimits(uncached_tokens_per_minute=10_000))
     served.model.then = served.model.fail
     assert (await served.chat()).status_code == 503
@@ -220,7 +219,7 @@ async def test_a_stream_is_under_way_until_its_end() -> None:
     assert served.under_way == (0, 0)
 
 
-async def test_what_is_passed_on_is_a_request_too() -> None:
+async def test_requests_to_stateless_routes_count_too() -> None:
     served = Served(TenantLimits(max_requests=1))
     served.model.then = served.model.hold
     task = asyncio.create_task(served.chat())
@@ -231,7 +230,7 @@ async def test_what_is_passed_on_is_a_request_too() -> None:
     await task
 
 
-async def test_anthropics_clients_get_the_error_in_their_shape() -> None:
+async def test_anthropics_clients_get_the_error_in_anthropics_format() -> None:
     served = Served(TenantLimits(max_prompt_tokens=1))
     answer = await served.http.post("/v1/messages", json=CHAT)
     assert answer.status_code == 429
@@ -240,7 +239,7 @@ async def test_anthropics_clients_get_the_error_in_their_shape() -> None:
     assert answer.headers["x-ratelimit-limit-tokens"] == "1"
 
 
-async def test_an_adapter_that_a_tenant_may_not_name_does_not_exist_for_it() -> None:
+async def test_an_adapter_that_a_tenant_may_not_use_does_not_exist_for_it() -> None:
     served = Served(TenantLimits(adapters=("x",)))
     for name, status in (("x", 200), ("m", 200), ("y", 404), ("z", 404)):
         answer = await served.http.post("/v1/chat/completions", json={**CHAT, "model": name})
@@ -267,7 +266,7 @@ def test_times_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_only_so_many_tenants_have_series_of_their_own() -> None:
+def test_the_number_of_tenants_with_their_own_series_is_limited() -> None:
     registry = CollectorRegistry()
     refusals = OverLimit(registry)
     for number in range(2 * NAMED):

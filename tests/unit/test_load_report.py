@@ -10,7 +10,7 @@ FACTS = EngineFacts(
 )
 
 
-def test_the_load_is_that_of_all_replicas_and_of_the_routers_queue() -> None:
+def test_the_load_sums_all_replicas_and_the_routers_queue() -> None:
     loads = Load(used_blocks=30, waiting=1), Load(used_blocks=20, waiting=2)
     records = [ReplicaRecord(str(load.waiting), "1", 0, FACTS, load) for load in loads]
     assert load_of(records, queued=4) == {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 7.0}
@@ -30,5 +30,5 @@ def test_the_report_is_written_as_vllm_writes_it(form: str, report: str) -> None
     assert report_headers(form, load) == {"endpoint-load-metrics": report}
 
 
-def test_there_is_no_report_in_a_form_that_vllm_does_not_know() -> None:
+def test_there_is_no_report_in_an_unknown_format() -> None:
     assert report_headers("BIN", {"usage": 0.25}) == {}

@@ -1,4 +1,4 @@
-"""Options of processors of images and videos cannot make a replica compute gigabytes."""
+"""Options of image and video processors cannot make a replica run out of memory."""
 
 import re
 from typing import Any
@@ -28,7 +28,7 @@ def parse(**fields: Any) -> None:
     ],
     ids=str,
 )
-def test_what_models_need_passes(options: dict[str, Any]) -> None:
+def test_options_that_models_need_are_allowed(options: dict[str, Any]) -> None:
     parse(mm_processor_kwargs=options, media_io_kwargs={"video": options})
 
 
@@ -43,7 +43,7 @@ def test_what_models_need_passes(options: dict[str, Any]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("field", ["mm_processor_kwargs", "media_io_kwargs"])
-def test_what_no_model_needs_is_refused(
+def test_options_larger_than_any_model_needs_are_refused(
     field: str, options: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ApiError, match=re.escape(complaint)) as refused:

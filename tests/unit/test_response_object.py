@@ -1,4 +1,4 @@
-"""A response object names the one before it, and is otherwise as the replica wrote it."""
+"""A response object gets the previous response's id; its other bytes stay unchanged."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ def event(kind: str, **body: object) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), written({"type": kind, **body}))
 
 
-def test_only_the_response_object_of_an_event_names_another() -> None:
+def test_only_the_response_object_of_an_event_gets_the_previous_id() -> None:
     delta = event("response.output_text.delta", delta='"previous_response_id":null', item=TRAP)
     created = event("response.created", response=RESPONSE, sequence_number=0)
     named = event(
@@ -48,7 +48,7 @@ def test_only_the_response_object_of_an_event_names_another() -> None:
     assert events_with_previous(created + delta + created, "é") == named + delta + named
 
 
-def test_what_is_no_event_of_a_response_stays() -> None:
+def test_data_without_a_response_object_stays_unchanged() -> None:
     data = b'data: {"error":{"previous_response_id":null}}\n\n'
     assert events_with_previous(data, "a") == data
 
@@ -78,7 +78,7 @@ def test_the_last_event_has_the_response_to_store() -> None:
         assert bytes(found["id"]) == b'"resp_1"'
 
 
-def test_output_is_input_without_what_vllm_cannot_read() -> None:
+def test_output_items_become_input_items_that_vllm_can_read() -> None:
     text = {"type": "output_text", "text": "Hi", "annotations": [], "logprobs": [{"token": "a"}]}
     reasoning = {"type": "reasoning", "content": [], "summary": [{"text": "so"}]}
     call = {"type": "function_call", "arguments": "{}"}

@@ -1,4 +1,4 @@
-"""What clients and coding agents say of their conversations is understood, or ignored."""
+"""Session ids and cache hints of clients and coding agents are read, or else ignored."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def caller(tenant: str) -> Caller:
     return Caller(tenant, frozenset(), f"salt of {tenant}")
 
 
-def test_who_says_nothing_has_said_nothing() -> None:
+def test_a_request_without_hints_has_none() -> None:
     assert said({"messages": [USER]}) == NOTHING_SAID
     assert said({"session_id": None, "session_end": False}, {SESSION: ""}) == NOTHING_SAID
 
@@ -59,11 +59,13 @@ def test_who_says_nothing_has_said_nothing() -> None:
         ),
     ],
 )
-def test_a_session_is_named_in_many_ways(body: dict[str, Any], headers: dict[str, str]) -> None:
+def test_a_session_id_can_be_in_several_fields_and_headers(
+    body: dict[str, Any], headers: dict[str, str]
+) -> None:
     assert session(body, headers) == session_number("", ID) > 0
 
 
-def test_the_most_explicit_name_wins() -> None:
+def test_the_most_specific_session_id_wins() -> None:
     names = [*AGENTS[::-1], SESSION]
     headers = dict[str, str]()
     for name in names:
@@ -75,19 +77,19 @@ def test_the_most_explicit_name_wins() -> None:
 
 
 @pytest.mark.parametrize("given", [5, True, [ID], {"id": ID}, "x" * (MAX_NAME + 1)])
-def test_what_is_no_session_id_is_refused(given: Any) -> None:
+def test_an_invalid_session_id_is_refused(given: Any) -> None:
     with pytest.raises(ApiError, match="expected a string of up to 256 characters") as refused:
         said({"session_id": given})
     assert (refused.value.status, refused.value.param) == (400, "session_id")
 
 
-def test_a_long_header_is_refused_if_it_is_ours() -> None:
+def test_a_long_session_id_is_refused_in_our_header_and_ignored_in_others() -> None:
     with pytest.raises(ApiError, match="x-session-id is"):
         said({}, {SESSION: "x" * (MAX_NAME + 1)})
     assert session({}, {AGENTS[0]: "x" * (MAX_NAME + 1)}) == 0
 
 
-def test_an_id_in_a_header_is_the_one_in_a_body_and_in_a_path() -> None:
+def test_an_id_means_the_same_session_in_a_header_and_in_a_body() -> None:
     for id_ in ("gespräch-4711", "会話"):
         body = parse_call(CHATS, json.dumps({"session_id": id_}).encode())
         for name in (SESSION, *AGENTS):
@@ -109,39 +111,39 @@ def test_an_id_in_a_header_is_the_one_in_a_body_and_in_a_path() -> None:
         {"x-claude-code-session-id": ID, "x-claude-code-agent-id": "child"},
     ],
 )
-def test_a_sub_agent_is_of_the_session_that_has_started_it(headers: dict[str, str]) -> None:
+def test_a_sub_agent_belongs_to_the_session_that_started_it(headers: dict[str, str]) -> None:
     assert session({}, headers) == session_number("", ID)
 
 
-def test_the_end_of_a_sub_agent_is_not_the_end_of_its_family() -> None:
+def test_the_end_of_a_sub_agent_is_not_the_end_of_its_session() -> None:
     assert said({"session_end": True}, {SESSION: ID}).is_end
     assert not said({"session_end": True}, {"x-parent-session-id": ID}).is_end
 
 
 @pytest.mark.parametrize(("given", "is_end"), [("true", True), ("True", True), ("false", False)])
-def test_dynamos_clients_can_say_that_a_session_ends(given: str, is_end: bool) -> None:
+def test_dynamos_header_can_end_a_session(given: str, is_end: bool) -> None:
     headers = {"x-dynamo-session-id": ID, "x-dynamo-session-final": given}
     assert said({}, headers) == Said(session_number("", ID), is_end=is_end)
 
 
 @pytest.mark.parametrize("given", ["true", 1, 0, [], {}])
-def test_what_is_no_end_is_refused(given: Any) -> None:
+def test_an_invalid_session_end_is_refused(given: Any) -> None:
     with pytest.raises(ApiError, match="expected true or false") as refused:
         said({"session_end": given})
     assert (refused.value.status, refused.value.param) == (400, "session_end")
 
 
-def test_a_request_can_be_the_last() -> None:
+def test_a_request_can_be_the_last_of_its_session() -> None:
     assert said({"session_end": True}).is_end
 
 
-def test_tenants_and_salts_share_no_session() -> None:
-    found = {
+def test_sessions_of_different_tenants_and_salts_are_different() -> None:
+    numbers = {
         said({"session_id": ID, **own}, caller=who).session
         for who in (None, caller("a"), caller("b"))
         for own in ({}, {"cache_salt": "s"}, {"cache_salt": f"s{ID}"})
     }
-    assert len(found) == 9
+    assert len(numbers) == 9
 
 
 @given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
@@ -151,11 +153,11 @@ def test_two_sessions_have_two_numbers(one: tuple[str, str], other: tuple[str, s
     assert (numbers[0] == numbers[1]) == (one == other)
 
 
-def test_an_id_is_no_part_of_a_salt() -> None:
+def test_a_session_id_and_a_salt_are_hashed_separately() -> None:
     assert session_number("a", "bc") != session_number("ab", "c")
 
 
-def test_promises_count_for_a_tenant_else_for_a_salt() -> None:
+def test_retention_hints_count_for_a_tenant_else_for_a_salt() -> None:
     numbers = [
         said({}, caller=caller("a")).tenant,
         said({}, caller=caller("b")).tenant,
@@ -177,7 +179,7 @@ def test_promises_count_for_a_tenant_else_for_a_salt() -> None:
         {"input": [{**USER, "content": [{"type": "input_text", "cache_control": HOUR}]}]},
     ],
 )
-def test_a_prompt_is_marked_wherever_anthropic_allows_it(body: dict[str, Any]) -> None:
+def test_a_cache_control_is_found_wherever_anthropic_allows_it(body: dict[str, Any]) -> None:
     assert said(body).is_promised
 
 
@@ -193,7 +195,7 @@ def test_a_prompt_is_marked_wherever_anthropic_allows_it(body: dict[str, Any]) -
         ("1h", False),
     ],
 )
-def test_a_mark_of_a_known_time_is_a_promise(control: Any, is_promised: bool) -> None:
+def test_a_cache_control_of_a_known_ttl_is_a_promise(control: Any, is_promised: bool) -> None:
     parts = [{"type": "text", "text": "", "cache_control": control}]
     assert said({"messages": [{**USER, "content": parts}]}).is_promised == is_promised
 
@@ -210,7 +212,7 @@ def test_a_mark_of_a_known_time_is_a_promise(control: Any, is_promised: bool) ->
         ({"prompt_cache_key": ID}, False),
     ],
 )
-def test_openais_clients_promise_too(body: dict[str, Any], is_promised: bool) -> None:
+def test_openais_retention_fields_are_promises(body: dict[str, Any], is_promised: bool) -> None:
     assert said(body) == Said(is_promised=is_promised)
 
 
@@ -238,12 +240,12 @@ OTHERS = (  # fields of other APIs
 
 
 @given(st.dictionaries(st.sampled_from(OTHERS), JSON))
-def test_nothing_of_other_apis_is_refused(body: dict[str, Any]) -> None:
+def test_fields_of_other_apis_are_never_refused(body: dict[str, Any]) -> None:
     assert said(body).is_promised in (False, True)
 
 
 @given(st.text() | JSON.map(json.dumps) | JSON.map(lambda id_: json.dumps({"session_id": id_})))
-def test_any_user_is_understood_or_ignored(user: str) -> None:
+def test_any_user_id_is_read_or_ignored(user: str) -> None:
     assert session({"metadata": {"user_id": user}}) >= 0
 
 
@@ -257,18 +259,18 @@ def test_any_user_is_understood_or_ignored(user: str) -> None:
         json.dumps({"x": "x" * 10_000, "session_id": ID}),
     ],
 )
-def test_a_user_that_is_too_deep_or_too_long_is_ignored(user: str) -> None:
+def test_a_user_id_that_is_too_deep_or_too_long_is_ignored(user: str) -> None:
     assert session({"metadata": {"user_id": user}}) == 0
 
 
 @given(st.dictionaries(st.sampled_from(["session_id", "session_end", *OTHERS]), JSON))
-def test_any_body_is_understood_or_refused(body: dict[str, Any]) -> None:
+def test_any_body_is_read_or_refused(body: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):
         said(body)
 
 
 def sent(call: Callable[[httpx2.Client], object]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Body and headers of what a client library sends."""
+    """Return the body and the headers that a client library sends."""
     seen: list[httpx2.Request] = []
 
     def note(request: httpx2.Request) -> httpx2.Response:
@@ -280,7 +282,7 @@ def sent(call: Callable[[httpx2.Client], object]) -> tuple[dict[str, Any], dict[
     return json.loads(seen[0].content), dict(seen[0].headers)
 
 
-def test_anthropics_client_says_it_as_anthropic_does() -> None:
+def test_anthropics_client_sends_session_id_and_ttl_in_anthropics_fields() -> None:
     def ask(http: httpx2.Client) -> object:
         client = anthropic.Anthropic(api_key="none", http_client=http, max_retries=0)
         return client.messages.create(
@@ -297,7 +299,7 @@ def test_anthropics_client_says_it_as_anthropic_does() -> None:
     assert found == Said(session_number("", ID), is_promised=True)
 
 
-def test_openais_client_says_it_beside_its_own_fields() -> None:
+def test_openais_client_sends_our_fields_beside_its_own() -> None:
     def ask(http: httpx2.Client) -> object:
         client = openai.OpenAI(api_key="none", http_client=http, max_retries=0)
         return client.chat.completions.create(

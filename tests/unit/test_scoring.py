@@ -1,4 +1,4 @@
-"""A request for scores becomes a completion, and its log-probabilities the scores."""
+"""A scoring request becomes a completion, and the log-probabilities become the scores."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.scoring import MOST_TOKENS, Scoring, completion, parse_scoring, scores
+from kvroute.router.api.scoring import MAX_TOKENS, Scoring, completion, parse_scoring, scores
 
 BODY: dict[str, Any] = {"query": "Is it?", "items": ["a", "b"], "label_token_ids": [7, 5]}
 
@@ -45,7 +45,9 @@ def test_the_completion_of_one_item_has_its_prompt_in_the_body() -> None:
         ("apply_softmax", {"apply_softmax": "perhaps"}),
     ],
 )
-def test_what_is_no_request_is_refused_by_its_field(field: str, own: dict[str, Any]) -> None:
+def test_an_invalid_request_is_refused_with_the_name_of_its_field(
+    field: str, own: dict[str, Any]
+) -> None:
     with pytest.raises(ApiError) as refused:
         parsed(**own)
     assert refused.value.status == 400
@@ -54,7 +56,7 @@ def test_what_is_no_request_is_refused_by_its_field(field: str, own: dict[str, A
 
 def test_too_many_tokens_are_refused() -> None:
     scoring, raw, _ = parsed()
-    half = np.zeros(MOST_TOKENS // 2 + 1, np.uint32)
+    half = np.zeros(MAX_TOKENS // 2 + 1, np.uint32)
     with pytest.raises(ApiError) as refused:
         completion(scoring, raw, [half, half])
     assert refused.value.status == 413
@@ -75,7 +77,7 @@ def test_a_score_is_the_first_labels_likelihood() -> None:
     assert found["usage"] == {"prompt_tokens": 3}
 
 
-def test_with_softmax_the_labels_share_it() -> None:
+def test_with_softmax_the_likelihoods_of_the_labels_add_up_to_one() -> None:
     scoring, _, _ = parsed()
     (found,) = scores(scoring, completed(-1001.0, -1000.0), id_="r")["data"]
     assert found["score"] == pytest.approx(1 / (1 + math.e))

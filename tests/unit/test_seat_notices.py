@@ -1,4 +1,4 @@
-"""A stream that waits for a seat shows that it lives, and ends as its API has it."""
+"""A stream that waits for a seat sends notices, and ends in the format of its API."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -124,14 +124,14 @@ async def test_notices_come_before_the_stream(path: str, notice: str) -> None:
     assert found.text == 2 * notice + "data: 1\n\n"
 
 
-async def test_without_a_long_wait_the_response_has_its_own_head() -> None:
+async def test_without_a_long_wait_the_response_has_its_own_headers() -> None:
     found = await posted(Model(0, stream(b"data: 1\n\n")), CHATS, stream=True, messages=[USER])
     assert (found.headers["x-kvroute-replica"], found.text) == ("0", "data: 1\n\n")
     refused = await posted(Model(0, NO_SEAT), CHATS, stream=True, messages=[USER])
     assert refused.status_code == 429
 
 
-async def test_a_whole_response_just_waits() -> None:
+async def test_a_response_that_is_not_a_stream_waits_without_notices() -> None:
     found = await posted(Model(2, JSONResponse({"id": "1"})), CHATS, messages=[USER])
     assert found.json() == {"id": "1"}
 
@@ -156,7 +156,7 @@ REFUSAL = {"error": {"message": "no such tool", "type": "invalid_request_error",
     ("result", "message"),
     [(NO_SEAT, "has waited 600 s"), (JSONResponse(REFUSAL, 400), "no such tool")],
 )
-async def test_an_error_after_the_head_is_an_event_that_clients_raise(
+async def test_an_error_after_a_notice_is_an_event_that_clients_raise(
     result: Response | ApiError, message: str
 ) -> None:
     chat = openais(Model(1, result)).chat.completions
@@ -172,7 +172,7 @@ async def test_an_error_after_the_head_is_an_event_that_clients_raise(
     assert [(each.type, getattr(each, "message", "")) for each in found] == [("error", message)]
 
 
-async def test_an_error_after_the_head_is_counted_as_any_other() -> None:
+async def test_an_error_after_a_notice_is_counted_like_other_errors() -> None:
     model = Model(1, NO_SEAT)
     await posted(model, CHATS, stream=True, messages=[USER])
     assert model.errors == [NO_SEAT]

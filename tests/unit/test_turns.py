@@ -1,4 +1,4 @@
-"""What comes together begins one by one, and a crowd leaves the event loop time between two."""
+"""Requests that arrive together start one by one; a crowd leaves the event loop more time."""
 
 import asyncio
 from itertools import pairwise
@@ -27,19 +27,19 @@ async def test_rounds_between_two(
     is_crowd: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "CROWD_S", 60.0)
-    rounds, each, begun = Rounds(), Turns(), list[int]()
+    rounds, turns_, starts = Rounds(), Turns(), list[int]()
 
-    async def begin() -> None:
-        await each.next(is_crowd=is_crowd)
-        begun.append(rounds.count)
+    async def start() -> None:
+        await turns_.next(is_crowd=is_crowd)
+        starts.append(rounds.count)
 
-    await asyncio.gather(*(begin() for _ in range(10)))
-    between = [after - before for before, after in pairwise(begun)]
+    await asyncio.gather(*(start() for _ in range(10)))
+    between = [after - before for before, after in pairwise(starts)]
     assert all(least <= count < least + 4 for count in between), between
 
 
 async def test_a_crowd_does_not_wait_long_in_a_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "CROWD_S", -1.0)
-    rounds, each = Rounds(), Turns()
-    await each.next(is_crowd=True)
+    rounds = Rounds()
+    await Turns().next(is_crowd=True)
     assert rounds.count < CROWD_ROUNDS

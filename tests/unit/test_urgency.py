@@ -1,4 +1,4 @@
-"""How long a request can wait, as its headers, its body and its key say."""
+"""How long a request can wait is read from its headers, its body and its key."""
 
 import contextlib
 import math
@@ -12,23 +12,23 @@ from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.keys.keyring import Caller
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.urgency import DEADLINE, MOST_USER, PRIORITY, sharer_of, urgency_of
+from kvroute.router.api.urgency import DEADLINE, MAX_USER, PRIORITY, sharer_of, urgency_of
 
-MOST_S = 30.0
+MAX_WAIT_S = 30.0
 
 
 def urgency(
     headers: dict[str, str] | None = None, caller: Caller | None = None, **body: Any
 ) -> Urgency:
-    return urgency_of(headers or {}, body, caller, most_s=MOST_S)
+    return urgency_of(headers or {}, body, caller, most_s=MAX_WAIT_S)
 
 
 def key(priority: Priority) -> Caller:
     return Caller("acme", frozenset(), "salt", priority=priority)
 
 
-def test_who_says_nothing_waits_as_long_as_the_operator_wants() -> None:
-    assert urgency() == Urgency("default", 0.0, MOST_S, None)
+def test_a_request_without_urgency_waits_up_to_the_operators_limit() -> None:
+    assert urgency() == Urgency("default", 0.0, MAX_WAIT_S, None)
     assert urgency_of({}, {}, None, most_s=0).most_s == math.inf
 
 
@@ -38,41 +38,43 @@ def test_who_says_nothing_waits_as_long_as_the_operator_wants() -> None:
         ({DEADLINE: "2.5"}, {}, 2.5),
         ({}, {"timeout": 2}, 2.0),
         ({DEADLINE: "2.5"}, {"timeout": 9}, 2.5),
-        ({DEADLINE: "600"}, {}, MOST_S),  # not above the operator's
+        ({DEADLINE: "600"}, {}, MAX_WAIT_S),  # not above the operator's limit
         ({PRIORITY: "batch"}, {}, math.inf),
         ({PRIORITY: "batch", DEADLINE: "600"}, {}, 600.0),
     ],
 )
-def test_a_request_says_how_long_it_waits(
+def test_a_request_can_set_its_longest_wait(
     headers: dict[str, str], body: dict[str, Any], most_s: float
 ) -> None:
     assert urgency(headers, **body).most_s == most_s
 
 
 @pytest.mark.parametrize("given", ["soon", "", "0", "-1", "nan", "inf", "1e400", "5 s"])
-def test_what_is_no_time_is_refused(given: str) -> None:
+def test_an_invalid_deadline_is_refused(given: str) -> None:
     with pytest.raises(ApiError, match=r"x-kvroute-deadline-s is .*; expected a number of seconds"):
         urgency({DEADLINE: given})
 
 
 @pytest.mark.parametrize("given", [0, -1, True, "5", [5], {}])
-def test_what_is_no_timeout_is_refused(given: Any) -> None:
+def test_an_invalid_timeout_is_refused(given: Any) -> None:
     with pytest.raises(ApiError) as refused:
         urgency(timeout=given)
     assert (refused.value.status, refused.value.param) == (400, "timeout")
 
 
-def test_an_unknown_class_is_refused() -> None:
+def test_an_unknown_priority_is_refused() -> None:
     with pytest.raises(ApiError, match="expected one of interactive, default, batch"):
         urgency({PRIORITY: "urgent"})
 
 
 @pytest.mark.parametrize("own", PRIORITIES)
-@pytest.mark.parametrize("asked", [None, *PRIORITIES])
-def test_a_request_is_never_more_urgent_than_its_key(own: Priority, asked: Priority | None) -> None:
-    found = urgency({PRIORITY: asked} if asked else {}, key(own)).priority
-    expected = max(PRIORITIES.index(own), PRIORITIES.index(asked or own))
-    assert found == PRIORITIES[expected]
+@pytest.mark.parametrize("header", [None, *PRIORITIES])
+def test_a_request_is_never_more_urgent_than_its_key(
+    own: Priority, header: Priority | None
+) -> None:
+    priority = urgency({PRIORITY: header} if header else {}, key(own)).priority
+    expected = max(PRIORITIES.index(own), PRIORITIES.index(header or own))
+    assert priority == PRIORITIES[expected]
 
 
 def test_a_bodys_priority_is_seconds() -> None:
@@ -90,13 +92,13 @@ def test_any_body_has_an_urgency_or_is_refused(body: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):
         found = urgency(**body)
         assert math.isfinite(found.later_s)
-        assert 0 < found.most_s <= MOST_S
+        assert 0 < found.most_s <= MAX_WAIT_S
 
 
-def test_tenants_share_else_users() -> None:
+def test_the_sharer_is_the_tenant_else_the_user() -> None:
     assert sharer_of(key("default"), "ann") == "acme"
     assert sharer_of(None, "ann") == "ann"
     assert sharer_of(None, None) == sharer_of(None, 5) == ""
     long = [sharer_of(None, letter * 10_000) for letter in "ab"]
     assert long[0] != long[1]
-    assert max(map(len, long)) <= MOST_USER
+    assert max(map(len, long)) <= MAX_USER
