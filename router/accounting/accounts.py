@@ -88,7 +88,8 @@ def named(tenant: str, known: Collection[str], *, most: int) -> str:
 
 def used(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
     """What an ended attempt adds to its tenant's account, without zeros: its outcome, its tokens by
-    cause, and times in microseconds."""
+    cause, and times in microseconds.
+    """
     found = {attempt.outcome or "ok": 1, "output_tokens": attempt.output_tokens}
     found["decode_us"] = round(US * gpus * decode_s)
     ledger = attempt.ledger()

@@ -1,1 +1,1 @@
-"""ASGI middleware of the routers: what happens to every request before its route."""
+"""The router's ASGI middleware, which every request passes before its route."""

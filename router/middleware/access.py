@@ -1,7 +1,7 @@
-"""A request gets in with an API key that has the route's role.
+"""Checks that each request has an API key with the role that its route needs.
 
-It is refused before its body is read. Who sends wrong keys again and again waits for each refusal;
-right keys never wait.
+A request is rejected before its body is read. Rejections of repeated wrong keys from an address are
+delayed. Requests with a valid key are never delayed.
 """
 
 import asyncio
@@ -19,25 +19,28 @@ from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, PASSED_ON, RE
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.scoring import SCORING
 
-OPEN = ("/health", "/ping", "/ui")  # the page asks for a key, and then for its events
-ANY = ("/v1/models", "/version")  # with a key of any role
+OPEN = ("/health", "/ping", "/ui")  # routes without a key; the page asks for one for its events
+ANY = ("/v1/models", "/version")  # routes for a key of any role
 USE = (
     *(CHATS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *PASSED_ON),
     *("/v1/route", "/v1/sessions"),
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")
-READ = ("/v1/prefixes",)  # GET is to observe, all else to manage
+READ = ("/v1/prefixes",)  # routes whose GET needs the role observe, and other methods manage
 MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")
 
-FIRST_WAIT_S = 0.05  # for a refusal; doubles with each failure of an address
+FIRST_WAIT_S = 0.05  # delay of an address's first rejection; it doubles with each further one
 LONGEST_WAIT_S = 2.0
-FORGOTTEN_S = 60.0  # since an address's last failure
-ADDRESSES = 4096  # whose failures are remembered
-WAITING = 256  # refusals that may wait at a time; further ones come at once
+FORGOTTEN_S = 60.0  # time without a wrong key after which an address's failures are forgotten
+ADDRESSES = 4096  # addresses whose failures are remembered
+WAITING = 256  # rejections that may be delayed at the same time; others are sent immediately
 
 
 class Access:
-    """ASGI middleware. keys: the keyring of now. refused: called with each refusal."""
+    """ASGI middleware that rejects requests without a suitable key.
+
+    `keys` returns the current keyring, and `refused` is called with each error.
+    """
 
     def __init__(
         self, app: ASGIApp, *, keys: Callable[[], Keyring], refused: Callable[[ApiError], None]
@@ -66,16 +69,16 @@ class Access:
         await self._app(scope, receive, send)
 
     async def _caller(self, scope: Scope, roles: Sequence[Role]) -> Caller:
-        """ApiError if it may not do that."""
-        given = _key_in(scope["headers"])
-        caller = self._keys().caller(given) if given else None
+        """Return the key's owner, or raise an ApiError if it has none of the roles."""
+        key = _key_in(scope["headers"])
+        caller = self._keys().caller(key) if key else None
         if caller is None:
-            if given:
+            if key:
                 await self._failures.slow_down(_address(scope))
+            problem = "the API key is unknown or revoked" if key else "there is no API key"
             raise ApiError(
                 401,
-                f"{'the API key is unknown or revoked' if given else 'there is no API key'}; send "
-                "one as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                f"{problem}; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
             )
         if caller.roles.isdisjoint(roles):
@@ -90,11 +93,12 @@ class Access:
 
 
 class Failures:
-    """How often wrong keys came from an address lately."""
+    """Counts wrong keys by address, and delays their rejections."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[str, tuple[int, float]] = OrderedDict()  # and when, at last
-        self._waiting = 0
+        # For each address: the number of wrong keys, and the time of the last one.
+        self._counts: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._waiting = 0  # rejections that are being delayed
 
     async def slow_down(self, address: str) -> None:
         wait_s = self._wait_s(address, time.monotonic())
@@ -107,8 +111,8 @@ class Failures:
             self._waiting -= 1
 
     def _wait_s(self, address: str, now_s: float) -> float:
-        count, at_s = self._counts.pop(address, (0, now_s))
-        count = 0 if now_s - at_s > FORGOTTEN_S else count
+        count, last_s = self._counts.pop(address, (0, now_s))
+        count = 0 if now_s - last_s > FORGOTTEN_S else count
         self._counts[address] = count + 1, now_s
         if len(self._counts) > ADDRESSES:
             self._counts.popitem(last=False)
@@ -117,8 +121,10 @@ class Failures:
 
 @lru_cache(maxsize=1024)
 def roles_for(method: str, path: str) -> Sequence[Role]:
-    """The roles of which a route needs one; empty: it needs no key. What is in no list is to be
-    managed."""
+    """Return the roles of which a route needs one; empty if it needs no key.
+
+    A route that is in none of the lists needs the role manage.
+    """
     if _is_in(path, OPEN):
         return ()
     if _is_in(path, ANY):
@@ -131,7 +137,7 @@ def roles_for(method: str, path: str) -> Sequence[Role]:
 
 
 def caller_of(request: Request) -> Caller | None:
-    """Who has sent it; None where no keys are needed."""
+    """Return the owner of the request's key; None if the cluster has no keys."""
     caller: Caller | None = getattr(request.state, "caller", None)
     return caller
 
@@ -141,7 +147,6 @@ def _is_in(path: str, routes: Iterable[str]) -> bool:
 
 
 def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The first one; empty if there is none."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             value = value[7:]

@@ -1,4 +1,4 @@
-"""A router takes so many requests at a time; more are refused at once, and told to come again."""
+"""Limits how many requests a router handles at the same time, and rejects further ones with 429."""
 
 from collections.abc import Callable
 
@@ -8,15 +8,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.turns import Turns
 
-CROWD = 64  # requests that are open
+CROWD = 64  # open requests above which new ones leave the event loop more time between them
 
 
 class Admission:
-    """Counts POST requests from their head to the last byte of their response. GET requests always
-    pass: whoever asks for a router's health is answered under any load. Requests that come together
-    begin one by one, so nobody else waits for all of them.
+    """ASGI middleware that counts POST requests until the last byte of their responses.
 
-    refused: called with each refusal.
+    GET requests are not limited, so that health checks are answered under any load. POST requests
+    that arrive together start one by one, so that other requests do not wait for all of them.
+    `refused` is called with each error.
     """
 
     def __init__(self, app: ASGIApp, *, limit: int, refused: Callable[[ApiError], None]) -> None:
@@ -43,8 +43,8 @@ class Admission:
     def _refusal(self, path: str) -> Response:
         error = ApiError(
             429,
-            f"{self._open} requests are under way in this router, the most that it takes; try "
-            "again, or raise KVROUTE_MAX_REQUESTS",
+            f"this router handles {self._open} requests, which is its limit; try again, or raise "
+            "KVROUTE_MAX_REQUESTS",
             type="rate_limit_error",
             code="overloaded",
         )

@@ -1,13 +1,13 @@
-"""Clients of HTTP/1.0 get answers as a whole: they cannot read chunks."""
+"""Sends whole responses to HTTP/1.0 clients, which cannot read chunks."""
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class WholeAnswers:
-    """Collects what a POST request of HTTP/1.0 gets, and sends it with its length.
+    """ASGI middleware that buffers the response to an HTTP/1.0 POST, and sends it with its length.
 
-    The server would send it in chunks, which only HTTP/1.1 has, to whomever.
+    Without it, the server would send chunks, which only HTTP/1.1 defines.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -20,7 +20,7 @@ class WholeAnswers:
 
 
 class _Collected:
-    """Sends a response when it is complete."""
+    """Collects a response, and sends it when it is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

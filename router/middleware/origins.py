@@ -1,16 +1,18 @@
-"""What somebody else's web page makes a browser send is refused.
+"""Rejects requests that web pages of other sites make a browser send.
 
-A browser says where a request comes from, in headers that a page cannot choose: `Origin`,
-`Sec-Fetch-Site`, `Host`. Other clients send none of the first two, and pass.
+A browser sends the origin of a request in headers that a page cannot change: `Origin`,
+`Sec-Fetch-Site` and `Host`. Other clients do not send the first two, and are not restricted.
 
-- A page of another origin gets a 403, unless its origin is allowed. A link to us may be followed.
-- A stranger's name may come to mean this computer (DNS rebinding); its pages then seem to be ours.
-  So a server that only this computer reaches, without keys, has no name but localhost and the hosts
-  of allowed origins. IP addresses pass, which nobody can make to mean another computer. So does
-  /health, which load balancers ask.
-- A page can send three types of content without asking first: text/plain and multipart/form-data
-  get a 415, though the fetch of some runtimes sends strings as text/plain. The message says to send
-  application/json. `curl -d` calls its JSON a form, so forms are refused from browsers only.
+- A request from a page of another origin gets a 403, unless the origin is allowed. Following a link
+  to this server is allowed.
+- With DNS rebinding, an attacker's host name resolves to this machine, and the attacker's pages
+  seem to have this server's origin. So a server without keys that listens only locally accepts only
+  localhost, the hosts of allowed origins, and IP addresses, which cannot be rebound. /health
+  accepts every host name, because load balancers may send any.
+- A page can send three content types without a preflight request. text/plain and
+  multipart/form-data get a 415; the message names application/json, since some runtimes' fetch
+  sends strings as text/plain. Forms are rejected from browsers only, because `curl -d` declares
+  its JSON as a form.
 """
 
 import re
@@ -24,10 +26,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvroute.router.api.errors import ApiError, response, shown
 
 ANY = "*"
-MARKS = (b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest")
-READ = frozenset({*MARKS, b"content-type"})
-SAFE = ("GET", "HEAD", "OPTIONS")
-METHODS = ("GET", "HEAD", "POST", "DELETE")  # of our routes
+ORIGIN_HEADERS = (b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest")
+READ_HEADERS = frozenset({*ORIGIN_HEADERS, b"content-type"})
+SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
+METHODS = ("GET", "HEAD", "POST", "DELETE")  # methods of the router's routes
 NO_JSON = ("text/plain", "multipart/form-data")
 FORM = "application/x-www-form-urlencoded"
 DEFAULT_PORT = re.compile(r":(80|443)?$")
@@ -43,9 +45,14 @@ def guard(
     local_only: bool,
     refused: Callable[[ApiError], None],
 ) -> None:
-    """Adds the middlewares. allowed: origins, or `*`; their scripts may send any header, and read
-    every answer. local_only: only this computer reaches us, and no key is needed. refused: called
-    with each refusal."""
+    """Add the middlewares that check origins.
+
+    Args:
+        http: the application.
+        allowed: origins, or `*`; their scripts may send any header and read every response.
+        local_only: the server can be reached only from this machine, and has no API keys.
+        refused: called with each error.
+    """
     if allowed:
         http.add_middleware(
             CORSMiddleware,
@@ -58,7 +65,7 @@ def guard(
 
 
 class Origins:
-    """ASGI middleware; see above."""
+    """ASGI middleware that rejects requests from other sites; see the module's docstring."""
 
     def __init__(
         self,
@@ -70,7 +77,7 @@ class Origins:
     ) -> None:
         self._app = app
         self._allowed = frozenset(allowed)
-        self._names = {_name(each.partition("://")[2]) for each in allowed if each != ANY}
+        self._names = {_name(origin.partition("://")[2]) for origin in allowed if origin != ANY}
         self._local_only = local_only
         self._refused = refused
 
@@ -86,7 +93,9 @@ class Origins:
 
     def _check(self, scope: Scope) -> None:
         headers = {
-            name: value.decode("latin-1") for name, value in scope["headers"] if name in READ
+            name: value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in READ_HEADERS
         }
         if self._local_only and scope["path"] != "/health":
             self._check_name(headers.get(b"host", ""))
@@ -99,10 +108,10 @@ class Origins:
             return
         raise ApiError(
             403,
-            f"Host is {shown(host)}; without API keys this server answers to localhost and IP "
-            "addresses only, since web pages could reach it by a name of theirs. Use 127.0.0.1, "
-            "or start it with --api-keys or --insecure; for a container, with "
-            "--allow-origin http://host.docker.internal:PORT",
+            f"Host is {shown(host)}; without API keys this server accepts only localhost and IP "
+            "addresses, since web pages could reach it by another host name (DNS rebinding). Use "
+            "127.0.0.1, or start it with --api-keys or --insecure; for requests from a container, "
+            "with --allow-origin http://host.docker.internal:PORT",
             type="permission_error",
             code="unknown_host",
         )
@@ -119,15 +128,19 @@ class Origins:
 
 
 def is_own(origin: str, host: str) -> bool:
-    """Whether pages of that origin come from this host. Their scheme may be another: TLS may end
-    before us."""
-    _, scheme_ends, own = origin.partition("://")
-    return bool(scheme_ends) and _authority(own) == _authority(host)
+    """Return whether pages of that origin come from this host.
+
+    Their scheme may differ from the server's, since a proxy before the server may handle TLS.
+    """
+    _, separator, own = origin.partition("://")
+    return bool(separator) and _authority(own) == _authority(host)
 
 
 def is_local(host: str) -> bool:
-    """Whether a `Host` is an IP address, or a name that means this computer everywhere. One that is
-    empty is of no browser."""
+    """Return whether a `Host` is an IP address, a name of every local machine, or empty.
+
+    No browser sends an empty `Host`.
+    """
     name = _name(host)
     if name in ("", "localhost") or name.endswith(".localhost"):
         return True
@@ -147,18 +160,18 @@ def _authority(host: str) -> str:
 
 
 def _is_visit(method: str, headers: Headers) -> bool:
-    """Whether somebody has followed a link, and will see the answer as a page of its own."""
+    """Return whether a user followed a link, so that the browser shows the response as a page."""
     is_page = headers.get(b"sec-fetch-dest", "document") == "document"
     return method in SAFE and is_page and headers.get(b"sec-fetch-mode") == "navigate"
 
 
 def _check_content(headers: Headers) -> None:
     kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
-    is_of_browser = b"origin" in headers or b"sec-fetch-site" in headers
-    if kind in NO_JSON or (kind == FORM and is_of_browser):
+    is_from_browser = b"origin" in headers or b"sec-fetch-site" in headers
+    if kind in NO_JSON or (kind == FORM and is_from_browser):
         raise ApiError(
             415,
-            f"Content-Type is {kind}; send JSON, and `Content-Type: application/json`",
+            f"Content-Type is {kind}; send JSON with `Content-Type: application/json`",
             code="unsupported_media_type",
         )
 
@@ -166,8 +179,8 @@ def _check_content(headers: Headers) -> None:
 def _foreign(origin: str) -> ApiError:
     return ApiError(
         403,
-        f"a web page of {origin[:200]} sends this, which may not use this server; start it with "
-        "--allow-origin and the page's origin if it should",
+        f"web pages of {origin[:200]} may not use this server; to allow them, start it with "
+        "--allow-origin and the page's origin",
         type="permission_error",
         code="foreign_origin",
     )

@@ -1,8 +1,8 @@
-"""A request has one id everywhere: the client's `x-request-id`, or a new one.
+"""Checks the id of a request: the client's `x-request-id`, or a new one.
 
-Ray Serve uses the header unchecked, or makes an id. It returns the id with every response, and adds
-it to the log lines of every process that works on the request. This module adds the check: an id
-that is not suitable for a log is removed before Serve sees it.
+Ray Serve uses the header without a check, or makes an id. It returns the id with every response,
+and adds it to the log lines of every process that works on the request. This module removes an id
+that is not suitable for logs before Serve reads it.
 """
 
 import re
@@ -16,8 +16,10 @@ VALID = re.compile(rb"[!-~]{1,128}")  # printable ASCII without spaces
 
 
 class ValidIds:
-    """Removes the header unless there is exactly one and it is valid. It runs before Serve, which
-    would respond with 500 to an id that is not UTF-8."""
+    """ASGI middleware that removes the header unless it occurs once and is valid.
+
+    It runs before Serve, which would respond with 500 to an id that is not UTF-8.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -35,4 +37,4 @@ def _validated(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     ids = [value for name, value in headers if name == HEADER.encode()]
     if len(ids) == 1 and VALID.fullmatch(ids[0]):
         return headers
-    return [each for each in headers if each[0] != HEADER.encode()]
+    return [header for header in headers if header[0] != HEADER.encode()]

@@ -1,7 +1,7 @@
-"""Requests lose the headers that Ray Serve obeys before Serve sees them.
+"""Removes the headers with which clients could control Ray Serve.
 
-Serve lets any client limit the time of its request, keep a request alive that nobody reads, and
-choose replicas. It answers with a 500 to header values that are not UTF-8.
+With these headers, any client could set a time limit for its request, keep a request running after
+disconnecting, and choose replicas. Serve also answers with 500 to values that are not UTF-8.
 """
 
 from collections.abc import Iterable
@@ -15,18 +15,18 @@ from kvroute.router.middleware.request_id import ValidIds
 
 Header = tuple[bytes, bytes]
 
-OBEYED: Final = frozenset(  # with hyphens for underscores: Serve takes both
+OBEYED: Final = frozenset(  # Serve accepts hyphens and underscores; these names have hyphens
     {
-        b"x-request-timeout-seconds",  # ends the request, a running stream too
-        b"x-request-disconnect-disabled",  # the request runs on when its client has left
-        b"serve-multiplexed-model-id",  # chooses a router by what it has loaded
+        b"x-request-timeout-seconds",  # ends the request after this time, also a running stream
+        b"x-request-disconnect-disabled",  # keeps the request running when its client disconnects
+        b"serve-multiplexed-model-id",  # chooses a router by the model that it has loaded
     }
 )
-OF_SERVES_OWN_ROUTER: Final = b"x-serve-router-"  # begins all names that Serve's router may set
+OF_SERVES_OWN_ROUTER: Final = b"x-serve-router-"  # start of all header names of Serve's own router
 
 
 class WithoutServeHeaders:
-    """Removes what Serve obeys, and makes all other values UTF-8."""
+    """ASGI middleware that removes OBEYED headers, and converts all other values to UTF-8."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -37,7 +37,7 @@ class WithoutServeHeaders:
 
 
 def middlewares() -> list[Middleware]:
-    """Return what Serve runs before itself.
+    """Return the middlewares that Serve's HTTP proxy runs before its own code.
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function.
     """

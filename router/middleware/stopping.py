@@ -1,4 +1,4 @@
-"""A router that is about to stop refuses new requests, and lets running answers finish."""
+"""Graceful shutdown of a router: it rejects new requests, and lets running answers finish."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -26,22 +26,22 @@ class RunningAnswers:
     def __init__(self) -> None:
         self.is_stopping = False  # new requests are refused
         self.count = 0
-        self._limits = set[asyncio.Timeout]()  # one of each answer that was not ended
+        self._limits = set[asyncio.Timeout]()  # one for each answer that has not been ended
 
     def stop(self) -> int:
-        """Refuse new requests from now on, and return how many answers are still running."""
+        """Reject new requests from now on, and return how many answers are still running."""
         self.is_stopping = True
         return self.count
 
     def end(self) -> None:
-        """End all running answers with an error, as soon as the loop runs them."""
+        """End all running answers with an error."""
         now_s = asyncio.get_running_loop().time()
         while self._limits:
             self._limits.pop().reschedule(now_s)
 
     @asynccontextmanager
     async def another(self) -> AsyncIterator[asyncio.Timeout]:
-        """Count an answer while the block runs, which raises TimeoutError when it is ended."""
+        """Count an answer while the block runs; `end` raises TimeoutError in the block."""
         self.count += 1
         try:
             async with asyncio.timeout(None) as limit:
@@ -55,10 +55,9 @@ class RunningAnswers:
 
 
 class LastAnswers:
-    """The middleware that refuses requests, and ends answers, when the router stops.
+    """ASGI middleware that rejects requests and ends answers when the router stops.
 
-    Args:
-        refused: is called with each refusal.
+    `refused` is called with each error.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class LastAnswers:
 
 
 class _Sent:
-    """Passes a response on, and knows how far it has come."""
+    """Forwards a response, and records its start, its last part, and whether it is complete."""
 
     def __init__(self, send: Send) -> None:
         self.send = send
@@ -110,9 +109,10 @@ class _Sent:
 
 
 async def _end(sent: _Sent, scope: Scope, receive: Receive) -> None:
-    """Send the error in place of what is missing. A whole response that has begun is left alone.
+    """Send the error in place of the rest of the answer.
 
-    The server then closes the connection before the response is complete, as its length says.
+    A response that is not a stream and has begun gets no error. The server closes its connection,
+    and the client sees that the response is shorter than its length.
     """
     path = scope["path"]
     if sent.start is None:

@@ -117,7 +117,8 @@ class Canaries:
 
     def _prompt(self) -> TokenIds:
         """BLOCKS full blocks, or fewer if the context is short, or as many as a hit needs at least;
-        plus the token that is always computed."""
+        plus the token that is always computed.
+        """
         room = (
             self._fleet.replicas.max_model_len or BLOCKS * self._block_size + 2
         )  # with the output token

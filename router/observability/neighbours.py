@@ -34,7 +34,8 @@ class Neighbours:
 
     async def report(self) -> dict[str, Any]:
         """This cluster, and others that serve a model of the same name. RedisError or OSError
-        without Redis."""
+        without Redis.
+        """
         others = [
             {**msgspec.structs.asdict(each), "is_twin": each.is_twin_of(self._own)}
             for each in await self._clusters.all()

@@ -43,7 +43,8 @@ def step(name: str) -> AbstractContextManager[object]:
 
 class Requests:
     """Records a span for each HTTP request, from its headers to the response's last byte. An
-    incoming `traceparent` is continued. GET requests, which machines poll, have no span."""
+    incoming `traceparent` is continued. GET requests, which machines poll, have no span.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -95,7 +96,8 @@ def _note_status(span: Span, status: int) -> None:
 class Dispatches(RequestObserver):
     """Records a span for each decision, for a wait in the queue, and for each dispatch of a prompt,
     up to the end of the response. If a replica was full, its dispatch and the next one share a
-    span."""
+    span.
+    """
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracer = tracing.tracer

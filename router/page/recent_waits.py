@@ -25,7 +25,8 @@ class _Bucket:
 
 class RecentWaits(RequestObserver):
     """Costs a microsecond for each request that waits or is refused. Waits of batch requests are
-    not counted: they are there to wait."""
+    not counted: they are there to wait.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

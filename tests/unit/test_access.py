@@ -1,4 +1,4 @@
-"""Every route needs a role, and who has no key for it gets nothing of it."""
+"""Every route needs an API key with the route's role."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -82,12 +82,12 @@ def test_each_route_has_its_role() -> None:
     "path",
     ["/v1", "/", "", "/v1/prefixesx", "//v1/models", "/v1/modelsx", "/V1/models", "/healthz"],
 )
-def test_what_is_no_route_is_to_be_managed(path: str) -> None:
+def test_an_unknown_route_needs_the_role_manage(path: str) -> None:
     assert roles_for("GET", path) == ("manage",)
 
 
 class Guarded:
-    """An application that says whose request has come through, behind keys for each role."""
+    """An application that returns the request's caller, behind keys for each role."""
 
     def __init__(self) -> None:
         self.refused: list[int] = []
@@ -119,7 +119,9 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
 
 
 @pytest.mark.parametrize("role", ["use", "observe", "manage"])
-async def test_a_key_opens_the_routes_of_its_role_only(guarded: Guarded, role: Role) -> None:
+async def test_a_key_gives_access_to_the_routes_of_its_role_only(
+    guarded: Guarded, role: Role
+) -> None:
     headers = {"authorization": f"Bearer {guarded.keys[role]}"}
     for method, path in routes():
         needed = roles_for(method, path)
@@ -144,7 +146,9 @@ async def test_a_key_opens_the_routes_of_its_role_only(guarded: Guarded, role: R
         {"cookie": "authorization=x"},
     ],
 )
-async def test_without_a_key_nothing_is_reached(guarded: Guarded, headers: dict[str, str]) -> None:
+async def test_without_a_valid_key_no_route_is_reached(
+    guarded: Guarded, headers: dict[str, str]
+) -> None:
     asked = 0
     for method, path in routes():
         if not roles_for(method, path):
@@ -162,7 +166,7 @@ async def test_without_a_key_nothing_is_reached(guarded: Guarded, headers: dict[
 
 
 @pytest.mark.parametrize("before", [{}, {"authorization": "Bearer "}])
-async def test_anthropics_clients_have_another_header(
+async def test_the_key_can_be_in_anthropics_header(
     guarded: Guarded, before: dict[str, str]
 ) -> None:
     headers = before | {"x-api-key": guarded.keys["use"]}
@@ -170,13 +174,13 @@ async def test_anthropics_clients_have_another_header(
     assert answer.json() == "t-use"
 
 
-async def test_a_query_is_no_key(guarded: Guarded) -> None:
-    """It would stand in logs."""
+async def test_a_key_in_the_query_is_ignored(guarded: Guarded) -> None:
+    """A key in the query would be written to logs."""
     answer = await guarded.client.get("/v1/models", params={"api_key": guarded.keys["use"]})
     assert answer.status_code == 401
 
 
-def test_who_fails_again_and_again_waits_longer_and_others_do_not() -> None:
+def test_rejections_of_an_address_take_longer_each_time_and_others_do_not() -> None:
     failures = Failures()
     waits = [failures._wait_s("a", 0.0) for _ in range(20)]
     assert waits == sorted(waits)
@@ -192,7 +196,7 @@ def test_failures_of_many_addresses_take_bounded_memory() -> None:
     assert len(failures._counts) == access.ADDRESSES
 
 
-async def test_only_so_many_refusals_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_delayed_rejections_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "WAITING", 0)
     slept: list[float] = []
     monkeypatch.setattr(access, "asyncio", SimpleNamespace(sleep=slept.append))

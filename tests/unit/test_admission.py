@@ -1,4 +1,4 @@
-"""What is too much at a time is refused at once, and health is answered under any load."""
+"""Requests above the limit are refused immediately; health checks are answered under any load."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from kvroute.router.middleware.admission import Admission
 
 
 class Router:
-    """Answers a POST when it is told to."""
+    """Answers a POST when the test lets it."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -41,7 +41,7 @@ async def client(router: Router) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_more_than_so_many_are_told_to_come_again(
+async def test_requests_above_the_limit_are_refused(
     router: Router, client: httpx.AsyncClient
 ) -> None:
     under_way = [asyncio.create_task(client.post("/")) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A client of HTTP/1.0 gets no chunks."""
+"""An HTTP/1.0 client gets a whole response instead of chunks."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,7 +22,7 @@ async def answer(request: Request) -> StreamingResponse:
 
 
 async def sent_to(version: str) -> list[Any]:
-    """Return what is sent to a client of this version of HTTP."""
+    """Return the messages that a client with this version of HTTP gets."""
     sent = list[Any]()
     app = WholeAnswers(Starlette(routes=[Route("/", answer, methods=["POST"])]))
 
@@ -37,7 +37,7 @@ async def sent_to(version: str) -> list[Any]:
     return sent
 
 
-async def test_a_stream_comes_as_a_whole_with_its_length() -> None:
+async def test_a_stream_becomes_one_response_with_its_length() -> None:
     start, body = await sent_to("1.0")
     assert (b"content-length", b"11") in start["headers"]
     assert body == {"type": "http.response.body", "body": b"onetwothree"}

@@ -1,4 +1,4 @@
-"""Other people's web pages neither change nor read a cluster; all that are no browsers may."""
+"""Web pages of other sites cannot change or read a cluster; other clients are not restricted."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ schemes = st.sampled_from(["http", "https"])
 
 
 class Guarded:
-    """Counts the requests that come through."""
+    """Counts the requests that reach it."""
 
     def __init__(self, *allowed: str, local_only: bool = False, url: str = OWN) -> None:
         self.refused: list[str | None] = []
@@ -66,7 +66,7 @@ async def test_pages_of_other_origins_reach_no_route(origin: str) -> None:
     assert guarded.refused == ["foreign_origin"] * len(ROUTES)
 
 
-async def test_the_own_page_and_what_is_no_browser_reach_every_route() -> None:
+async def test_our_own_page_and_clients_without_a_browser_reach_every_route() -> None:
     guarded = Guarded()
     for method, path in ROUTES:
         for headers in (
@@ -80,13 +80,13 @@ async def test_the_own_page_and_what_is_no_browser_reach_every_route() -> None:
     assert guarded.came == 5 * len(ROUTES)
 
 
-async def test_a_page_behind_a_proxy_that_renames_us_is_our_own() -> None:
+async def test_our_page_behind_a_proxy_with_another_host_name_is_our_own() -> None:
     guarded = Guarded()
     assert await guarded.status(origin="https://chat.example", sec_fetch_site="same-origin") == 200
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-async def test_what_a_page_embeds_is_refused_and_a_link_is_followed(site: str) -> None:
+async def test_embedding_in_a_page_is_refused_and_following_a_link_is_allowed(site: str) -> None:
     guarded = Guarded()
     embedded = (
         ("no-cors", "image"),
@@ -103,7 +103,7 @@ async def test_what_a_page_embeds_is_refused_and_a_link_is_followed(site: str) -
 
 
 @given(names, ports, schemes, schemes)
-def test_a_host_is_its_own_origin_whatever_ends_tls(
+def test_a_host_is_its_own_origin_with_and_without_tls(
     name: str, port: str, scheme: str, other: str
 ) -> None:
     assert is_own(f"{scheme}://{name}{port}", f"{name.upper()}{port}")
@@ -126,7 +126,7 @@ def test_another_host_or_port_is_another_origin(
 
 
 @given(st.text(max_size=30))
-def test_text_that_is_no_origin_is_not_our_own(text: str) -> None:
+def test_an_invalid_origin_is_not_our_own(text: str) -> None:
     if "://" not in text:
         assert not is_own(text, text)
 
@@ -144,7 +144,7 @@ STRANGERS = (
 @pytest.mark.parametrize(
     ("host", "is_ours"), [(each, each in OURS) for each in (*OURS, *STRANGERS)]
 )
-async def test_without_keys_on_this_computer_no_name_of_a_stranger_is_ours(
+async def test_a_local_server_without_keys_rejects_unknown_host_names(
     host: str, is_ours: bool
 ) -> None:
     assert is_local(host) is is_ours
@@ -157,8 +157,8 @@ async def test_without_keys_on_this_computer_no_name_of_a_stranger_is_ours(
     assert await Guarded().status(host=host) == 200
 
 
-async def test_an_allowed_origins_host_is_a_name_of_ours() -> None:
-    """Such as a container's for this computer."""
+async def test_the_host_of_an_allowed_origin_is_accepted() -> None:
+    """A container, for example, has its own name for this machine."""
     guarded = Guarded("http://host.docker.internal:8000", local_only=True)
     for host in ("host.docker.internal:8000", "Host.Docker.Internal", "host.docker.internal.:1"):
         assert await guarded.status(host=host) == 200
@@ -170,12 +170,12 @@ async def test_an_allowed_origins_host_is_a_name_of_ours() -> None:
 
 
 @given(names)
-def test_no_name_that_can_be_bought_is_local(name: str) -> None:
+def test_a_name_that_can_be_registered_is_not_local(name: str) -> None:
     assert is_local(name) is (name == "localhost" or name.endswith(".localhost"))
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-async def test_json_is_taken_and_what_pages_can_send_unasked_is_not(method: str) -> None:
+async def test_json_is_accepted_and_content_types_without_a_preflight_are_not(method: str) -> None:
     guarded = Guarded()
     for kind in ("application/json", "application/json; charset=utf-8", "application/x+json", ""):
         assert await guarded.status(method, content_type=kind) == 200
@@ -185,7 +185,7 @@ async def test_json_is_taken_and_what_pages_can_send_unasked_is_not(method: str)
         assert await guarded.status("GET", content_type=kind) == 200
 
 
-async def test_a_form_is_curls_word_for_json_and_no_browsers() -> None:
+async def test_a_form_is_accepted_from_curl_and_refused_from_browsers() -> None:
     guarded, form = Guarded(), "application/x-www-form-urlencoded"
     assert await guarded.status(content_type=form) == 200
     assert await guarded.status(content_type=form, origin=OWN) == 415
@@ -203,7 +203,7 @@ PREFLIGHT = {
 
 
 @pytest.mark.parametrize("allowed", [(FOREIGN,), ("*",)])
-async def test_an_allowed_origins_pages_may_ask_and_read(allowed: Sequence[str]) -> None:
+async def test_pages_of_an_allowed_origin_may_send_and_read(allowed: Sequence[str]) -> None:
     guarded = Guarded(*allowed)
     asked = await guarded.client.options(
         "/v1/chat/completions", headers={"origin": FOREIGN, **PREFLIGHT}
@@ -235,7 +235,7 @@ def test_origins_are_written_as_browsers_write_them() -> None:
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "null", "https://a/b", "https://", ""])
-def test_what_is_no_origin_stops_the_start(origin: str) -> None:
+def test_an_invalid_origin_stops_the_start(origin: str) -> None:
     with pytest.raises(
         SettingsError, match=r"--allow-origin .* such as https://chat\.example\.com"
     ):

@@ -1,4 +1,4 @@
-"""One id names a request wherever it leaves a trace; what makes no good id is replaced."""
+"""A request has one id in all logs and traces; an unsuitable id is replaced."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from kvroute.router.middleware.request_id import ValidIds, request_id
 
 
 async def seen_behind(*ids: bytes) -> list[bytes]:
-    """The ids that are left of a request's headers."""
+    """Return the ids that remain in a request's headers."""
     seen: list[bytes] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -29,11 +29,11 @@ async def test_a_good_id_is_kept(good: bytes) -> None:
 
 
 @pytest.mark.parametrize("bad", [b"", b"a b", b"a\tb", b"a" * 129, b"\xe9", "é".encode()])
-async def test_an_id_that_would_not_do_in_a_log_is_taken_away(bad: bytes) -> None:
+async def test_an_id_that_is_unsuitable_for_logs_is_removed(bad: bytes) -> None:
     assert await seen_behind(bad) == []
 
 
-async def test_of_two_ids_neither_is_believed() -> None:
+async def test_two_ids_are_both_removed() -> None:
     assert await seen_behind(b"one", b"two") == []
 
 

@@ -1,4 +1,4 @@
-"""Clients cannot make Ray Serve obey a header, nor break it with one."""
+"""Clients cannot control or break Ray Serve with a header."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ CHECKED = {request_id.HEADER, sessions.SESSION}  # which reach Serve
 
 
 async def seen_behind(*headers: tuple[bytes, bytes], kind: str = "http") -> list[Any]:
-    """Return the headers that Serve gets of these."""
+    """Return those of the headers that Serve receives."""
     seen: list[Any] = []
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
@@ -47,7 +47,7 @@ async def seen_behind(*headers: tuple[bytes, bytes], kind: str = "http") -> list
     "name",
     [*sorted(OBEYED), b"Serve_Multiplexed_Model_Id", OF_SERVES_OWN_ROUTER + b"kv-token-key"],
 )
-async def test_serve_does_not_see_what_it_obeys(name: bytes, kind: str) -> None:
+async def test_serve_does_not_receive_headers_that_control_it(name: bytes, kind: str) -> None:
     kept = (b"x-kvroute-receipt", b"1")
     assert await seen_behind((name, b"1"), kept, kind=kind) == [kept]
 
@@ -66,13 +66,13 @@ def test_serve_runs_this_first() -> None:
 
 
 def test_serve_knows_no_other_header() -> None:
-    """A new version of Serve may obey more of them: see what they do, and list them."""
+    """A new version of Serve may obey more headers: read what they do, and list them."""
     names = {each.decode() for each in (*OBEYED, OF_SERVES_OWN_ROUTER)} | CHECKED
     assert {each.lower().replace("_", "-") for each in serves_headers()} == names
 
 
 def test_serve_reads_headers_nowhere_else() -> None:
-    """A new function may obey a header that no constant names."""
+    """A new function may obey a header that is not in a constant."""
     functions = {each for name in SERVERS for each in readers_of_headers(FOLDER / name)}
     assert functions - WRITERS == {
         "__call__",  # Serve's own check of x-request-id
@@ -90,7 +90,7 @@ def test_serve_reads_headers_nowhere_else() -> None:
 
 
 def serves_headers() -> Iterator[str]:
-    """Yield the headers in Serve's source: x-..., and constants that are said to be headers."""
+    """Yield the headers in Serve's source: x-..., and constants that hold names of headers."""
     for file in FOLDER.rglob("*.py"):
         yield from re.findall(r"""["'](x-[\w-]+)["']""", file.read_text(), re.IGNORECASE)
     source = Path(str(constants.__file__)).read_text()

@@ -1,4 +1,4 @@
-"""A router that stops refuses new requests, and ends what runs too long with an error."""
+"""A router that stops refuses new requests, and ends answers that run too long with an error."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ async def begun(
 
 
 @pytest.mark.parametrize("content", [b"stream", b"whole"])
-async def test_what_runs_may_finish_and_what_is_new_is_refused(
+async def test_running_answers_may_finish_and_new_requests_are_refused(
     router: Router, client: httpx.AsyncClient, content: bytes
 ) -> None:
     running = await begun(router, client, PATHS[0], content)
@@ -95,7 +95,7 @@ async def test_what_runs_may_finish_and_what_is_new_is_refused(
         ("/v1/responses", 'event: error\ndata: {"type":"error","code":"stopping"'),
     ],
 )
-async def test_a_stream_that_is_ended_says_so_in_the_shape_of_its_api(
+async def test_a_stream_that_is_ended_gets_an_error_in_the_format_of_its_api(
     router: Router, client: httpx.AsyncClient, path: str, end: str
 ) -> None:
     running = await begun(router, client, path, b"stream")
@@ -107,7 +107,7 @@ async def test_a_stream_that_is_ended_says_so_in_the_shape_of_its_api(
     assert router.answers.count == 0
 
 
-async def test_a_whole_answer_that_is_ended_is_an_error(
+async def test_an_answer_that_is_ended_before_it_starts_is_an_error_response(
     router: Router, client: httpx.AsyncClient
 ) -> None:
     running = await begun(router, client, PATHS[0], b"whole")
